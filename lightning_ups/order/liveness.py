@@ -1,0 +1,39 @@
+"""Finding optimizers that hold parameters which a conversion or a sharding has replaced."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["check_live", "uncovered"]
+
+
+def check_live(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that would step parameters which the module no longer has, and so train nothing, in silence.
+
+    A parameter that is kept outside the module, in a list say, is not dead as long as nothing in the module is left
+    without an optimizer: replaced parameters come in pairs, one dead and one uncovered.
+
+    Raises:
+        ValueError: If an optimizer holds dead parameters.
+    """
+    mine = set(module.parameters())
+    dead = [p for p in _held(optimizers) if isinstance(p, nn.Parameter) and p not in mine]
+    if dead and (missed := uncovered(module, optimizers)):
+        raise ValueError(
+            f"{len(dead)} of the optimizer's parameters are not in {type(module).__name__},"
+            f" and {len(missed)} of the module's are in no optimizer, {missed[0]} among them."
+            " The optimizer was made before the parameters were converted or sharded, which replaces them:"
+            " it would step the old ones, and nothing would train."
+            " Make the optimizer in configure_optimizers, from self.parameters()."
+        )
+
+
+def uncovered(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[str]:
+    """Return the names of trainable parameters that no optimizer holds."""
+    held = set(_held(optimizers))
+    return [name for name, p in module.named_parameters() if p.requires_grad and p not in held]
+
+
+def _held(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
+    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,39 @@
+"""In which types a run computes, as data that strategies and refusals can read."""
+
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
+
+__all__ = ["STOCK_POLICIES", "DtypePolicy", "policy_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypePolicy:
+    """Types of computation; parameters and optimizer state stay as the module made them. None: as they are.
+
+    Args:
+        param: The type in which modules compute.
+        reduce: The type in which gradients are summed over devices.
+        output: The type of what a root returns, and so of a loss that is computed outside of it.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+
+STOCK_POLICIES: dict[str, DtypePolicy] = {
+    "32-true": DtypePolicy(),
+    # Autocast runs losses in float32, whatever enters them: hence the output.
+    "bf16-mixed": DtypePolicy(param=torch.bfloat16, reduce=torch.float32, output=torch.float32),
+}
+
+
+def policy_of(precision: Precision) -> DtypePolicy | None:
+    """Return the policy that ``precision`` states or, if it is stock, stands for; None if it has no such meaning."""
+    stated = getattr(precision, "policy", None)
+    if isinstance(stated, DtypePolicy):
+        return stated
+    # The class itself: a subclass inherits the name "32-true" and may do more than it says.
+    return STOCK_POLICIES.get(precision.precision) if type(precision) in (Precision, MixedPrecision) else None

@@ -1,0 +1,118 @@
+"""Every combination that cannot work, as data: raised before the first step, listed by ``explain``."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_ups.order.policy import STOCK_POLICIES, policy_of
+from lightning_ups.order.run import Run
+from lightning_ups.order.stage import Stage
+from lightning_ups.transforms.shard import is_sharded
+
+__all__ = ["REFUSALS", "Refusal", "check", "refusals"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """One row: when it holds, and what the user reads then. The texts may name what the run has."""
+
+    what: Callable[[Run], str]
+    why: str
+    cure: str
+    holds: Callable[[Run], bool]
+
+    def text(self, run: Run) -> str:
+        """Return what happened, why, and what to do."""
+        return f"{self.what(run)} {self.why} {self.cure}"
+
+
+REFUSALS = (
+    Refusal(
+        what=lambda run: f"Two callbacks of one class are given: {_twice(run)[0]}.",
+        why="Both would make the same change, and the second would act on the first's result.",
+        cure="Keep one, and give it the patterns of both.",
+        holds=lambda run: bool(_twice(run)),
+    ),
+    Refusal(
+        what=lambda run: f"{' and '.join(_owners(run))} would both keep the optimizer's state.",
+        why="Each replaces the optimizer by one whose state lies elsewhere, and state can lie in one place only.",
+        cure="Keep one of them.",
+        holds=lambda run: len(_owners(run)) > 1,
+    ),
+    Refusal(
+        what=lambda run: f"precision={run.precision.precision!r} is given with {run.strategy.name}.",
+        why="Its gradient scaler would have to agree on infinities across shards, and FSDP2 has no such scaler.",
+        cure="Use precision='bf16-mixed'.",
+        holds=lambda run: run.strategy.ours and run.strategy.shards and run.precision.precision == "16-mixed",
+    ),
+    Refusal(
+        what=lambda run: (
+            f"{type(run.precision).__name__}, precision={run.precision.precision!r}, has no meaning"
+            f" under {run.strategy.name}."
+        ),
+        why="FSDP2 casts parameters by a policy, and this precision casts in another way.",
+        cure=f"Use one of {tuple(STOCK_POLICIES)}, or a precision of lightning_ups.",
+        holds=lambda run: (
+            run.strategy.ours
+            and run.strategy.shards
+            and policy_of(run.precision) is None
+            and run.precision.precision != "16-mixed"  # has a row of its own
+        ),
+    ),
+    Refusal(
+        what=lambda run: f"{_whole(run)[0]} would compile whole models under {run.strategy.name}.",
+        why="The strategy gathers parameters in hooks of each block, and these would break the one graph.",
+        cure="Use scope='blocks'.",
+        holds=lambda run: run.strategy.shards and bool(_whole(run)),
+    ),
+    Refusal(
+        what=lambda run: f"{_uncompiled(run)[0]} has a setting that acts only on compiled code, and nothing compiles.",
+        why="It is a choice that the compiler makes when it splits a graph into forward and backward.",
+        cure="Add Compile() to the callbacks, or choose a setting that works without it.",
+        holds=lambda run: run.training and bool(_uncompiled(run)),
+    ),
+    Refusal(
+        what=lambda run: f"torch.compile({type(run.module).__name__}) was given to the Trainer, and Compile() as well.",
+        why="The second compilation would be inside the first, and only one of them could be reported or undone.",
+        cure="Pass the module as it is, and keep the callback.",
+        holds=lambda run: run.compiled_by_user and any(step.stage is Stage.COMPILE for step in run.declarations),
+    ),
+    Refusal(
+        what=lambda run: (
+            f"{type(run.module).__name__} was sharded by an earlier run, and {run.strategy.name} does not shard."
+        ),
+        why="Sharding stays on a module, and this strategy would train the shards as if they were whole.",
+        cure="Keep the strategy of the earlier run, or build the module anew and load a checkpoint.",
+        holds=lambda run: not run.strategy.shards and is_sharded(run.module),
+    ),
+)
+
+
+def refusals(run: Run) -> list[Refusal]:
+    """Return everything in ``run`` that cannot be."""
+    return [refusal for refusal in REFUSALS if refusal.holds(run)]
+
+
+def check(run: Run) -> None:
+    """Raise ValueError with the first refusal, if there is one."""
+    for refusal in refusals(run):
+        raise ValueError(refusal.text(run))
+
+
+def _twice(run: Run) -> list[str]:
+    counts = Counter(type(step).__name__ for step in run.declarations)
+    return [name for name, count in counts.items() if count > 1]
+
+
+def _owners(run: Run) -> list[str]:
+    return [type(step).__name__ for step in run.declarations if step.owns_optimizer_state]
+
+
+def _whole(run: Run) -> list[str]:
+    return [type(step).__name__ for step in run.declarations if step.compiles_whole]
+
+
+def _uncompiled(run: Run) -> list[str]:
+    if any(step.stage is Stage.COMPILE for step in run.declarations):
+        return []
+    return [type(step).__name__ for step in run.declarations if step.needs_compile]

@@ -1,0 +1,30 @@
+import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+
+from lightning_ups.order import DtypePolicy, policy_of
+from lightning_ups.precision import BF16Precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "param"),
+    [(MixedPrecision("bf16-mixed", "cpu"), torch.bfloat16), (BF16Precision(), torch.bfloat16), (Precision(), None)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_precision_stands_for(precision, param):
+    assert policy_of(precision).param is param
+
+
+def test_what_has_no_policy():
+    assert policy_of(HalfPrecision("bf16-true")) is None
+    assert policy_of(MixedPrecision("16-mixed", "cpu")) is None
+    assert policy_of(type("Custom", (Precision,), {})()) is None  # inherits the name "32-true"
+
+
+def test_a_loss_outside_a_root_is_float32_as_under_autocast():
+    assert policy_of(MixedPrecision("bf16-mixed", "cpu")).output is torch.float32
+
+
+def test_a_policy_cannot_be_changed_by_accident():
+    with pytest.raises(AttributeError):
+        DtypePolicy().param = torch.bfloat16

@@ -1,0 +1,133 @@
+import dataclasses
+
+import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, check, refusals
+from tests.toys import Net, loader, trainer
+
+SINGLE = Placement(name="SingleDeviceStrategy", shards=False, ours=False)
+FSDP1 = Placement(name="FSDPStrategy", shards=True, ours=False)
+FSDP2 = Placement(name="FSDP2Strategy", shards=True, ours=True)
+
+
+def run(**changes):
+    asked = Run(
+        module=Net(),
+        strategy=SINGLE,
+        precision=Precision(),
+        callbacks=(),
+        accelerator="cpu",
+        num_devices=2,
+        num_nodes=1,
+    )
+    return dataclasses.replace(asked, **changes)
+
+
+class Whole(Declaration):
+    stage = Stage.COMPILE
+    compiles_whole = True
+
+    def change(self, module, context):
+        raise NotImplementedError
+
+
+class Owner(Declaration):
+    stage = Stage.OPTIMIZERS
+    owns_optimizer_state = True
+
+    def wrap(self, optimizer, context):
+        raise NotImplementedError
+
+
+class SecondOwner(Owner):
+    pass
+
+
+class Budget(Whole):
+    stage = Stage.RECOMPUTE
+    compiles_whole = False
+    needs_compile = True
+
+
+REFUSED = {
+    "two of a class": (
+        run(callbacks=(Compile(), Compile())),
+        "Two callbacks of one class are given: Compile. .*Keep one",
+    ),
+    "two owners": (run(callbacks=(Owner(), SecondOwner())), "Owner and SecondOwner would both keep .*Keep one of them"),
+    "fp16": (
+        run(strategy=FSDP2, precision=MixedPrecision("16-mixed", "cpu")),
+        "precision='16-mixed' is given with FSDP2Strategy.*Use precision='bf16-mixed'",
+    ),
+    "no policy": (
+        run(strategy=FSDP2, precision=HalfPrecision("bf16-true")),
+        "HalfPrecision, precision='bf16-true', has no meaning under FSDP2Strategy.*Use one of .*bf16-mixed",
+    ),
+    "whole": (
+        run(strategy=FSDP2, callbacks=(Whole(),)),
+        "Whole would compile whole models under FSDP2.*scope='blocks'",
+    ),
+    "whole, stock": (run(strategy=FSDP1, callbacks=(Whole(),)), "Whole would compile whole models under FSDPStrategy"),
+    "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
+    "compiled twice": (
+        run(compiled_by_user=True, callbacks=(Compile(),)),
+        r"torch.compile\(Net\) was given to the Trainer, and Compile\(\) as well.*Pass the module as it is",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "text"), REFUSED.values(), ids=REFUSED)
+def test_refused_with_what_why_and_cure(asked, text):
+    assert len(refusals(asked)) == 1
+    with pytest.raises(ValueError, match=rf"(?s){text}"):
+        check(asked)
+
+
+ALLOWED = {
+    "fp16 under a stock strategy": run(strategy=FSDP1, precision=MixedPrecision("16-mixed", "cpu")),
+    "bf16 under ours": run(strategy=FSDP2, precision=MixedPrecision("bf16-mixed", "cpu")),
+    "whole on one device": run(callbacks=(Whole(), ActivationCheckpoint())),
+    "a budget with a compiler": run(callbacks=(Budget(), Compile())),
+    "a budget outside fit": run(callbacks=(Budget(),), training=False),
+    "one owner": run(callbacks=(Owner(),)),
+}
+
+
+@pytest.mark.parametrize("asked", ALLOWED.values(), ids=ALLOWED)
+def test_not_refused(asked):
+    assert refusals(asked) == []
+
+
+def sharded_then_stock():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from lightning_ups.transforms.shard import shard
+
+    model = Net()
+    mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy()
+    shard([], roots=[*model.layers, model.head], mesh=mesh, policy=policy)
+    return [
+        refusal.text(run(module=model, strategy=s))
+        for s in (SINGLE, FSDP2)
+        for refusal in refusals(run(module=model, strategy=s))
+    ]
+
+
+def test_a_sharded_module_is_refused_by_a_strategy_that_does_not_shard(ranks):
+    (text,) = ranks(sharded_then_stock)
+    assert "Net was sharded by an earlier run, and SingleDeviceStrategy does not shard." in text
+    assert text.endswith("Keep the strategy of the earlier run, or build the module anew and load a checkpoint.")
+
+
+def test_every_row_is_tested():
+    seen = {id(refusal) for asked, _ in REFUSED.values() for refusal in refusals(asked)}
+    assert len(seen) == len(REFUSALS) - 1  # the row of the sharded module is tested on two ranks
+
+
+def test_a_module_compiled_by_the_user_is_seen(tmp_path):
+    with pytest.raises(ValueError, match=r"torch.compile\(Net\) was given to the Trainer"):
+        trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(torch.compile(Net(), backend="eager"), loader())
