@@ -14,9 +14,10 @@ def bind_scheduler(scheduler: Any, new: Mapping[Optimizer, Optimizer]) -> None:
     """Let ``scheduler``, and those inside it, drive ``new[optimizer]`` in the place of its ``optimizer``."""
     for inner in getattr(scheduler, "_schedulers", ()):  # SequentialLR and ChainedScheduler
         bind_scheduler(inner, new)
-    if (optimizer := getattr(scheduler, "optimizer", None)) in new:
-        scheduler.optimizer = new[optimizer]
-        _track_steps(scheduler.optimizer)
+    later = new.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
+    if later is not None:
+        scheduler.optimizer = later
+        _track_steps(later)
 
 
 def _track_steps(optimizer: Optimizer) -> None:
