@@ -1,0 +1,62 @@
+"""Turning off the key-value cache of models that would fill it in training."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+__all__ = ["without_kv_cache"]
+
+
+@contextmanager
+def without_kv_cache(module: nn.Module) -> Iterator[list[str]]:
+    """Set ``use_cache`` to False in every config below ``module`` that has it on, while the context is open.
+
+    Models of transformers have it on by default. In training the cache is of no use, recomputation fills it a second
+    time, and a compiled block is compiled anew for each layer's place in it. ``generate`` goes by the generation
+    config, which is not touched.
+
+    Yields:
+        The names of what was turned off, such as ``model.config.text_config.use_cache``.
+
+    Raises:
+        ValueError: If a config cannot be changed.
+    """
+    found = {name: config for name, config in _configs(module) if getattr(config, "use_cache", None) is True}
+    changed: list[Any] = []
+    try:
+        for name, config in found.items():
+            _turn_off(name, config)
+            changed.append(config)
+        yield [f"{name}.use_cache" for name in found]
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+def _turn_off(name: str, config: Any) -> None:
+    try:
+        config.use_cache = False
+    except (AttributeError, TypeError) as error:  # FrozenInstanceError is an AttributeError
+        raise ValueError(
+            f"{name}.use_cache is on and cannot be turned off: {error}."
+            " The cache is of no use in training, and recomputation and compilation of single blocks break on it."
+            " Build the model with use_cache=False."
+        ) from error
+
+
+def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()  # the modules of one model share its config
+    for name, child in module.named_modules():
+        yield from _nested(f"{name}.config".lstrip("."), vars(child).get("config"), seen)
+
+
+def _nested(name: str, config: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if not hasattr(config, "__dict__") or isinstance(config, (type, nn.Module)) or id(config) in seen:
+        return
+    seen.add(id(config))
+    yield name, config
+    for key, value in vars(config).items():
+        if type(value).__name__.endswith("Config"):  # a text_config, a vision_config, a decoder
+            yield from _nested(f"{name}.{key}", value, seen)
