@@ -1,0 +1,92 @@
+"""Running the cases of a benchmark, each in a process of its own, and keeping everything that came out.
+
+A benchmark is a script with a function that takes a case's name and returns its figures as a dict. Called without
+arguments it runs all its cases; `--cases a b` picks some; `--output DIR` keeps result.json, log.txt and env.txt there.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+PACKAGES = ("torch", "lightning", "torchao", "transformers", "transformer-engine", "flash-attn-4", "triton", "jsonargparse")
+
+
+def main(cases: Mapping[str, Callable[[], dict[str, Any]]], *, columns: Sequence[str], timeout_s: int = 240) -> None:
+    """Run ``cases``, each as a child of this script, and print a table of ``columns``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", help="run this one here, and print its figures as one line of JSON")
+    parser.add_argument("--cases", nargs="*", default=list(cases), help="run only these, each in its own process")
+    parser.add_argument("--output", type=Path, help="keep the raw output in this folder")
+    parser.add_argument("--budget", type=float, default=540, help="seconds for everything: later cases are left out")
+    options = parser.parse_args()
+    if options.case:
+        print("RESULT " + json.dumps({"case": options.case, **cases[options.case]()}), flush=True)
+        return
+    start, results, log = time.monotonic(), [], []
+    for name in options.cases:
+        left = options.budget - (time.monotonic() - start)
+        if left < 30:
+            print(f"{name}: left out, the budget of {options.budget:.0f} s is spent", flush=True)
+            continue
+        began = time.monotonic()
+        result, text = _child(name, timeout_s=min(timeout_s, left))
+        result["seconds_in_all"] = round(time.monotonic() - began, 1)
+        results.append(result)
+        log.append(f"===== {name}\n{text}")
+        print(json.dumps(result), flush=True)
+        if options.output:
+            _keep(options.output, results, log)
+    print(_table(results, ("case", *columns)))
+
+
+def _child(name: str, *, timeout_s: float) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, sys.argv[0], "--case", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        text = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        return {"case": name, "error": f"no result within {timeout_s:.0f} s"}, str(error.stdout or b"")
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT ")), text
+    return {"case": name, "error": text.strip()[-600:]}, text
+
+
+def _keep(folder: Path, results: Sequence[Mapping[str, Any]], log: Sequence[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / "log.txt").write_text("\n".join(log))
+    (folder / "env.txt").write_text(environment())
+
+
+def environment() -> str:
+    """Return what the figures depend on: command, versions, device."""
+    import torch
+
+    lines = [f"command: python {' '.join(sys.argv)}", f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package} absent")
+    if torch.cuda.is_available():
+        lines.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+        lines.append(f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}")
+    else:
+        lines.append(f"cpu, {os.cpu_count()} cores")
+    return "\n".join(lines) + "\n"
+
+
+def _table(results: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    rows = [columns, ["---"] * len(columns), *([str(r.get(c, r.get("error", "")[:40])) for c in columns] for r in results)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,0 +1,171 @@
+"""What Compile and ActivationCheckpoint do to the 1.5 B GPT: graphs, losses, bytes, FLOPs, memory, speed.
+
+    python benchmarks/compile_and_checkpoint.py --output benchmarks/results/DATE_compile_and_checkpoint
+
+Every case trains the same weights on the same batches through a stock Trainer. Bytes saved for backward and FLOPs in
+backward are counted apart from the timing, on one eager step. `UPS_BENCH_SIZE=tiny` tries it all on any machine.
+"""
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import main
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.data import RandomTokens
+from lightning_ups.models import GPTModule
+from lightning_ups.precision import BF16Precision
+
+SIZE = os.environ.get("UPS_BENCH_SIZE", "1B")
+TINY = SIZE == "tiny"
+SEQ, BATCH, STEPS, WARM = (32, 2, 8, 3) if TINY else (4096, 4, 24, 8)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = "aot_eager" if TINY else "inductor"
+CHECKPOINTS = {
+    "nothing": {"save": "nothing"},
+    "matmuls": {"save": "matmuls"},
+    "mm only": {"save": ["aten.mm"]},
+    "nothing, every 2nd": {"save": "nothing", "every_k": 2},
+}
+
+
+class Clock(Callback):
+    """Times whole steps by events, read after the last one, and keeps the losses on the device."""
+
+    def __init__(self) -> None:
+        self.events: list[torch.cuda.Event] = []
+        self.losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].detach())
+        if DEVICE == "cuda":
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+
+    def figures(self) -> dict[str, Any]:
+        losses = [loss.item() for loss in self.losses]
+        found: dict[str, Any] = {"losses": losses, "loss_first": losses[0], "loss_last": losses[-1]}
+        if DEVICE == "cuda":
+            times = [a.elapsed_time(b) for a, b in zip(self.events[WARM:], self.events[WARM + 1 :], strict=False)]
+            found["step_ms"] = round(statistics.median(times), 2)
+            found["tok_s"] = round(BATCH * SEQ / statistics.median(times) * 1e3)
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return found
+
+
+def train(*callbacks: Callback, steps: int = STEPS, save: Path | None = None, load: Path | None = None) -> dict[str, Any]:
+    seed_everything(0, verbose=False)
+    module, clock = GPTModule(size=SIZE, lr=3e-4, warmup_steps=2, max_seq_len=SEQ), Clock()
+    data = RandomTokens(vocab_size=256 if TINY else 128256, seq_len=SEQ, batch_size=BATCH)
+    trainer = Trainer(
+        accelerator=DEVICE.replace("cuda", "gpu"), devices=1, max_steps=steps, plugins=[BF16Precision()],
+        callbacks=[*callbacks, clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, gradient_clip_val=1.0, limit_val_batches=0,
+    )  # fmt: skip
+    report: dict[str, Any] = {}
+    clock.on_train_end = lambda *_: report.update(_report(trainer))  # type: ignore[method-assign]
+    trainer.fit(module, data, ckpt_path=load, weights_only=False)
+    if save:
+        trainer.save_checkpoint(save)
+    return {**clock.figures(), "report": report}
+
+
+def _report(trainer: Trainer) -> dict[str, Any]:
+    from lightning_ups.order import applied
+
+    context = applied(trainer.strategy)
+    return context.report.parts if context else {}
+
+
+def case(*make: Any) -> dict[str, Any]:
+    """Train once, and count bytes and FLOPs of one eager step with the same checkpointing."""
+    callbacks = [part() for part in make]
+    figures = train(*callbacks)
+    return {**figures, **counted(next((c for c in callbacks if isinstance(c, ActivationCheckpoint)), None))}
+
+
+def counted(checkpoint: ActivationCheckpoint | None) -> dict[str, Any]:
+    """Count what one eager step saves for backward, and the FLOPs of its backward."""
+    torch.cuda.empty_cache() if DEVICE == "cuda" else None
+    seed_everything(0, verbose=False)
+    module = GPTModule(size=SIZE, max_seq_len=SEQ)
+    found: dict[str, Any] = {}
+
+    class Count(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+            step = pl_module.training_step
+
+            def training_step(batch: Any, batch_idx: int) -> Any:
+                seen: dict[tuple[int, int], int] = {}
+                parameters = {p.untyped_storage().data_ptr() for p in pl_module.parameters()}
+
+                def pack(t: torch.Tensor) -> torch.Tensor:
+                    storage = t.untyped_storage()
+                    if storage.data_ptr() not in parameters:
+                        seen[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+                    return t
+
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                    loss = step(batch, batch_idx)
+                found["saved_gib"] = round(sum(seen.values()) / 2**30, 3)
+                return loss
+
+            pl_module.training_step = training_step
+
+        def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
+            self.counter = FlopCounterMode(display=False)
+            self.counter.__enter__()
+
+        def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+            self.counter.__exit__(None, None, None)
+            found["backward_tflop"] = round(self.counter.get_total_flops() / 1e12, 2)
+
+    data = RandomTokens(vocab_size=256 if TINY else 128256, seq_len=SEQ, batch_size=1)
+    Trainer(
+        accelerator=DEVICE.replace("cuda", "gpu"), devices=1, max_steps=1, plugins=[BF16Precision()],
+        callbacks=[Count(), *([checkpoint] if checkpoint else [])], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    ).fit(module, data)  # fmt: skip
+    return found
+
+
+def interchange() -> dict[str, Any]:
+    """Train 3 steps, save, and go on for 3, each part compiled or eager: all four must tell the same losses."""
+    make = {"compiled": lambda: [Compile(backend=BACKEND)], "eager": list}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for first in make:
+            path = Path(folder) / f"{first}.ckpt"
+            before = train(*make[first](), steps=3, save=path)["losses"]
+            for second in make:
+                found[f"{first}, then {second}"] = [*before, *train(*make[second](), steps=6, load=path)["losses"]]
+    base = found["eager, then eager"]
+    worst = max(abs(a - b) / b for run in found.values() for a, b in zip(run, base, strict=True))
+    return {**found, "worst_relative": worst}
+
+
+CASES: dict[str, Any] = {
+    "eager": lambda: case(),
+    "compile": lambda: case(lambda: Compile(backend=BACKEND)),
+    **{
+        f"compile + {name}": lambda options=options: case(
+            lambda: Compile(backend=BACKEND), lambda: ActivationCheckpoint(**options)
+        )
+        for name, options in CHECKPOINTS.items()
+    },
+    "compile + budget 0.5": lambda: train(Compile(backend=BACKEND), ActivationCheckpoint(memory_budget=0.5)),
+    "eager + nothing": lambda: case(lambda: ActivationCheckpoint(save="nothing")),
+    "eager + matmuls": lambda: case(lambda: ActivationCheckpoint(save="matmuls")),
+    "compile model": lambda: case(lambda: Compile(backend=BACKEND, scope="model")),
+    "interchange": interchange,
+}
+
+if __name__ == "__main__":
+    columns = ("tok_s", "peak_gib", "saved_gib", "backward_tflop", "loss_first", "loss_last", "worst_relative")
+    main(CASES, columns=columns, timeout_s=200)
