@@ -1,0 +1,230 @@
+"""Computing with low-precision weights whose full-precision masters only the optimizer and the state dicts see.
+
+Autocast casts every weight in every forward and keeps the copies for backward. Here the module itself holds the
+low-precision copy, written once a step by the optimizer:
+
+    masters = MasterWeights(module, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(AdamW(module.parameters(), lr=3e-4, fused=True), masters)
+    ...
+    masters.undo()
+
+``module.parameters()`` stay the same objects, so that whatever holds them goes on to work; only their data changes.
+State dicts of the module, and of any module around it, hold the masters under the same names, and load into them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+__all__ = ["MasterWeights", "MasteredOptimizer"]
+
+
+class MasterWeights:
+    """The full-precision parameters behind a module that computes in ``dtype``.
+
+    Parameters of float32 are turned into ``dtype`` in place, but for those of modules that keep floating-point
+    statistics beside their weights, such as BatchNorm, whose kernels want both of one kind. Tied parameters have one
+    master. Buffers stay as they are.
+
+    Args:
+        module: The module, with its float32 parameters.
+        dtype: The type to compute in.
+    """
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.of: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in _convertible(module):
+            self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            parameter.data = parameter.data.to(dtype)
+        self._handles: list[RemovableHandle] = [
+            module.register_state_dict_post_hook(partial(self._show)),  # torch sets an attribute on it
+            module.register_load_state_dict_pre_hook(self._read),
+        ]
+
+    def to_device(self) -> None:
+        """Bring each master to where its parameter has gone."""
+        for parameter, master in self.of.items():
+            if master.device != parameter.device:
+                master.data = master.data.to(parameter.device)
+
+    def write(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Write the masters into the low-precision parameters."""
+        mine = [p for p in (self.of if parameters is None else parameters) if p in self.of]
+        if mine:
+            with torch.no_grad():
+                torch._foreach_copy_(mine, [self.of[p] for p in mine])
+
+    def undo(self) -> None:
+        """Give the module its full-precision parameters back, where it is now, and forget it."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter, master in self.of.items():
+            parameter.grad = None  # of the low precision, which a full-precision parameter cannot have
+            parameter.data = master.data.to(parameter.device)
+        self.of.clear()
+
+    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter in self.of and prefix + name in state:
+                # Detached, as torch's own entries are; a view of the master, so that nothing is copied.
+                state[prefix + name] = self.of[parameter].detach()
+
+    def _read(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                value = state.get(prefix + name)
+                if parameter in self.of and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    self.of[parameter].copy_(value)
+
+
+class MasteredOptimizer(Optimizer):
+    """Lets an optimizer step the masters, with the gradients of the low-precision parameters.
+
+    It has the parameter groups of the optimizer that it stands for, in the same order and over the parameters that
+    the module has, so that schedulers, clipping and names keep their meaning. Its state dict is that optimizer's own.
+
+    Args:
+        inner: An optimizer over the module's parameters that has made no step yet.
+        masters: The masters of that module.
+        accumulate: Add the gradients of microbatches in the type of the masters, as soon as each is whole. The
+            parameters then have no ``.grad`` after a backward: the masters have it. Not with a data-parallel wrapper,
+            which reduces ``.grad``.
+
+    Raises:
+        ValueError: If ``inner`` already keeps state for parameters that have masters.
+    """
+
+    def __init__(self, inner: Optimizer, masters: MasterWeights, *, accumulate: bool = False) -> None:
+        if any(p in masters.of for p in inner.state):
+            raise ValueError(
+                f"{type(inner).__name__} already has state for parameters whose masters it shall step."
+                " Its averages are of the low precision and under other tensors."
+                " Make a new optimizer, or one that makes its state at the first step."
+            )
+        self.inner, self.masters = inner, masters
+        groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
+        self._coefficient: Tensor | None = None
+        super().__init__(groups, inner.defaults)
+        for group in inner.param_groups:
+            group["params"] = [masters.of.get(p, p) for p in group["params"]]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._move_gradient) for p in self._mastered() if accumulate
+        ]
+
+    def take_clip_coefficient(self, coefficient: Tensor) -> None:
+        """Multiply the gradients of the next step by ``coefficient``, in the pass that casts them."""
+        self._coefficient = coefficient
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._hand_over_options()
+            self._hand_over_gradients()
+            self.inner.step()
+            stepped = [p for p in self._mastered() if self.masters.of[p].grad is not None]
+            self.masters.write(stepped)
+            for parameter in stepped:
+                self.masters.of[parameter].grad = None
+        return loss
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for parameter in self._mastered():
+            self.masters.of[parameter].grad = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self._hand_over_options()
+        return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+
+    @property
+    @override
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer that it stands for, by its master parameters."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Leave it where it is: ``Optimizer.__init__`` and moves between devices set it."""
+
+    def undo(self) -> Optimizer:
+        """Return the optimizer it stands for, over the module's parameters again and with its state."""
+        for handle in self._handles:
+            handle.remove()
+        self._hand_over_options()
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for parameter, master in zip(group["params"], inner["params"], strict=True):
+                if master is not parameter and master in self.inner.state:
+                    self.inner.state[parameter] = self.inner.state.pop(master)
+            inner["params"] = [*group["params"]]
+        return self.inner
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Return the gradients that the next step will use, before any clipping."""
+        found = ((p.grad if p.grad is not None else self._master_gradient(p)) for p in self._parameters())
+        return [gradient for gradient in found if gradient is not None]
+
+    def _master_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.masters.of[parameter].grad if parameter in self.masters.of else None
+
+    def _hand_over_options(self) -> None:
+        # A scheduler writes into the groups it sees, which are these.
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+
+    def _hand_over_gradients(self) -> None:
+        for parameter in self._mastered():
+            if parameter.grad is not None:
+                self._move_gradient(parameter)
+        if self._coefficient is None:
+            return
+        gradients = [p.grad for group in self.inner.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, self._coefficient)
+        self._coefficient = None
+
+    def _move_gradient(self, parameter: nn.Parameter) -> None:
+        master, gradient = self.masters.of[parameter], parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)  # of the low precision: torch adds in the type of the sum
+
+    def _mastered(self) -> Iterable[nn.Parameter]:
+        return (p for p in self._parameters() if p in self.masters.of)
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
+
+
+def _convertible(module: nn.Module) -> list[nn.Parameter]:
+    keep = {p for m in module.modules() if _has_statistics(m) for p in m.parameters(recurse=False)}
+    return [p for p in module.parameters() if p.dtype is torch.float32 and p not in keep]
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return any(buffer.is_floating_point() for _, buffer in module._buffers.items() if buffer is not None)

@@ -1,0 +1,225 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from lightning_ups.optim import MasteredOptimizer, MasterWeights
+from lightning_ups.transforms.clip import TakesClipCoefficient
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8))
+
+
+def batch(dtype=torch.float32):
+    return torch.linspace(-1, 1, 32).reshape(4, 8).to(dtype)
+
+
+def by_hand(model, *, steps, lr=1e-2, micro=1, clip=None):
+    """AdamW on float32 weights with gradients that a bfloat16 copy of them computed: the specification."""
+    optimizer, losses = AdamW(model.parameters(), lr=lr), []
+    for _ in range(steps):
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for part in range(micro):
+            low = copy.deepcopy(model).to(torch.bfloat16)
+            loss = low(batch(torch.bfloat16) * (part + 1)).float().square().mean()
+            loss.backward()
+            total = [t + p.grad.float() for t, p in zip(total, low.parameters(), strict=True)]
+        if clip is not None:
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in total]))
+            total = [t * (clip / (norm + 1e-6)).clamp(max=1) for t in total]
+        for p, t in zip(model.parameters(), total, strict=True):
+            p.grad = t
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def mastered(model, *, steps, lr=1e-2, micro=1, clip=None, make=AdamW, **options):
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer, losses = MasteredOptimizer(make(model.parameters(), lr=lr), masters, **options), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in range(micro):
+            loss = model(batch(torch.bfloat16) * (part + 1)).float().square().mean()
+            loss.backward()
+        if clip is not None:
+            norm = torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(g.float()) for g in optimizer.gradients()])
+            )
+            optimizer.take_clip_coefficient((clip / (norm + 1e-6)).clamp(max=1))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, masters, optimizer
+
+
+def test_losses_and_masters_are_those_of_the_specification_bit_for_bit():
+    model, expected = make_model(), make_model()
+    losses, masters, _ = mastered(model, steps=5)
+    assert losses == by_hand(expected, steps=5)
+    for p, e in zip(model.parameters(), expected.parameters(), strict=True):
+        assert p.dtype is torch.bfloat16
+        assert torch.equal(masters.of[p], e)
+        assert torch.equal(p, e.to(torch.bfloat16))
+
+
+def test_small_steps_are_not_lost_as_they_are_in_bfloat16_alone():
+    model, plain = make_model(), make_model().to(torch.bfloat16)
+    _, masters, _ = mastered(model, steps=3, lr=1e-6, make=SGD)
+    optimizer, before = SGD(plain.parameters(), lr=1e-6), [p.clone() for p in plain.parameters()]
+    plain(batch(torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(plain[0].parameters(), before[:2], strict=True))
+    assert not torch.equal(masters.of[model[0].weight], make_model()[0].weight)
+
+
+def test_the_clip_coefficient_is_folded_in():
+    model, expected = make_model(), make_model()
+    losses, _, optimizer = mastered(model, steps=4, clip=0.01)
+    assert isinstance(optimizer, TakesClipCoefficient)
+    assert losses == by_hand(expected, steps=4, clip=0.01)
+    free, _, _ = mastered(make_model(), steps=4)
+    assert losses != free
+
+
+def test_microbatches_are_added_in_float32():
+    model, expected = make_model(), make_model()
+    losses, masters, _ = mastered(model, steps=3, micro=4, accumulate=True)
+    assert losses == by_hand(expected, steps=3, micro=4)
+    for p, e in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(masters.of[p], e)
+    rough, _, _ = mastered(make_model(), steps=3, micro=4)  # added in bfloat16
+    assert rough != losses
+
+
+def test_no_low_precision_gradient_is_kept_while_accumulating():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=0.1), masters, accumulate=True)
+    model(batch(torch.bfloat16)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert len(optimizer.gradients()) == len(list(model.parameters()))
+    optimizer.zero_grad()
+    assert optimizer.gradients() == []
+
+
+def test_state_dicts_show_the_masters_under_the_same_names_and_load_into_them():
+    model, outer = make_model(), nn.Module()
+    plain = {f"inner.{k}": v.clone() for k, v in model.state_dict().items()}
+    outer.inner = model
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    shown = outer.state_dict()
+    assert list(shown) == list(plain)
+    assert all(torch.equal(shown[k], plain[k]) and shown[k].dtype is torch.float32 for k in plain)
+    other = {k: v + 1e-4 for k, v in plain.items()}
+    outer.load_state_dict(other)
+    assert torch.equal(masters.of[model[0].weight], other["inner.0.weight"])
+    assert torch.equal(model[0].weight, other["inner.0.weight"].to(torch.bfloat16))
+    assert all(torch.equal(outer.state_dict()[k], other[k]) for k in plain)
+
+
+def test_undo_gives_the_float32_module_back():
+    model = make_model()
+    identities = [id(p) for p in model.parameters()]
+    _, masters, optimizer = mastered(model, steps=2)
+    kept = {name: master.clone() for name, master in model.state_dict().items()}
+    inner = optimizer.undo()
+    masters.undo()
+    assert [id(p) for p in model.parameters()] == identities
+    assert all(p.dtype is torch.float32 and torch.equal(p, kept[n]) for n, p in model.named_parameters())
+    assert not model._state_dict_hooks
+    model(batch()).sum().backward()
+    inner.step()  # goes on with its averages, over the module's own parameters
+    assert {int(s["step"]) for s in inner.state.values()} == {3}
+
+
+def test_resume_continues_the_same_losses():
+    whole, _, _ = mastered(make_model(), steps=6)
+    first = make_model()
+    losses, _, optimizer = mastered(first, steps=3)
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    second = make_model()
+    second.load_state_dict(saved["model"])
+    masters = MasterWeights(second, dtype=torch.bfloat16)
+    later = MasteredOptimizer(AdamW(second.parameters(), lr=1e-2), masters)
+    later.load_state_dict(saved["optimizer"])
+    for _ in range(3):
+        later.zero_grad()
+        loss = second(batch(torch.bfloat16)).float().square().mean()
+        loss.backward()
+        later.step()
+        losses.append(loss.item())
+    assert losses == whole
+
+
+def test_a_checkpoint_moves_to_and_from_a_plain_optimizer():
+    model = make_model()
+    _, _, optimizer = mastered(model, steps=2)
+    plain = make_model()
+    AdamW(plain.parameters(), lr=1e-2).load_state_dict(optimizer.state_dict())
+
+
+def test_a_scheduler_and_parameter_groups_keep_their_meaning():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    groups = [{"params": [model[0].weight], "lr": 1.0}, {"params": [model[2].weight], "lr": 0.5, "weight_decay": 0.1}]
+    optimizer = MasteredOptimizer(AdamW(groups), masters)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    model(batch(torch.bfloat16)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.state_dict()["param_groups"]] == [0.5, 0.25]
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert optimizer.inner.param_groups[0]["params"][0] is masters.of[model[0].weight]
+
+
+def test_ties_and_frozen_parameters_and_statistics():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    assert model[1].weight is model[0].weight
+    assert len(masters.of) == 3  # one weight, two biases
+    assert not masters.of[model[0].bias].requires_grad
+    assert {p.dtype for p in model[2].parameters()} == {torch.float32}
+    model(batch(torch.bfloat16)).float().sum().backward()
+    MasteredOptimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), masters).step()
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], state["1.weight"])
+
+
+def test_an_optimizer_that_has_state_already_is_refused():
+    model = make_model()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"Adagrad already has state.*Make a new optimizer"):
+        MasteredOptimizer(optimizer, masters)
+
+
+def test_a_parameter_without_gradient_keeps_its_value():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(AdamW(model.parameters(), lr=1.0), masters)
+    before = masters.of[model[2].weight].clone()
+    model[0](batch(torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert torch.equal(masters.of[model[2].weight], before)
+    assert not torch.equal(masters.of[model[0].weight], make_model()[0].weight)
+
+
+def test_a_copy_made_meanwhile_shows_its_own_masters():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        masters.of[model[0].weight].zero_()
+    assert model.state_dict()["0.weight"].abs().sum() == 0
+    assert torch.equal(twin.state_dict()["0.weight"], make_model()[0].weight)
