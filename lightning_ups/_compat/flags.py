@@ -1,0 +1,251 @@
+"""torch's process-wide switches behind private names: read exactly, written exactly.
+
+TF32 has two interfaces over one state. The legacy one (``allow_tf32``, ``set_float32_matmul_precision``) keeps every
+reader content; the newer ``fp32_precision`` alone leaves the legacy getters raising "mix of the legacy and new APIs",
+which Inductor's autotuning and Lightning call. So the legacy setters write where the state is not mixed already, the
+newer ones where it is, and what the legacy ones cannot express is put back cell by cell.
+"""
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+
+__all__ = [
+    "AttentionState",
+    "Tf32",
+    "allocator_settings",
+    "allocator_variable",
+    "cache_key_tag",
+    "forget_graphs",
+    "merge_settings",
+    "read_attention",
+    "read_tf32",
+    "save_tf32",
+    "set_allocator_settings",
+    "write_attention",
+    "write_tf32",
+]
+
+_Cell = tuple[str, str]
+_PARENTS: tuple[_Cell, ...] = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+_MATMUL: tuple[_Cell, ...] = (("cuda", "matmul"),)
+_CUDNN: tuple[_Cell, ...] = (("cuda", "conv"), ("cuda", "rnn"))
+_ONEDNN: _Cell = ("mkldnn", "matmul")  # torch.set_float32_matmul_precision writes it too
+
+
+class Tf32(NamedTuple):
+    """Whether float32 work on a GPU may use TF32."""
+
+    matmul: bool
+    cudnn: bool
+
+
+def read_tf32() -> Tf32:
+    """Return what holds now, whichever interface set it."""
+    return Tf32(_all_are(_MATMUL, enabled=True), _all_are(_CUDNN, enabled=True))
+
+
+def write_tf32(*, enabled: bool) -> None:
+    """Set TF32 for matrix products and cuDNN; what has that value already is left as it is."""
+    if not enabled and _matmul_precision() in ("high", "medium"):
+        with _quiet():  # `allow_tf32 = False` would leave oneDNN's half as it is, and that is mixed too
+            torch.set_float32_matmul_precision("highest")
+    for cells, legacy in ((_MATMUL, "cublas"), (_CUDNN, "cudnn")):
+        if _all_are(cells, enabled=enabled):
+            continue
+        setter = getattr(torch._C, f"_set_{legacy}_allow_tf32", None)
+        if setter is not None and _legacy(legacy) is not None:
+            with _quiet():
+                setter(enabled)
+        if not _all_are(cells, enabled=enabled):  # mixed already, or inherited from torch.backends.fp32_precision
+            for cell in cells:
+                _set(cell, "tf32" if enabled else "ieee")
+
+
+def save_tf32() -> Callable[[], None]:
+    """Return a function that puts TF32 back to what it is now, for every way of reading it."""
+    saved = _state()
+
+    def restore() -> None:
+        now = _state()
+        with _quiet():
+            if now.precision != saved.precision:
+                torch.set_float32_matmul_precision(saved.precision)
+            if now.cudnn != saved.cudnn:
+                torch.backends.cudnn.allow_tf32 = saved.cudnn
+        # Convolutions that nobody asked about are in a state that no setter reaches: write only what differs.
+        for cell, value in _state().cells.items():
+            if value != saved.cells[cell]:
+                _set(cell, saved.cells[cell])
+
+    return restore
+
+
+class _State(NamedTuple):
+    cells: dict[_Cell, str]
+    precision: str
+    cudnn: bool
+
+
+def _state() -> _State:
+    # A getter resolves what a cell inherits, and putting the inherited value back would end the inheritance.
+    cells: dict[_Cell, str] = {}
+    for parent in _PARENTS:
+        cells[parent] = _get(parent)
+        _set(parent, "none")
+    cells |= {cell: _get(cell) for cell in (*_MATMUL, *_CUDNN, _ONEDNN)}
+    # The legacy getters refuse when their own value and the cells disagree: make them agree to see it.
+    precision = _matmul_precision()
+    if precision is None:
+        with _holding("ieee", *_MATMUL, _ONEDNN):
+            precision = _matmul_precision()
+    cudnn = _legacy("cudnn")
+    if cudnn is None:
+        with _holding("tf32", *_CUDNN):
+            cudnn = _legacy("cudnn") is True
+    for parent in _PARENTS:
+        _set(parent, cells[parent])
+    return _State(cells, precision or "highest", cudnn)
+
+
+@contextmanager
+def _holding(value: str, *cells: _Cell) -> Iterator[None]:
+    before = [_get(cell) for cell in cells]
+    for cell in cells:
+        _set(cell, value)
+    yield
+    for cell, was in zip(cells, before, strict=True):
+        _set(cell, was)
+
+
+def _all_are(cells: tuple[_Cell, ...], *, enabled: bool) -> bool:
+    return all((_get(cell) == "tf32") == enabled for cell in cells)
+
+
+def _get(cell: _Cell) -> str:
+    return torch._C._get_fp32_precision_getter(*cell)
+
+
+def _set(cell: _Cell, value: str) -> None:
+    torch._C._set_fp32_precision_setter(*cell, value)
+
+
+def _legacy(name: str) -> bool | None:
+    try:
+        with _quiet():
+            return getattr(torch._C, f"_get_{name}_allow_tf32")()
+    except (AttributeError, RuntimeError):  # gone, or the user mixed both interfaces
+        return None
+
+
+def _matmul_precision() -> str | None:
+    try:
+        with _quiet():
+            return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*TF32.*")  # once for each process, by some versions
+        yield
+
+
+class AttentionState(NamedTuple):
+    """Which kernels ``scaled_dot_product_attention`` may choose, and in which order it asks them."""
+
+    enabled: frozenset[SDPBackend]
+    order: tuple[SDPBackend, ...]
+
+
+_SWITCHES = {
+    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    SDPBackend.EFFICIENT_ATTENTION: (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+}
+
+
+def read_attention() -> AttentionState:
+    """Return what holds now."""
+    order = tuple(SDPBackend(number) for number in torch._C._get_sdp_priority_order())
+    return AttentionState(frozenset(b for b, (enabled, _) in _SWITCHES.items() if enabled()), order)
+
+
+def write_attention(state: AttentionState) -> None:
+    """Make ``state`` hold; kernels that its order does not name follow in the order that they have.
+
+    Not ``sdpa_kernel``, whose end loses the place of the kernels that were switched off before it.
+    """
+    for backend, (_, enable) in _SWITCHES.items():
+        enable(backend in state.enabled)
+    rest = [b for b in read_attention().order if b not in state.order]
+    torch._C._set_sdp_priority_order([int(backend.value) for backend in (*state.order, *rest)])
+
+
+def forget_graphs() -> None:
+    """Drop compiled graphs, which have what held when they were made baked in and no guard on it."""
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import would cost a second
+        torch.compiler.reset()
+
+
+@contextmanager
+def cache_key_tag(tag: str) -> Iterator[None]:
+    """Keep what is compiled apart on disk: torch's keys leave out what ``tag`` says (attention among it)."""
+    import torch.compiler.config as config
+
+    before = config.cache_key_tag
+    config.cache_key_tag = f"{before}+{tag}" if before else tag
+    try:
+        yield
+    finally:
+        config.cache_key_tag = before
+
+
+def allocator_settings() -> dict[str, Any] | None:
+    """Return what the CUDA allocator goes by, read from itself; None before CUDA is initialised."""
+    if not torch.cuda.is_initialized():
+        return None
+    snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())
+    return dict(snapshot["allocator_settings"])
+
+
+def allocator_variable() -> str:
+    """Return the environment variable that configures the allocator at start."""
+    return "PYTORCH_ALLOC_CONF" if hasattr(torch._C, "_accelerator_setAllocatorSettings") else "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def set_allocator_settings(text: str, /) -> None:
+    """Configure the allocator as the environment variable would, in a process that runs.
+
+    Raises:
+        RuntimeError: If this torch cannot, or refuses ``text``.
+    """
+    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if setter is None:
+        setter = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if setter is None:
+        raise RuntimeError(
+            f"This torch cannot change the CUDA allocator to {text!r} while the process runs."
+            " It reads the settings once, when CUDA is initialised."
+            f" Set {allocator_variable()}={text} in the environment instead."
+        )
+    setter(text)
+
+
+def merge_settings(text: str, changes: Mapping[str, Any], /) -> str:
+    """Return allocator settings ``text`` with ``changes`` made, and everything else in it kept."""
+    for key in changes:
+        text = re.sub(rf"(^|,)\s*{key}\s*:[^,\[\]]*", "", text)
+    return ",".join([*filter(None, [text.strip(", ")]), *(f"{key}:{value}" for key, value in changes.items())])

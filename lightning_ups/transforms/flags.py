@@ -1,0 +1,334 @@
+"""Process-wide switches that decide speed, set for a while and put back as they were.
+
+A switch that is None is left as it is. Contexts nest: each puts back what it found, not a default.
+"""
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_ups._compat.flags import (
+    AttentionState,
+    allocator_settings,
+    allocator_variable,
+    cache_key_tag,
+    forget_graphs,
+    merge_settings,
+    read_attention,
+    read_tf32,
+    save_tf32,
+    set_allocator_settings,
+    write_attention,
+    write_tf32,
+)
+
+__all__ = [
+    "AttentionBackend",
+    "Flags",
+    "PacedCollection",
+    "accelerated",
+    "allocator",
+    "attention_backends",
+    "attention_kernel_error",
+    "cudnn_benchmark",
+    "current_flags",
+    "tf32",
+    "without_effect",
+]
+
+AttentionBackend = Literal["cudnn", "flash", "efficient", "math"]
+
+_BACKENDS: dict[AttentionBackend, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_NAMES = {backend: name for name, backend in _BACKENDS.items()}
+_GPU_ONLY = frozenset({"cudnn", "efficient"})
+_TF32_CAPABILITY = (8, 0)
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flags:
+    """What to switch; None leaves a switch as it is. ``AccelerationFlags`` says what each means."""
+
+    tf32: bool | None = None
+    cudnn_benchmark: bool | None = None
+    attention: Sequence[AttentionBackend] | None = None
+    expandable_segments: bool | None = None
+    max_split_size_mb: int | None = None
+    garbage_collection_threshold: float | None = None
+    gc_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_attention(self.attention)
+        _check_range("max_split_size_mb", self.max_split_size_mb, above=20)
+        _check_range("garbage_collection_threshold", self.garbage_collection_threshold, above=0, below=1)
+        _check_range("gc_interval", self.gc_interval, above=0)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Return what is not left as it is."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def of_allocator(self) -> dict[str, Any]:
+        """Return what is asked of the CUDA allocator, under the allocator's own names."""
+        return {name: value for name, value in self.asked.items() if name in _ALLOCATOR}
+
+
+_ALLOCATOR = ("expandable_segments", "max_split_size_mb", "garbage_collection_threshold")
+
+
+@contextmanager
+def accelerated(flags: Flags, *, device: torch.device) -> Iterator["PacedCollection | None"]:
+    """Set what ``flags`` ask for and what has an effect on ``device``; yield what collects garbage, if anything does.
+
+    Raises:
+        RuntimeError: If an attention kernel or an allocator setting cannot be had here.
+    """
+    idle = without_effect(flags, device=device)
+    with ExitStack() as stack:
+        if changes := {name: value for name, value in flags.of_allocator.items() if name not in idle}:
+            stack.enter_context(allocator(**changes))
+        if flags.tf32 is not None and "tf32" not in idle:
+            stack.enter_context(tf32(enabled=flags.tf32))
+        if flags.cudnn_benchmark is not None and "cudnn_benchmark" not in idle:
+            stack.enter_context(cudnn_benchmark(enabled=flags.cudnn_benchmark))
+        if flags.attention is not None:
+            stack.enter_context(attention_backends(flags.attention, device=device))
+        yield stack.enter_context(PacedCollection(flags.gc_interval)) if flags.gc_interval else None
+
+
+def without_effect(flags: Flags, *, device: torch.device) -> dict[str, str]:
+    """Return which of ``flags`` change nothing on ``device``, and why."""
+    asked = flags.asked
+    if device.type != "cuda":
+        why = f"no effect on {device.type}"
+        idle = {name: why for name in ("tf32", "cudnn_benchmark", *_ALLOCATOR) if name in asked}
+        if said := _attention_without_effect(flags.attention or (), why=why):
+            idle["attention"] = said
+        return idle
+    capability = torch.cuda.get_device_capability(device)
+    if flags.tf32 and capability < _TF32_CAPABILITY:
+        return {"tf32": f"no effect on a GPU of compute capability {capability[0]}.{capability[1]}, which has no TF32"}
+    return {}
+
+
+def _attention_without_effect(names: Sequence[AttentionBackend], *, why: str) -> str:
+    missing, here = [n for n in names if n in _GPU_ONLY], [n for n in names if n not in _GPU_ONLY]
+    said = [f"{', '.join(missing)}: {why}"] if missing else []
+    if here == ["math", "flash"]:
+        said.append("torch takes flash before math on a CPU, whatever the order")
+    return "; ".join(said)
+
+
+@contextmanager
+def tf32(*, enabled: bool) -> Iterator[None]:
+    """Allow TF32 in float32 matrix products and cuDNN, or forbid it, while the context is open."""
+    restore, before = save_tf32(), read_tf32()
+    with ExitStack() as stack:
+        stack.callback(restore)
+        write_tf32(enabled=enabled)
+        if read_tf32().cudnn != before.cudnn:  # torch guards, and keys its cache, on that of matrix products only
+            stack.enter_context(_own_graphs(f"cudnn_tf32={enabled}"))
+        yield
+
+
+@contextmanager
+def cudnn_benchmark(*, enabled: bool) -> Iterator[None]:
+    """Let cuDNN try its convolution algorithms, or not, while the context is open."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
+def attention_backends(names: Sequence[AttentionBackend], *, device: torch.device) -> Iterator[None]:
+    """Let ``scaled_dot_product_attention`` use the kernels ``names``, in this order, and no others.
+
+    A graph has its attention kernel baked in, and neither a guard nor the key of torch's cache on disk knows of it:
+    graphs made under another choice are dropped at both ends, and those made here get keys of their own.
+
+    Raises:
+        RuntimeError: If a kernel cannot be had on ``device``.
+    """
+    _check_attention(names)
+    wanted: list[AttentionBackend] = [name for name in names if device.type == "cuda" or name not in _GPU_ONLY]
+    errors = {name: attention_kernel_error(name, device=device) for name in wanted or names}
+    if failed := [name for name in errors if errors[name]]:
+        raise RuntimeError(
+            f"The attention kernel {failed[0]!r} cannot run on {device.type}: {errors[failed[0]]}"
+            " Every attention of the model would fail, or quietly use another kernel."
+            f" Leave it out: attention={[name for name in errors if name not in failed] or None}."
+        )
+    before = read_attention()
+    backends = tuple(_BACKENDS[name] for name in wanted)
+    state = AttentionState(frozenset(backends), backends)
+    with ExitStack() as stack:
+        stack.callback(write_attention, before)
+        write_attention(state)
+        if read_attention() != before:
+            stack.enter_context(_own_graphs(f"attention={'>'.join(wanted)}"))
+        yield
+
+
+def attention_kernel_error(name: AttentionBackend, *, device: torch.device) -> str | None:
+    """Return why the attention kernel ``name`` cannot run on ``device``, found by running it once, or None."""
+    dtype = torch.float32
+    if device.type == "cuda":
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    backend, before = _BACKENDS[name], read_attention()
+    tokens = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype, requires_grad=True)  # draws no random number
+    with warnings.catch_warnings(record=True) as reasons, torch.enable_grad():
+        warnings.simplefilter("always")
+        try:
+            write_attention(AttentionState(frozenset({backend}), (backend,)))
+            scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
+        except RuntimeError as error:
+            said = [str(reason.message).partition(" (Triggered")[0] for reason in reasons]
+            return " ".join(said) or str(error).partition("\n")[0]
+        finally:
+            write_attention(before)
+    return None
+
+
+@contextmanager
+def allocator(**changes: Any) -> Iterator[None]:
+    """Change settings of the CUDA allocator, for memory asked for from now on, while the context is open.
+
+    What the environment set and ``changes`` do not name stays. Memory that is already reserved keeps its kind.
+
+    Raises:
+        RuntimeError: If the allocator does not follow.
+    """
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise RuntimeError(
+            f"{_listed(changes)} was asked of the CUDA allocator {backend!r}."
+            " Only torch's own allocator knows these settings, and a running process cannot change its allocator."
+            f" Take 'backend' out of {allocator_variable()}, or leave these settings out."
+        )
+    torch.cuda.init()
+    before = allocator_settings() or {}
+    text = next((before[name] for name in before if name.endswith("ALLOC_CONF")), "")
+    with ExitStack() as stack:
+        # Two strings: the first says what the second, torch's own, would leave as it is.
+        stack.callback(set_allocator_settings, text)
+        stack.callback(
+            set_allocator_settings,
+            merge_settings(text, {"expandable_segments": before.get("expandable_segments", False)}),
+        )
+        set_allocator_settings(merge_settings(text, changes))
+        _check_followed(changes)
+        yield
+
+
+def _check_followed(changes: dict[str, Any]) -> None:
+    now = allocator_settings() or {}
+    now["max_split_size_mb"] = now.get("max_split_size", 0) // _MB
+    if ignored := {name: value for name, value in changes.items() if now.get(name) != value}:
+        raise RuntimeError(
+            f"The CUDA allocator did not take {_listed(ignored)}."
+            " This platform does not support it, or CUDA was initialised too early for it."
+            f" Set {allocator_variable()}={merge_settings('', ignored)} in the environment before Python starts."
+        )
+
+
+class PacedCollection(AbstractContextManager["PacedCollection"]):
+    """Python's garbage collector, run every ``interval`` batches instead of whenever it likes.
+
+    Automatic collections stop the ranks at different moments, and each waits for the slowest. After the first batch,
+    what lives by then (the model, compiled code, modules) is frozen: later collections do not look at it.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval, self._batches = interval, 0
+        self._was_enabled, self._froze = True, False
+
+    def __enter__(self) -> "PacedCollection":
+        self._batches, self._froze, self._was_enabled = 0, False, gc.isenabled()
+        gc.collect()
+        gc.disable()
+        return self
+
+    def after_batch(self) -> None:
+        """Count a batch, and collect when it is time."""
+        self._batches += 1
+        if self._batches == 1:
+            gc.collect()
+            # One pool for the process: thawing ours would thaw what a caller has frozen, so theirs stays alone.
+            if gc.get_freeze_count() == 0:
+                gc.freeze()
+                self._froze = True
+        elif self._batches % self._interval == 0:
+            gc.collect()
+
+    def __exit__(self, *_: object) -> None:
+        if self._froze:
+            gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+
+def current_flags() -> dict[str, Any]:
+    """Return what every switch is now, read from torch and Python."""
+    now, attention = read_tf32(), read_attention()
+    return {
+        "tf32_matmul": now.matmul,
+        "tf32_cudnn": now.cudnn,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "attention": [_NAMES[b] for b in attention.order if b in attention.enabled],
+        "allocator": allocator_settings(),
+        "gc_enabled": gc.isenabled(),
+        "gc_frozen": gc.get_freeze_count(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+@contextmanager
+def _own_graphs(tag: str) -> Iterator[None]:
+    forget_graphs()
+    try:
+        with cache_key_tag(tag):
+            yield
+    finally:
+        forget_graphs()
+
+
+def _check_attention(names: Sequence[str] | None) -> None:
+    if names is None:
+        return
+    known = get_args(AttentionBackend)
+    if isinstance(names, str) or not names or len({*names}) < len(names) or not {*names} <= {*known}:
+        raise ValueError(
+            f"attention={names!r} is not an order of attention kernels."
+            " It lists, without repeats, the kernels that may be used, the one to try first in front."
+            f" Choose among {[*known]}, or None to leave torch's choice."
+        )
+
+
+def _check_range(name: str, value: float | None, *, above: float, below: float | None = None) -> None:
+    if value is not None and not (value > above and (below is None or value < below)):
+        limits = f"greater than {above}" + ("" if below is None else f" and less than {below}")
+        raise ValueError(
+            f"{name}={value} is out of range. It has to be {limits}. Choose such a value, or None to leave it as it is."
+        )
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
