@@ -1,0 +1,115 @@
+"""The process-wide switches that decide speed, for the length of a run."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_ups.order import Context, Declaration, Stage
+from lightning_ups.transforms.flags import (
+    AttentionBackend,
+    Flags,
+    PacedCollection,
+    accelerated,
+    current_flags,
+    without_effect,
+)
+
+__all__ = ["AccelerationFlags"]
+
+
+class AccelerationFlags(Declaration):
+    """Set TF32, cuDNN, the CUDA allocator, garbage collection and the attention kernels while a run lasts.
+
+    They are set before anything is converted or compiled, hold in fit, validate, test and predict, and are put back
+    as they were found after the run and after an exception. None, the default of each, leaves a switch as it is. What
+    has no effect on the device of the run is said once and is no error, so that one configuration serves a GPU and a
+    CPU. The values that took effect are read back for the report.
+
+    Args:
+        tf32: Whether float32 matrix products and convolutions may use TF32: on Ampere and later several times as
+            fast, with 10 bits of mantissa instead of 23. It does nothing for bfloat16 work.
+        cudnn_benchmark: Whether cuDNN tries its convolution algorithms on each new shape. Good for fixed shapes.
+        attention: The kernels that ``scaled_dot_product_attention`` may use, the one to try first in front, such as
+            ``["cudnn", "flash", "efficient", "math"]``. Others are off. Each is tried once when the run starts.
+        expandable_segments: Whether the CUDA allocator grows its segments, which fragments less. Memory reserved
+            before the run started keeps its kind.
+        max_split_size_mb: Blocks of the allocator above this size are not split; more than 20.
+        garbage_collection_threshold: The share of GPU memory in use, between 0 and 1, above which the allocator
+            frees cached blocks.
+        gc_interval: Collect Python's garbage every so many batches, on all ranks at the same one, and at no other
+            time; what lives after the first batch is frozen and not looked at again.
+
+    Raises:
+        ValueError: If a value is out of range, or an attention kernel unknown.
+        RuntimeError: When the run starts, if an attention kernel or an allocator setting cannot be had on the device.
+
+    Example::
+
+        Trainer(callbacks=[AccelerationFlags(tf32=True, attention=["cudnn", "flash", "math"], gc_interval=100)])
+    """
+
+    stage = Stage.CONVERT  # the first: compiled code has the attention kernel and TF32 baked in
+
+    def __init__(
+        self,
+        *,
+        tf32: bool | None = None,
+        cudnn_benchmark: bool | None = None,
+        attention: Sequence[AttentionBackend] | None = None,
+        expandable_segments: bool | None = None,
+        max_split_size_mb: int | None = None,
+        garbage_collection_threshold: float | None = None,
+        gc_interval: int | None = None,
+    ) -> None:
+        self.flags = Flags(
+            tf32=tf32,
+            cudnn_benchmark=cudnn_benchmark,
+            attention=attention,
+            expandable_segments=expandable_segments,
+            max_split_size_mb=max_split_size_mb,
+            garbage_collection_threshold=garbage_collection_threshold,
+            gc_interval=gc_interval,
+        )
+        self._collection: PacedCollection | None = None
+
+    @override
+    @contextmanager
+    def change(self, module: LightningModule, context: Context) -> Iterator[None]:
+        with accelerated(self.flags, device=context.device) as self._collection:
+            try:
+                self._report(context)
+                yield
+            finally:
+                self._collection = None
+
+    def _report(self, context: Context) -> None:
+        name, asked = type(self).__name__, self.flags.asked
+        idle = without_effect(self.flags, device=context.device)
+        context.report.update(name, asked=asked, no_effect=idle, in_effect=current_flags())
+        if effective := {flag: value for flag, value in asked.items() if flag not in idle or flag == "attention"}:
+            context.report.note(name, ", ".join(f"{flag}={value}" for flag, value in effective.items()))
+        for flag, why in idle.items():
+            context.report.note(name, f"{flag}={asked[flag]}: {why}")
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(trainer)
+
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(trainer)
+
+    @override
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(trainer)
+
+    @override
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(trainer)
+
+    def _after_batch(self, trainer: Trainer) -> None:
+        if self._collection is not None and not trainer.sanity_checking:
+            self._collection.after_batch()

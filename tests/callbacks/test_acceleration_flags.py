@@ -1,0 +1,205 @@
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_ups.callbacks import AccelerationFlags, Compile
+from lightning_ups.order import applied
+from lightning_ups.transforms.flags import current_flags
+from tests.toys import Net, loader, trainer
+
+FLASH, MATH = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::bmm"
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Watched(Net):
+    """Remembers the flags of every step."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.flags = {}
+
+    def training_step(self, batch, _):
+        self.flags["fit"] = current_flags()
+        return super().training_step(batch, _)
+
+    def validation_step(self, batch, _):
+        self.flags["sanity" if self.trainer.sanity_checking else "validate"] = current_flags()
+
+    def test_step(self, batch):
+        self.flags["test"] = current_flags()
+
+    def predict_step(self, batch, _):
+        self.flags["predict"] = current_flags()
+
+    def val_dataloader(self):
+        return loader()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = current_flags()
+    yield
+    assert current_flags() == before
+
+
+def test_they_hold_in_every_loop_and_go_back_between_them(tmp_path):
+    model, before = Watched(), current_flags()
+    run = trainer(tmp_path, callbacks=[AccelerationFlags(attention=["math"], gc_interval=2)], epochs=1)
+    for start in (
+        lambda: run.fit(model, loader()),
+        lambda: run.validate(model, verbose=False),
+        lambda: run.test(model, loader(), verbose=False),
+        lambda: run.predict(model, loader()),
+        lambda: run.fit(model, loader()),
+    ):
+        start()
+        assert current_flags() == before
+    assert set(model.flags) == {"sanity", "fit", "validate", "test", "predict"}
+    for flags in model.flags.values():
+        assert (flags["attention"], flags["gc_enabled"]) == (["math"], False)
+
+
+def test_gone_after_an_exception(tmp_path):
+    model, before = Watched(fail=True), current_flags()
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer(tmp_path, callbacks=[AccelerationFlags(attention=["math"], gc_interval=2)]).fit(model, loader())
+    assert model.flags["fit"]["attention"] == ["math"]
+    assert current_flags() == before
+
+
+class Attention(Net):
+    """Attends, and tells which kernel its compiled block has baked in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Attend() for _ in range(2))
+
+
+class Attend(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.project(x)[None, None]
+        return scaled_dot_product_attention(x, x, x)[0, 0]
+
+
+@pytest.mark.parametrize("flags_first", [True, False])
+def test_compile_bakes_in_the_kernel_of_the_flags_wherever_they_stand_in_the_list(tmp_path, flags_first):
+    def fit(*, attention):
+        callbacks = [AccelerationFlags(attention=attention), Compile(backend="aot_eager")]
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            run = trainer(tmp_path, callbacks=callbacks if flags_first else callbacks[::-1], epochs=1)
+            run.fit(Attention(), loader())
+        names = {event.key for event in seen.key_averages()}
+        return {FLASH, MATH} & names
+
+    assert fit(attention=["math"]) == {MATH}
+    assert fit(attention=["flash"]) == {FLASH}
+    assert fit(attention=["math"]) == {MATH}
+    assert fit(attention=None) == {FLASH}, "a graph of an earlier fit is not left behind"
+
+
+def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
+    report = {}
+    model = Watched()
+    model.on_train_start = lambda: report.update(applied(model.trainer.strategy).report.parts)
+    flags = AccelerationFlags(tf32=True, attention=["cudnn", "math"], gc_interval=5)
+    trainer(tmp_path, callbacks=[flags], epochs=1).fit(model, loader())
+    part = report["AccelerationFlags"]
+    assert part["asked"] == {"tf32": True, "attention": ["cudnn", "math"], "gc_interval": 5}
+    assert part["no_effect"] == {"tf32": "no effect on cpu", "attention": "cudnn: no effect on cpu"}
+    assert part["in_effect"]["attention"] == ["math"]
+    assert part["in_effect"]["tf32_matmul"] is False
+    assert part["lines"] == [
+        "attention=['cudnn', 'math'], gc_interval=5",
+        "tf32=True: no effect on cpu",
+        "attention=['cudnn', 'math']: cudnn: no effect on cpu",
+    ]
+
+
+def test_nothing_asked_is_nothing_said(tmp_path):
+    report, model = {}, Watched()
+    model.on_train_start = lambda: report.update(applied(model.trainer.strategy).report.parts)
+    trainer(tmp_path, callbacks=[AccelerationFlags()], epochs=1).fit(model, loader())
+    assert report["AccelerationFlags"]["lines"] == []
+    assert report["AccelerationFlags"]["in_effect"]["attention"]
+
+
+def test_garbage_is_collected_at_its_batches_and_sanity_checking_does_not_count(tmp_path):
+    collected, model = [], Watched()
+
+    def watch(phase, info):
+        if phase == "start" and info["generation"] == 2 and model.trainer.training:
+            collected.append(model.trainer.global_step)
+
+    run = trainer(tmp_path, callbacks=[AccelerationFlags(gc_interval=3)], epochs=1, limit_val_batches=1)
+    gc.callbacks.append(watch)
+    try:
+        run.fit(model, loader(1))
+    finally:
+        gc.callbacks.remove(watch)
+    assert [step for step in collected if step] == [1, 3, 6]
+
+
+def test_values_are_typed_for_the_command_line():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(AccelerationFlags, "flags")
+    config = parser.parse_string(
+        "flags: {tf32: true, attention: [cudnn, flash], expandable_segments: true, gc_interval: 50}"
+    )
+    flags = parser.instantiate_classes(config).flags
+    assert flags.flags.asked == {
+        "tf32": True,
+        "attention": ["cudnn", "flash"],
+        "expandable_segments": True,
+        "gc_interval": 50,
+    }
+    with pytest.raises(Exception, match="flsh"):
+        parser.parse_string("flags: {attention: [flsh]}")
+
+
+def test_importing_touches_nothing():
+    code = (
+        "import torch; from lightning_ups._compat.flags import read_attention, read_tf32;"
+        "import gc; before = read_attention(), read_tf32(), torch.backends.cudnn.benchmark, gc.isenabled();"
+        "from lightning_ups.callbacks import AccelerationFlags; AccelerationFlags(tf32=True, attention=['math']);"
+        "assert before == (read_attention(), read_tf32(), torch.backends.cudnn.benchmark, gc.isenabled());"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@pytest.mark.gpu(capability=(8, 0))
+def test_all_of_them_take_effect_on_a_gpu(tmp_path):
+    from lightning.pytorch import Trainer
+
+    model = Watched()
+    flags = AccelerationFlags(
+        tf32=True, cudnn_benchmark=True, attention=["cudnn", "flash", "efficient", "math"], expandable_segments=True
+    )
+    Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[flags],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    ).fit(model, loader())
+    inside = model.flags["fit"]
+    assert inside["tf32_matmul"]
+    assert inside["tf32_cudnn"]
+    assert inside["cudnn_benchmark"]
+    assert inside["attention"] == ["cudnn", "flash", "efficient", "math"]
+    assert inside["allocator"]["expandable_segments"]
