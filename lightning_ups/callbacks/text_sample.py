@@ -1,0 +1,85 @@
+"""A sample of what a language model writes, at the end of fit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from typing_extensions import override
+
+__all__ = ["TextSample"]
+
+
+class TextSample(Callback):
+    """Print a text that the model writes, once fit is done.
+
+    The LightningModule must have ``generate(tokens, *, num_tokens, temperature, top_k, seed)``, which takes and returns
+    tokens [batch, seq]; the datamodule must have ``encode(text)`` and ``decode(tokens)``. Training is not touched: the
+    draws have a generator of their own. The compiled model is not used, since the text grows with every token and each
+    length would be compiled anew.
+
+    Args:
+        prompt: What the text begins with.
+        num_tokens: How many tokens the model adds.
+        temperature: Divides the logits; below one it writes what is likelier.
+        top_k: Draw from so many of the likeliest tokens. None: from all.
+        seed: Of the draws.
+
+    Raises:
+        TypeError: When fitting starts, if module or datamodule cannot do their part.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt: str = "def ",
+        num_tokens: int = 400,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.prompt, self.num_tokens = prompt, num_tokens
+        self.temperature, self.top_k, self.seed = temperature, top_k, seed
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _must_have(pl_module, "generate")
+        _must_have(trainer.datamodule, "encode", "decode")  # type: ignore[attr-defined]
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        prompt = torch.tensor([data.encode(self.prompt)], device=pl_module.device)
+        # Every rank takes part: where the model is sharded, none can run it alone.
+        with (
+            _evaluating(pl_module),
+            trainer.precision_plugin.forward_context(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            tokens = pl_module.generate(  # type: ignore[operator]
+                prompt, num_tokens=self.num_tokens, temperature=self.temperature, top_k=self.top_k, seed=self.seed
+            )
+        if trainer.is_global_zero:
+            line = "-" * 80
+            trainer.print(f"\nA sample, after {self.prompt!r}:\n{line}\n{data.decode(tokens[0].tolist())}\n{line}")
+
+
+def _must_have(part: object, *methods: str) -> None:
+    if missing := [method for method in methods if not callable(getattr(part, method, None))]:
+        raise TypeError(
+            f"TextSample finds no {' and no '.join(missing)} in {type(part).__name__}."
+            " It asks the LightningModule for tokens, and the datamodule to turn text into tokens and back."
+            f" Give {type(part).__name__} these methods, or take TextSample out of the callbacks."
+        )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = {part: part.training for part in module.modules()}  # a frozen part may be in another mode than the rest
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training

@@ -1,0 +1,76 @@
+"""Random tokens, for benchmarks."""
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_ups.data.crops import batches
+
+__all__ = ["RandomTokens"]
+
+
+class RandomTokens(LightningDataModule):
+    """Uniformly random tokens [batch, seq + 1], made as they are asked for.
+
+    Nothing can be learned from them: the loss of a right model stays at the logarithm of ``vocab_size``. A sample
+    depends on its number and on ``seed`` alone.
+
+    Args:
+        vocab_size: Tokens are drawn from zero up to this.
+        seq_len: Tokens that are predicted in each sample.
+        batch_size: Samples of a batch, on each device.
+        num_samples: Samples of an epoch, on all devices.
+        num_val_samples: Samples of a validation. None: two batches.
+        seed: Of the tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        batch_size: int,
+        num_samples: int = 1_000_000,
+        num_val_samples: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.seq_len, self.batch_size = vocab_size, seq_len, batch_size
+        self.num_samples = num_samples
+        self.num_val_samples = 2 * batch_size if num_val_samples is None else num_val_samples
+        self.seed = seed
+
+    @override
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(first=0, count=self.num_samples)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(first=self.num_samples, count=self.num_val_samples)
+
+    def _loader(self, *, first: int, count: int) -> DataLoader[Tensor]:
+        samples = _Samples(
+            vocab_size=self.vocab_size, length=self.seq_len + 1, first=first, count=count, seed=self.seed
+        )
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return batches(samples, batch_size=self.batch_size, pin_memory=on_gpu)
+
+
+class _Samples(Dataset[Tensor]):
+    def __init__(self, *, vocab_size: int, length: int, first: int, count: int, seed: int) -> None:
+        self._vocab_size, self._length, self._first, self._count, self._seed = vocab_size, length, first, count, seed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tensor:
+        # Of a CPU generator's seed only 32 bits count: an odd factor keeps the seeds' ranges of them apart.
+        random = torch.Generator().manual_seed((self._seed * 2_654_435_761 + self._first + index) % 2**32)
+        return torch.randint(self._vocab_size, (self._length,), generator=random)
+
+    def __getitems__(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self[index] for index in indices])

@@ -1,0 +1,137 @@
+"""The source of Python's standard library as text to learn from: every machine has it."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_ups.data.crops import Crops, batches
+
+__all__ = ["StdlibText", "unigram_entropy"]
+
+# Tests outweigh the library; tables of characters and documentation topics are no source to speak of, and so alike from
+# file to file that they would flatter the held-out loss; the rest is not the library's, or not the same everywhere.
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"})
+_LEFT_OUT_FILES = ("_sysconfigdata", "_distutils_system_mod")
+_BETWEEN_FILES = b"\0"  # occurs in no source file, so that a sample that starts with it starts a file
+
+
+class StdlibText(LightningDataModule):
+    """The standard library's own source files, as bytes: 256 tokens, no tokenizer, no download, nothing written.
+
+    One file in ``hold_out_one_in`` is for validation alone. Which, its name decides, on every machine alike. A batch is
+    a tensor of bytes [batch, seq + 1]. Training takes crops at random places, and validation the same ones each time.
+
+    Args:
+        seq_len: Bytes that are predicted in each crop.
+        batch_size: Crops of a batch, on each device. None: 8 on a CPU, 512 on a GPU, which would idle over fewer.
+        hold_out_one_in: One file in so many is held out.
+        num_crops: Crops of an epoch, on all devices.
+        num_val_crops: Crops of a validation, evenly spread over the held-out files.
+        seed: Of the random places and of the order of the crops.
+        root: A folder of Python files to read instead. None: the standard library of the running Python.
+
+    Raises:
+        RuntimeError: In ``setup``, if there are too few source files.
+
+    Example::
+
+        Trainer(max_steps=500).fit(GPTModule(size="tiny"), StdlibText())
+    """
+
+    vocab_size = 256
+    train_tokens: Tensor
+    val_tokens: Tensor
+
+    def __init__(
+        self,
+        *,
+        seq_len: int = 256,
+        batch_size: int | None = None,
+        hold_out_one_in: int = 16,
+        num_crops: int = 2**17,
+        num_val_crops: int = 256,
+        seed: int = 0,
+        root: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.seq_len, self.batch_size, self.hold_out_one_in = seq_len, batch_size, hold_out_one_in
+        self.num_crops, self.num_val_crops, self.seed = num_crops, num_val_crops, seed
+        self.root = Path(root or sysconfig.get_path("stdlib"))
+        self.train_files: list[str] = []
+        self.val_files: list[str] = []
+
+    @override
+    def setup(self, stage: str) -> None:
+        if self.train_files:
+            return
+        names = _source_files(self.root)
+        self.val_files = [name for name in names if _hash(name) % self.hold_out_one_in == 0]
+        self.train_files = [name for name in names if _hash(name) % self.hold_out_one_in]
+        self.train_tokens, self.val_tokens = self._read(self.train_files), self._read(self.val_files)
+        shorter = min(len(self.train_tokens), len(self.val_tokens))
+        if shorter <= self.seq_len:
+            raise RuntimeError(
+                f"{self.root} has {len(names)} source files, and training or validation would get {shorter} bytes of"
+                f" them, which is less than a crop of {self.seq_len + 1}."
+                " Some Pythons come without the source of their standard library, or with it inside a zip file."
+                " Give a folder of Python files: StdlibText(root=...)."
+            )
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Entropy of the training bytes in nats a byte: the loss of a model that knows only how frequent each is."""
+        return unigram_entropy(self.train_tokens)
+
+    @override
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        crops = Crops.random(self.train_tokens, length=self.seq_len + 1, count=self.num_crops, seed=self.seed)
+        return self._loader(crops, shuffle_seed=self.seed)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(Crops.spread(self.val_tokens, length=self.seq_len + 1, count=self.num_val_crops))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``."""
+        return list(text.encode())
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of ``tokens``; bytes that are no text are written as numbers."""
+        return bytes(tokens).replace(_BETWEEN_FILES, b"\n").decode(errors="backslashreplace")
+
+    def _loader(self, crops: Crops, *, shuffle_seed: int | None = None) -> DataLoader[Tensor]:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        size = self.batch_size or (512 if on_gpu else 8)
+        return batches(crops, batch_size=size, pin_memory=on_gpu, shuffle_seed=shuffle_seed)
+
+    def _read(self, names: Sequence[str]) -> Tensor:
+        content = _BETWEEN_FILES.join((self.root / name).read_bytes() for name in names)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def unigram_entropy(tokens: Tensor) -> float:
+    """Return the entropy, in nats, of drawing one of ``tokens``, small integers that are not negative."""
+    share = torch.bincount(tokens.int()).double() / len(tokens)
+    return -torch.special.xlogy(share, share).sum().item()
+
+
+def _source_files(root: Path) -> list[str]:
+    """Return the names, from ``root`` down, in an order that does not depend on the file system."""
+    names = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _LEFT_OUT]  # `os.walk` goes where this list says
+        sources = (name for name in files if name.endswith(".py") and not name.startswith(_LEFT_OUT_FILES))
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in sources]
+    return sorted(names)
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

@@ -1,0 +1,5 @@
+"""Reference models: plain modules, each with a LightningModule that trains it."""
+
+from lightning_ups.models.gpt import GPT, SIZES, GPTConfig, GPTModule
+
+__all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule"]

@@ -1,0 +1,74 @@
+"""Learning-rate schedules by optimizer step: warm-up, then cosine, or level and then down, or level."""
+
+import math
+from functools import partial
+from typing import Literal, get_args
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+__all__ = ["Schedule", "factor", "scheduler"]
+
+Schedule = Literal["cosine", "wsd", "constant"]
+
+
+def scheduler(
+    optimizer: Optimizer,
+    *,
+    schedule: Schedule,
+    warmup_steps: int,
+    total_steps: float,
+    final_fraction: float,
+    decay_fraction: float,
+) -> LambdaLR:
+    """Return a scheduler that multiplies the optimizer's learning rates by `factor` at each step.
+
+    Raises:
+        ValueError: If the schedule is unknown, or needs an end and the run has none.
+    """
+    if schedule not in get_args(Schedule):
+        raise ValueError(
+            f"schedule={schedule!r} is not a known schedule."
+            " It says how the learning rate falls after the warm-up."
+            f" Use one of {get_args(Schedule)}."
+        )
+    if schedule != "constant" and not 0 < total_steps < math.inf:
+        raise ValueError(
+            f"The schedule {schedule!r} was asked for in a run whose number of steps is not known."
+            " It falls towards the last step."
+            " Set max_steps or max_epochs of the Trainer, or use schedule='constant'."
+        )
+    rule = partial(
+        factor,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        final_fraction=final_fraction,
+        decay_fraction=decay_fraction,
+    )
+    return LambdaLR(optimizer, rule)
+
+
+def factor(
+    step: int,
+    *,
+    schedule: Schedule,
+    warmup_steps: int,
+    total_steps: float,
+    final_fraction: float,
+    decay_fraction: float,
+) -> float:
+    """Return what the peak learning rate is multiplied by at ``step``, counted from zero.
+
+    Linear from ``1 / warmup_steps`` up to 1 over the warm-up. Then ``cosine`` falls to ``final_fraction`` at the last
+    step; ``wsd`` (warm-up, stable, decay) stays at 1 and falls linearly over the last ``decay_fraction`` of the
+    steps; ``constant`` stays.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    start = warmup_steps if schedule == "cosine" else max(warmup_steps, total_steps * (1 - decay_fraction))
+    done = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
+    fallen = (1 - math.cos(math.pi * done)) / 2 if schedule == "cosine" else done
+    return 1 - (1 - final_fraction) * fallen

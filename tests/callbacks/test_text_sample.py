@@ -1,0 +1,100 @@
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+
+from lightning_ups.callbacks.text_sample import TextSample
+from tests.toys import Net, data, loader, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Letters(LightningDataModule):
+    def train_dataloader(self):
+        return loader()
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+class Writer(Net):
+    """Writes the alphabet on, and remembers in what state it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Dropout().eval()
+
+    def generate(self, tokens, **options):
+        self.modes = (self.training, self.frozen.training)
+        self.options, self.computed_in = options, nn.functional.linear(data(), self.head.weight).dtype
+        self.layers[0](data()[: torch.randint(1, 8, ())])
+        follow = tokens[:, -1:] + torch.arange(1, 1 + options["num_tokens"], device=tokens.device)
+        return torch.cat((tokens, follow), dim=1)
+
+
+def fit(tmp_path, sample, *, module=None, datamodule=None, **options):
+    module = module or Writer()
+    run = trainer(tmp_path, callbacks=[sample], epochs=1, **options)
+    run.fit(module, datamodule=datamodule or Letters())
+    return module
+
+
+def test_prints_prompt_and_continuation(tmp_path, capsys):
+    fit(tmp_path, TextSample(prompt="ab", num_tokens=3))
+    assert "A sample, after 'ab':\n" + "-" * 80 + "\nabcde\n" in capsys.readouterr().out
+
+
+def test_hands_on_how_to_draw(tmp_path):
+    module = fit(tmp_path, TextSample(num_tokens=2, temperature=0.5, top_k=7, seed=3))
+    assert module.options == {"num_tokens": 2, "temperature": 0.5, "top_k": 7, "seed": 3}
+
+
+def test_evaluates_and_leaves_every_mode_as_it_was(tmp_path):
+    module = fit(tmp_path, TextSample())
+    assert module.modes == (False, False)
+    assert (module.training, module.layers[0].training, module.frozen.training) == (True, True, False)
+
+
+def test_computes_in_the_precision_of_the_run(tmp_path):
+    assert fit(tmp_path, TextSample(), precision="bf16-mixed").computed_in == torch.bfloat16
+
+
+def test_compiles_nothing_for_the_growing_text(tmp_path):
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append([tuple(i.shape) for i in inputs if isinstance(i, torch.Tensor)])
+        return graph
+
+    class Compiled(Writer):
+        def __init__(self):
+            super().__init__()
+            self.twice = torch.compile(lambda tokens: tokens * 2, backend=backend)
+
+        def training_step(self, batch, batch_idx):
+            self.twice(batch)
+            return super().training_step(batch, batch_idx)
+
+        def generate(self, tokens, **options):
+            self.doubled = self.twice(tokens)
+            return super().generate(tokens, **options)
+
+    module = fit(tmp_path, TextSample(prompt="ab"), module=Compiled())
+    assert sizes == [[(8, 8)]]
+    assert module.doubled.tolist() == [[2 * ord("a"), 2 * ord("b")]]
+
+
+def test_a_module_that_cannot_write_is_told_before_training(tmp_path):
+    with pytest.raises(TypeError, match=r"no generate in Net\..*take TextSample out of the callbacks\.$"):
+        fit(tmp_path, TextSample(), module=Net())
+
+
+def test_a_datamodule_without_letters_is_told_before_training(tmp_path):
+    class Numbers(LightningDataModule):
+        train_dataloader = Letters.train_dataloader
+
+    with pytest.raises(TypeError, match=r"no encode and no decode in Numbers\..*out of the callbacks\.$"):
+        fit(tmp_path, TextSample(), datamodule=Numbers())

@@ -1,0 +1,169 @@
+import math
+import os
+from collections import Counter
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_ups.data import StdlibText
+from lightning_ups.data.stdlib_text import unigram_entropy
+from tests.toys import trainer
+
+
+@pytest.fixture(scope="module")
+def library():
+    data = StdlibText()
+    data.setup("fit")
+    return data
+
+
+def folder(path, *, reverse=False):
+    """Forty files of the text 'file N' over and over, and some that are to be left out."""
+    names = [f"{'inner/' if number % 2 else ''}m{number}.py" for number in range(40)]
+    outside = [
+        "tests/t.py",
+        "inner/test/t.py",
+        "site-packages/p.py",
+        "encodings/e.py",
+        "_sysconfigdata_x.py",
+        "readme.txt",
+    ]
+    for name in sorted([*names, *outside], reverse=reverse):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(f"<{name}>" * 40)
+    return names
+
+
+def made(path, **options):
+    data = StdlibText(root=str(path), **{"seq_len": 8, "hold_out_one_in": 4, **options})
+    data.setup("fit")
+    return data
+
+
+# --- which files
+
+
+def test_the_standard_library_is_found_and_read_in_a_second(library):
+    assert "argparse.py" in library.train_files + library.val_files
+    assert len(library.train_tokens) > 5_000_000
+    assert 0.02 < len(library.val_tokens) / len(library.train_tokens) < 0.12
+    assert library.train_tokens.dtype == torch.uint8
+
+
+def test_every_source_file_is_on_one_side(tmp_path):
+    names = folder(tmp_path)
+    data = made(tmp_path)
+    assert sorted(data.train_files + data.val_files) == sorted(names)
+    assert not {*data.train_files} & {*data.val_files}
+    assert 4 <= len(data.val_files) <= 16
+
+
+def test_held_out_files_are_never_trained_on(tmp_path):
+    folder(tmp_path)
+    data = made(tmp_path, seq_len=19)
+    trained = {data.decode(row) for batch in data.train_dataloader() for row in batch.tolist()}
+    validated = {data.decode(row) for batch in data.val_dataloader() for row in batch.tolist()}
+    assert data.val_files
+    for name in data.val_files:
+        assert not any(f"<{name}>" in text for text in trained)
+        assert any(f"<{name}>" in text for text in validated)
+    assert any(f"<{data.train_files[0]}>" in text for text in trained)
+
+
+def test_the_order_of_the_folder_does_not_matter(tmp_path, monkeypatch):
+    folder(tmp_path / "a")
+    folder(tmp_path / "b", reverse=True)
+    first = made(tmp_path / "a")
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: ((f, d, files[::-1]) for f, d, files in walk(top)))
+    second = made(tmp_path / "b")
+    assert (second.train_files, second.val_files) == (first.train_files, first.val_files)
+    assert torch.equal(second.train_tokens, first.train_tokens)
+
+
+def test_another_file_moves_no_file_to_the_other_side(tmp_path):
+    folder(tmp_path)
+    before = made(tmp_path)
+    (tmp_path / "extra.py").write_text("x")
+    after = made(tmp_path)
+    assert {*after.val_files} - {"extra.py"} == {*before.val_files}
+
+
+def test_nothing_is_written(tmp_path):
+    folder(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    data = made(tmp_path)
+    next(iter(data.train_dataloader()))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_python_without_source_is_told(tmp_path):
+    with pytest.raises(RuntimeError, match=r"0 source files.*StdlibText\(root=\.\.\.\)\.$"):
+        made(tmp_path)
+
+
+# --- entropy
+
+
+def test_entropy_is_that_of_the_training_bytes_by_hand(tmp_path):
+    folder(tmp_path)
+    data = made(tmp_path)
+    counts = Counter(b"\0".join((tmp_path / name).read_bytes() for name in data.train_files))
+    total = sum(counts.values())
+    assert data.unigram_entropy == pytest.approx(-sum(n / total * math.log(n / total) for n in counts.values()))
+
+
+def test_entropy_of_known_odds():
+    assert unigram_entropy(torch.arange(256, dtype=torch.uint8)) == pytest.approx(math.log(256))
+    assert unigram_entropy(torch.tensor([7, 7, 7])) == 0
+    assert unigram_entropy(torch.tensor([0, 1, 1, 1])) == pytest.approx(
+        -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    )
+
+
+# --- batches
+
+
+def test_batches_are_bytes_with_one_more_than_is_predicted(library):
+    batch = next(iter(library.train_dataloader()))
+    assert batch.shape == (8, 257)
+    assert batch.dtype == torch.uint8
+
+
+def test_training_repeats_from_the_seed_and_validation_always(tmp_path):
+    folder(tmp_path)
+
+    def some(loader):
+        return torch.cat([batch for batch, _ in zip(loader, range(3), strict=False)])
+
+    first, again, other = made(tmp_path), made(tmp_path), made(tmp_path, seed=1)
+    assert torch.equal(some(first.train_dataloader()), some(again.train_dataloader()))
+    assert not torch.equal(some(first.train_dataloader()), some(other.train_dataloader()))
+    assert torch.equal(some(first.val_dataloader()), some(other.val_dataloader()))
+
+
+def test_batch_size_follows_the_device(library, tmp_path):
+    assert library.train_dataloader().batch_size == 8
+    try:
+        library.trainer = trainer(tmp_path)
+        assert (library.train_dataloader().batch_size, library.train_dataloader().pin_memory) == (8, False)
+    finally:
+        library.trainer = None
+
+
+@pytest.mark.gpu
+def test_batches_for_a_gpu_are_large_and_pinned(library, tmp_path):
+    try:
+        library.trainer = Trainer(accelerator="gpu", devices=1, logger=False, default_root_dir=tmp_path)
+        batch = next(iter(library.train_dataloader()))
+        assert batch.shape == (512, 257)
+        assert batch.is_pinned()
+    finally:
+        library.trainer = None
+
+
+def test_text_there_and_back():
+    data = StdlibText()
+    assert data.decode(data.encode("def f(): 'naïve'\n")) == "def f(): 'naïve'\n"
+    assert data.decode([255, 0, 65]) == "\\xff\nA"

@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from lightning_ups.models.schedule import factor, scheduler
+
+RULE = {"warmup_steps": 4, "total_steps": 20, "final_fraction": 0.1, "decay_fraction": 0.25}
+
+
+def curve(schedule):
+    return [factor(step, schedule=schedule, **RULE) for step in range(21)]
+
+
+def test_all_rise_linearly_and_never_start_at_zero():
+    for schedule in ("cosine", "wsd", "constant"):
+        assert curve(schedule)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_low():
+    values = curve("cosine")
+    assert values[12] == pytest.approx(0.55)
+    assert values[8] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert values[20] == pytest.approx(0.1)
+    assert values[4:] == sorted(values[4:], reverse=True)
+
+
+def test_wsd_is_level_and_falls_in_a_line():
+    values = curve("wsd")
+    assert values[4:16] == [1.0] * 12
+    assert values[16:] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])
+
+
+def test_constant_stays():
+    assert curve("constant")[4:] == [1.0] * 17
+
+
+def test_a_run_shorter_than_its_warm_up_only_rises():
+    values = [factor(step, schedule="cosine", **{**RULE, "total_steps": 3}) for step in range(3)]
+    assert values == [0.25, 0.5, 0.75]
+
+
+def test_scheduler_sets_the_rates_and_resumes():
+    def make():
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+        return optimizer, scheduler(optimizer, schedule="cosine", **RULE)
+
+    optimizer, steps = make()
+    for _ in range(7):
+        optimizer.step()
+        steps.step()
+    other, again = make()
+    other.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(steps.state_dict())
+    assert other.param_groups[0]["lr"] == 2.0 * curve("cosine")[7]
+    other.step()
+    again.step()
+    assert other.param_groups[0]["lr"] == 2.0 * curve("cosine")[8]
+
+
+@pytest.mark.parametrize("total", [math.inf, -1])
+def test_no_end_is_refused(total):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(ValueError, match=r"Set max_steps or max_epochs of the Trainer, or use schedule='constant'\.$"):
+        scheduler(optimizer, schedule="wsd", **{**RULE, "total_steps": total})
+
+
+def test_an_unknown_schedule_is_refused():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(ValueError, match=r"Use one of \('cosine', 'wsd', 'constant'\)\.$"):
+        scheduler(optimizer, schedule="linear", **RULE)
