@@ -1,5 +1,6 @@
 """Optimizers that stay optimizers: schedulers, clipping, parameter groups and resume work as with torch's own."""
 
 from lightning_ups.optim.master_weights import MasteredOptimizer, MasterWeights
+from lightning_ups.optim.reduction import reduce_into_masters
 
-__all__ = ["MasterWeights", "MasteredOptimizer"]
+__all__ = ["MasterWeights", "MasteredOptimizer", "reduce_into_masters"]

@@ -18,6 +18,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -56,10 +57,10 @@ class MasterWeights:
 
     def write(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Write the masters into the low-precision parameters."""
-        mine = [p for p in (self.of if parameters is None else parameters) if p in self.of]
+        mine: list[Tensor] = [p for p in (self.of if parameters is None else parameters) if p in self.of]
         if mine:
             with torch.no_grad():
-                torch._foreach_copy_(mine, [self.of[p] for p in mine])
+                torch._foreach_copy_(mine, [self.of[p] for p in mine if isinstance(p, nn.Parameter)])
 
     def undo(self) -> None:
         """Give the module its full-precision parameters back, where it is now, and forget it."""
@@ -94,28 +95,36 @@ class MasteredOptimizer(Optimizer):
         inner: An optimizer over the module's parameters that has made no step yet.
         masters: The masters of that module.
         accumulate: Add the gradients of microbatches in the type of the masters, as soon as each is whole. The
-            parameters then have no ``.grad`` after a backward: the masters have it. Not with a data-parallel wrapper,
-            which reduces ``.grad``.
+            parameters then have no ``.grad`` after a backward: the masters have it.
+        wrapper: The data-parallel wrapper around the module, if there is one. Its reduction is then made in the type
+            of the masters, and leaves the sum there.
 
     Raises:
         ValueError: If ``inner`` already keeps state for parameters that have masters.
     """
 
-    def __init__(self, inner: Optimizer, masters: MasterWeights, *, accumulate: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        masters: MasterWeights,
+        *,
+        accumulate: bool = False,
+        wrapper: DistributedDataParallel | None = None,
+    ) -> None:
         if any(p in masters.of for p in inner.state):
             raise ValueError(
                 f"{type(inner).__name__} already has state for parameters whose masters it shall step."
                 " Its averages are of the low precision and under other tensors."
                 " Make a new optimizer, or one that makes its state at the first step."
             )
-        self.inner, self.masters = inner, masters
+        self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._move_gradient) for p in self._mastered() if accumulate
+            p.register_post_accumulate_grad_hook(self._move_unless_reduced) for p in self._mastered() if accumulate
         ]
 
     def take_clip_coefficient(self, coefficient: Tensor) -> None:
@@ -161,12 +170,12 @@ class MasteredOptimizer(Optimizer):
 
     @property
     @override
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The state of the optimizer that it stands for, by its master parameters."""
         return self.inner.state
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Leave it where it is: ``Optimizer.__init__`` and moves between devices set it."""
 
     def undo(self) -> Optimizer:
@@ -183,11 +192,12 @@ class MasteredOptimizer(Optimizer):
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
-        found = ((p.grad if p.grad is not None else self._master_gradient(p)) for p in self._parameters())
+        found = (self._gradient(parameter) for parameter in self._parameters())
         return [gradient for gradient in found if gradient is not None]
 
-    def _master_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.masters.of[parameter].grad if parameter in self.masters.of else None
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        master = self.masters.of.get(parameter)
+        return parameter.grad if master is None or master.grad is None else master.grad
 
     def _hand_over_options(self) -> None:
         # A scheduler writes into the groups it sees, which are these.
@@ -195,15 +205,20 @@ class MasteredOptimizer(Optimizer):
             inner.update({key: value for key, value in group.items() if key != "params"})
 
     def _hand_over_gradients(self) -> None:
-        for parameter in self._mastered():
-            if parameter.grad is not None:
-                self._move_gradient(parameter)
+        if self._wrapper is None:  # where there is one, the reduction has left its sums in the masters
+            for parameter in self._mastered():
+                if parameter.grad is not None:
+                    self._move_gradient(parameter)
         if self._coefficient is None:
             return
         gradients = [p.grad for group in self.inner.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, self._coefficient)
         self._coefficient = None
+
+    def _move_unless_reduced(self, parameter: nn.Parameter) -> None:
+        if self._wrapper is None or not self._wrapper.require_backward_grad_sync:
+            self._move_gradient(parameter)
 
     def _move_gradient(self, parameter: nn.Parameter) -> None:
         master, gradient = self.masters.of[parameter], parameter.grad

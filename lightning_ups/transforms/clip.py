@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-__all__ = ["TakesClipCoefficient", "clip_by_value", "clip_coefficient", "scale_gradients", "total_norm"]
+__all__ = [
+    "TakesClipCoefficient",
+    "clip_by_value",
+    "clip_coefficient",
+    "gradients_of",
+    "scale_gradients",
+    "total_norm",
+]
 
 
 @runtime_checkable
@@ -20,22 +27,33 @@ class TakesClipCoefficient(Protocol):
         ...
 
 
-def total_norm(parameters: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients together, a tensor on their device, equal on every rank.
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that ``parameters`` have."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    Gradients may be whole, or sharded over one mesh or several: each group is reduced over its own mesh.
+
+def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all ``gradients`` together, in float32 on their device, equal on every rank.
+
+    They may be whole, or sharded over one mesh or several: each group is reduced over its own mesh.
     """
     groups: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            # Foreach norms want one device and one mesh.
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            groups.setdefault((gradient.device, mesh), []).append(gradient)
-    norms = [_whole(get_total_norm(gradients, norm_type)) for gradients in groups.values()]
+    for gradient in gradients:
+        # Foreach norms want one device, one mesh and one type.
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        groups.setdefault((gradient.device, mesh, gradient.dtype), []).append(gradient)
+    norms = [_norm(group, norm_type) for group in groups.values()]
     if not norms:
         return torch.zeros(())
-    device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float32) for norm in norms]), norm_type)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+
+
+def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    if gradients[0].dtype is torch.float32 or isinstance(gradients[0], DTensor):
+        return _whole(get_total_norm(gradients, norm_type)).float()
+    # In the type of the gradients a norm of bfloat16 would have eight bits.
+    norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
 
 
 def clip_coefficient(norm: Tensor, *, max_norm: float) -> Tensor:
@@ -43,26 +61,20 @@ def clip_coefficient(norm: Tensor, *, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def scale_gradients(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
-    """Multiply every gradient by ``coefficient``, in place."""
+def scale_gradients(gradients: Iterable[Tensor], coefficient: Tensor) -> None:
+    """Multiply all ``gradients`` by ``coefficient``, in place."""
     groups: dict[torch.device, list[Tensor]] = {}
-    for gradient in _local_gradients(parameters):
+    for gradient in map(_local, gradients):
         groups.setdefault(gradient.device, []).append(gradient)
-    for device, gradients in groups.items():
-        torch._foreach_mul_(gradients, coefficient.to(device, non_blocking=True))
+    for device, group in groups.items():
+        torch._foreach_mul_(group, coefficient.to(device, non_blocking=True))
 
 
-def clip_by_value(parameters: Iterable[Tensor], *, limit: float) -> None:
-    """Clamp every element of every gradient to ``[-limit, limit]``, in place."""
-    gradients = _local_gradients(parameters)
-    if gradients:
-        torch._foreach_clamp_min_(gradients, -limit)
-        torch._foreach_clamp_max_(gradients, limit)
-
-
-def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    gradients = (parameter.grad for parameter in parameters)
-    return [_local(gradient) for gradient in gradients if gradient is not None]
+def clip_by_value(gradients: Iterable[Tensor], *, limit: float) -> None:
+    """Clamp every element of all ``gradients`` to ``[-limit, limit]``, in place."""
+    if local := [_local(gradient) for gradient in gradients]:
+        torch._foreach_clamp_min_(local, -limit)
+        torch._foreach_clamp_max_(local, limit)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""Reducing gradients of low precision over ranks in full precision, into their masters."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ups.optim.master_weights import MasterWeights
+
+__all__ = ["reduce_into_masters"]
+
+
+def reduce_into_masters(wrapper: DistributedDataParallel, masters: MasterWeights) -> None:
+    """Let ``wrapper`` average gradients in the type of the masters, with what they have accumulated already.
+
+    The wrapper's own buckets have the type of the parameters: their sum over many ranks would be rounded to it.
+    """
+    wrapper.register_comm_hook(masters, _reduced)
+
+
+def _reduced(masters: MasterWeights, bucket: dist.GradBucket) -> Future[Tensor]:
+    parameters = [parameter for parameter in bucket.parameters() if isinstance(parameter, nn.Parameter)]
+    mastered = [parameter for parameter in parameters if parameter in masters.of]
+    buffer = bucket.buffer()
+    total = buffer.to(torch.float32) if mastered else buffer
+    parts = total.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        if parameter in masters.of and (earlier := masters.of[parameter].grad) is not None:
+            part.add_(earlier.flatten())  # of the microbatches before this one
+    total.div_(dist.get_world_size())
+    work = dist.all_reduce(total, async_op=True)
+    assert work is not None
+
+    def finish(_: Any) -> Tensor:
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter in masters.of:
+                masters.of[parameter].grad = part.view_as(parameter)
+        return buffer.copy_(total) if mastered else total
+
+    return work.get_future().then(finish)

@@ -1,0 +1,80 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, reduce_into_masters
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def parts(micro, world):
+    torch.manual_seed(1)
+    return torch.randn(micro, world, 4, 8).to(torch.bfloat16)
+
+
+def loss_of(model, x, *, micro):
+    return model(x).float().square().mean() / micro
+
+
+def on_a_rank(micro, reduced):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    wrapper = DistributedDataParallel(model)
+    if reduced:
+        reduce_into_masters(wrapper, masters)
+    optimizer = MasteredOptimizer(
+        AdamW(model.parameters(), lr=1e-2), masters, accumulate=micro > 1, wrapper=wrapper if reduced else None
+    )
+    first = None
+    for _ in range(3):
+        optimizer.zero_grad()
+        for i, x in enumerate(parts(micro, world)):
+            with nullcontext() if i == micro - 1 else wrapper.no_sync():
+                loss_of(wrapper, x[rank], micro=micro).backward()
+        first = first or [g.clone() for g in optimizer.gradients()]
+        optimizer.step()
+    return first, [masters.of[p].detach().clone() for p in model.parameters()]
+
+
+def in_one_process(micro, world=2):
+    """The specification: every gradient of a microbatch on a rank, added and averaged in float32."""
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    inner, first = AdamW([masters.of[p] for p in model.parameters()], lr=1e-2), None
+    for _ in range(3):
+        totals = [torch.zeros_like(masters.of[p]) for p in model.parameters()]
+        for x in parts(micro, world).flatten(0, 1):
+            gradients = torch.autograd.grad(loss_of(model, x, micro=micro), list(model.parameters()))
+            totals = [t + g.float() for t, g in zip(totals, gradients, strict=True)]
+        for p, t in zip(model.parameters(), totals, strict=True):
+            masters.of[p].grad = t / world
+        first = first or [masters.of[p].grad.clone() for p in model.parameters()]
+        inner.step()
+        masters.write()
+    return first, [masters.of[p].detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_gradients_are_averaged_and_accumulated_in_float32(ranks, micro):
+    gradients, weights = ranks(on_a_rank, micro, True)
+    expected_gradients, expected = in_one_process(micro)
+    for g, e in zip(gradients, expected_gradients, strict=True):
+        assert g.dtype is torch.float32
+        torch.testing.assert_close(g, e, rtol=1e-6, atol=1e-8)  # the order of the sum is another
+    for w, e in zip(weights, expected, strict=True):
+        torch.testing.assert_close(w, e, rtol=1e-4, atol=1e-6)
+
+
+def test_the_wrappers_own_reduction_is_rounded(ranks):
+    gradients, _ = ranks(on_a_rank, 1, False)
+    expected, _ = in_one_process(1)
+    assert not torch.allclose(gradients[0].float(), expected[0], rtol=1e-6, atol=1e-8)

@@ -1,0 +1,51 @@
+import torch
+from torch import nn
+
+from lightning_ups.transforms.cast import cast_around
+
+
+class Talkative(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 2).to(torch.bfloat16), []
+
+    def forward(self, x, *, extra):
+        self.seen.append((x.dtype, extra["mask"].dtype, extra["ids"].dtype))
+        return {"out": [self.layer(x)], "ids": extra["ids"]}
+
+
+def test_floating_tensors_are_cast_in_any_nesting_and_others_are_not():
+    model, x = Talkative(), torch.ones(1, 2)
+    extra = {"mask": torch.ones(1), "ids": torch.ones(1, dtype=torch.long)}
+    with cast_around([model], inputs=torch.bfloat16, outputs=torch.float32):
+        result = model(x, extra=extra)
+    assert model.seen == [(torch.bfloat16, torch.bfloat16, torch.long)]
+    assert result["out"][0].dtype is torch.float32
+    assert result["ids"].dtype is torch.long
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_none_leaves_them():
+    model, x = Talkative(), torch.ones(1, 2, dtype=torch.bfloat16)
+    with cast_around([model], inputs=None, outputs=None):
+        assert model(x, extra={"mask": x, "ids": x.long()})["out"][0].dtype is torch.bfloat16
+
+
+def test_gradients_pass_and_the_type_is_that_of_the_input():
+    layer, x = nn.Linear(2, 2).to(torch.bfloat16), torch.ones(1, 2, requires_grad=True)
+    with cast_around([layer], inputs=torch.bfloat16, outputs=torch.float32):
+        layer(x).sum().backward()
+    assert x.grad.dtype is torch.float32
+
+
+def test_the_outputs_of_transformers():
+    from transformers.modeling_outputs import BaseModelOutput
+
+    class Foreign(nn.Linear):
+        def forward(self, x):
+            return BaseModelOutput(last_hidden_state=super().forward(x))
+
+    model = Foreign(2, 2).to(torch.bfloat16)
+    with cast_around([model], inputs=torch.bfloat16, outputs=torch.float32):
+        assert model(torch.ones(1, 2)).last_hidden_state.dtype is torch.float32
