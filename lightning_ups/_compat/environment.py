@@ -1,0 +1,274 @@
+"""The world that a run is in: versions, processors, GPUs, environment variables, the user's working tree.
+
+Nothing here changes a run: no random number is drawn, no package is imported that torch does not import, and only
+``gpus`` and ``gpu_states`` initialise CUDA.
+"""
+
+import importlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.cuda.nccl
+
+__all__ = [
+    "PACKAGES",
+    "GpuState",
+    "gpu_states",
+    "gpus",
+    "host",
+    "installed",
+    "relevant_variables",
+    "usable_cores",
+    "versions",
+    "without_secrets",
+    "working_tree",
+]
+
+# What decides the speed or the meaning of a run, by the name of its distribution.
+PACKAGES = (
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "lightning-ups",
+    "torchao",
+    "transformer-engine",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "triton",
+    "transformers",
+    "safetensors",
+    "tensorboard",
+    "jsonargparse",
+    "nvidia-ml-py",
+    "numpy",
+)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of the installed packages that matter, and of what torch was built with."""
+    found = {"python": platform.python_version()}
+    found |= {package: number for package in PACKAGES if (number := installed(package))}
+    found["torch"] = str(torch.__version__)  # the build, such as 2.11.0+cu130, which the metadata may leave out
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        with suppress(RuntimeError):  # built for a cuDNN that is not this machine's
+            found["cudnn"] = str(torch.backends.cudnn.version())
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if driver := _driver():
+        found["driver"] = driver
+    return found
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def host() -> dict[str, Any]:
+    """Return the processor, the cores that this process may use, and the memory, in bytes."""
+    return {
+        "name": platform.node(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "usable_cores": usable_cores(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_limit": _number("/sys/fs/cgroup/memory.max"),
+        "shared_memory": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+    }
+
+
+def usable_cores() -> int:
+    """Return how many cores' work this process gets: those it may run on, less where a container has a quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdecimal():
+        return max(1, min(allowed, round(int(quota[0]) / int(quota[1]))))
+    return allowed
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Return what torch says of each visible GPU, memory in bytes."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "capability": [properties.major, properties.minor],
+                "memory": properties.total_memory,
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return found
+
+
+GpuState = dict[str, Any]
+
+_SLOWED = {  # NVML's bits; the others mean idle, or that the user asked for it
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x20: "too hot",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+}
+
+
+def gpu_states() -> list[GpuState] | None:
+    """Return what NVML says of each visible GPU: power limit, clocks, what slows it, NVLinks. None without NVML.
+
+    It belongs to the package ``nvidia-ml-py``, which torch does not require.
+    """
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        return [_gpu_state(nvml, index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu_state(nvml: Any, index: int) -> GpuState:
+    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    state: GpuState = {"index": index}
+    with suppress(nvml.NVMLError):
+        # By its identity: NVML counts the machine's GPUs, torch the visible ones.
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else nvml.nvmlDeviceGetHandleByIndex(index)
+        reasons = {
+            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
+            "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "max_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "slowed_by": lambda: _slowed_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+            "nvlinks": lambda: _nvlinks(nvml, handle),
+        }
+        for name, read in reasons.items():
+            with suppress(nvml.NVMLError):
+                state[name] = read()
+    return state
+
+
+def _slowed_by(bits: int) -> list[str]:
+    return [reason for bit, reason in _SLOWED.items() if bits & bit]
+
+
+def _nvlinks(nvml: Any, handle: Any) -> int:
+    active = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += nvml.nvmlDeviceGetNvLinkState(handle, link)
+        except nvml.NVMLError:
+            break
+    return active
+
+
+def _driver() -> str | None:
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        number = nvml.nvmlSystemGetDriverVersion()
+        return number.decode() if isinstance(number, bytes) else number
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an older package of the same module name says that it is deprecated
+            nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        yield None
+        return
+    try:
+        nvml.nvmlInit()
+    except (OSError, nvml.NVMLError):  # no driver, or none that fits
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+_RELEVANT = re.compile(
+    r"(PYTORCH|TORCH|NCCL_|TORCHINDUCTOR|TRITON_|CUDA_|CUBLAS|CUDNN_|NVTE_|GLOO_|OMP_|MKL_|KMP_|GOMP_|LIGHTNING|PL_|"
+    r"UPS_|HF_HUB_OFFLINE$|TOKENIZERS_PARALLELISM$|RANK$|LOCAL_RANK$|WORLD_SIZE$|SLURM_(NNODES|NTASKS|JOB_ID)$)"
+)
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|USER_ID)$", re.IGNORECASE
+)
+
+
+def relevant_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment variables that change how a run goes, and never a secret."""
+    environment = os.environ if environment is None else environment
+    named = {name: value for name, value in environment.items() if _RELEVANT.match(name)}
+    return without_secrets({name: named[name] for name in sorted(named)})
+
+
+def without_secrets(values: Any) -> Any:
+    """Return nested ``values`` with ``***`` for what is named like a secret, and without passwords in addresses."""
+    if isinstance(values, Mapping):
+        return {key: "***" if _is_secret(key, of) else without_secrets(of) for key, of in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [without_secrets(value) for value in values]
+    return re.sub(r"(?<=://)[^/@\s]+@", "", values) if isinstance(values, str) else values
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and _SECRET.search(str(key)) is not None
+
+
+def working_tree(folder: Path | None = None) -> dict[str, Any] | None:
+    """Return the commit of the git repository around ``folder``, and whether files differ from it; None outside one."""
+    folder = folder or Path.cwd()
+    if not (commit := _git(folder, "rev-parse", "HEAD")):
+        return None
+    # Tracked files only, and in a time that nobody notices: a repository may hold millions of untracked ones.
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.strip(), "dirty": None if changed is None else bool(changed.strip())}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=3,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found.group(1) if found else platform.processor() or sys.platform
+
+
+def _number(path: str) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

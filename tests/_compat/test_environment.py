@@ -1,0 +1,183 @@
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from lightning_ups._compat import environment
+from lightning_ups._compat.environment import (
+    gpu_states,
+    host,
+    installed,
+    relevant_variables,
+    usable_cores,
+    versions,
+    without_secrets,
+    working_tree,
+)
+
+
+def test_versions_are_those_that_the_packages_say_themselves():
+    import lightning
+
+    found = versions()
+    assert found["lightning"] == lightning.__version__
+    assert found["torch"] == torch.__version__  # noqa: TID251
+    assert found["python"] == "{}.{}.{}".format(*sys.version_info)
+    assert installed("no-such-package") is None
+
+
+def test_looking_at_packages_imports_none_and_initialises_no_gpu():
+    code = (
+        "import sys; from lightning_ups._compat.environment import *; versions(); host(); relevant_variables();"
+        "import torch; assert not torch.cuda.is_initialized();"
+        "print([m for m in ('lightning', 'torchao', 'transformers', 'triton') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_host_is_this_one():
+    found = host()
+    assert found["cores"] == os.cpu_count()
+    assert 1 <= found["usable_cores"] <= found["cores"]
+    assert found["memory"] > 1 << 28
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 2), ("max 100000", 4), ("50000 100000", 1), ("", 4)])
+def test_a_containers_quota_counts(monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(environment, "_read", lambda path: quota)
+    assert usable_cores() == cores
+
+
+def test_variables_that_matter_are_kept_and_secrets_are_not():
+    found = relevant_variables(
+        {
+            "NCCL_ALGO": "Ring",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "TORCH_COMPILE_CACHE_KEY_TAG": "a",
+            "TOKENIZERS_PARALLELISM": "false",
+            "LIGHTNING_CLOUD_API_KEY": "s3cret-1",
+            "LIGHTNING_AUTH_TOKEN": "s3cret-2",
+            "LIGHTNING_USER_ID": "s3cret-3",
+            "TORCH_PROXY": "http://me:s3cret-4@proxy:80/x",
+            "HF_TOKEN": "s3cret-5",
+            "HOME": "s3cret-6",
+        }
+    )
+    assert "s3cret" not in str(found)
+    assert found["NCCL_ALGO"] == "Ring"
+    assert found["TORCH_COMPILE_CACHE_KEY_TAG"] == "a"
+    assert found["TORCH_PROXY"] == "http://proxy:80/x"
+    assert {"PYTORCH_ALLOC_CONF", "TOKENIZERS_PARALLELISM"} <= set(found)
+    assert not {"HF_TOKEN", "HOME"} & set(found)
+
+
+def test_secrets_are_hidden_at_any_depth_and_numbers_of_tokens_are_not():
+    config = {"logger": [{"init_args": {"api_key": "x", "max_tokens": 5, "token": None}}], "hf_token": "y"}
+    assert without_secrets(config) == {
+        "logger": [{"init_args": {"api_key": "***", "max_tokens": 5, "token": None}}],
+        "hf_token": "***",
+    }
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+def test_the_working_tree_of_the_user(tmp_path):
+    assert working_tree(tmp_path) is None
+    git(tmp_path, "init")
+    assert working_tree(tmp_path) is None, "no commit yet"
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-m", "first")
+    (tmp_path / "new").write_text("not tracked")
+    clean = working_tree(tmp_path)
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "a").write_text("2")
+    assert working_tree(tmp_path) == clean | {"dirty": True}
+
+
+def test_without_git_there_is_no_working_tree(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    assert working_tree(tmp_path) is None
+
+
+class Error(Exception):
+    pass
+
+
+def nvml(**answers):
+    """A pynvml that knows two GPUs by their identity."""
+    module = types.ModuleType("pynvml")
+    module.NVMLError = Error
+    module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU, module.NVML_NVLINK_MAX_LINKS = 1, 0, 18
+
+    def unsupported(*_):
+        raise Error
+
+    def link(handle, number):
+        return 1 if number < 4 else unsupported()
+
+    module.nvmlInit = module.nvmlShutdown = lambda: None
+    module.nvmlSystemGetDriverVersion = lambda: "580.1"
+    module.nvmlDeviceGetHandleByUUID = {"GPU-aa": "first", "GPU-bb": "second"}.__getitem__
+    module.nvmlDeviceGetEnforcedPowerLimit = {"first": 700000, "second": 350000}.__getitem__
+    module.nvmlDeviceGetClockInfo = lambda handle, kind: 1500
+    module.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
+    module.nvmlDeviceGetTemperature = unsupported
+    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x24
+    module.nvmlDeviceGetNvLinkState = link
+    for name, answer in answers.items():
+        setattr(module, name, answer)
+    return module
+
+
+def visible(monkeypatch, *uuids):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
+
+
+def test_a_gpu_is_found_by_its_identity_and_what_nvml_does_not_know_is_left_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    visible(monkeypatch, "bb")
+    assert gpu_states() == [
+        {
+            "index": 0,
+            "power_limit_w": 350.0,
+            "clock_mhz": 1500,
+            "max_clock_mhz": 1980,
+            "slowed_by": ["power limit", "too hot"],
+            "nvlinks": 4,
+        }
+    ]
+    assert versions()["driver"] == "580.1"
+
+
+def test_without_nvml_nothing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_states() is None
+    assert "driver" not in versions()
+
+
+def test_a_driver_that_does_not_answer_is_none(monkeypatch):
+    def fail():
+        raise Error
+
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=fail))
+    assert gpu_states() is None
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_answers():
+    assert environment.gpus()[0]["memory"] > 1 << 30
+    states = gpu_states()
+    if states is None:
+        pytest.skip("nvidia-ml-py is not installed")
+    assert states[0]["power_limit_w"] > 10
+    assert states[0]["max_clock_mhz"] > 100
