@@ -1,0 +1,130 @@
+"""Every name, option, command and link in README, docs and docstrings stands for something that exists."""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+MODULES = sorted(p for p in (ROOT / "lightning_ups").rglob("*.py"))
+ROOMS = ("callbacks", "strategies", "precision", "models", "data")
+
+
+def blocks(text: str, *languages: str) -> Iterator[str]:
+    for language, body in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield body
+
+
+def shells():
+    found = {}
+    for room in ROOMS:
+        module = importlib.import_module(f"lightning_ups.{room}")
+        found |= {name: getattr(module, name) for name in module.__all__}
+    return found
+
+
+def resolve(dotted: str):
+    """Return what a dotted name stands for: a module, or an attribute of one."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[cut:]:
+            thing = getattr(thing, attribute)
+        return thing
+    raise AssertionError(f"{dotted} cannot be imported")
+
+
+def checked_calls(source: str) -> int:
+    """Import what ``source`` imports from this package, and bind each call of it to the signature."""
+    tree, names, count = ast.parse(source), {}, 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_ups"):
+            names |= {alias.asname or alias.name: resolve(f"{node.module}.{alias.name}") for alias in node.names}
+    names = shells() | names  # docstrings leave the imports out
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            known = inspect.signature(names[node.func.id]).parameters
+            for keyword in node.keywords:
+                assert keyword.arg is None or keyword.arg in known, f"{node.func.id}({keyword.arg}=...) in:\n{source}"
+            count += 1
+    return count
+
+
+def check_yaml(node) -> None:
+    """Compare every class_path of ours, and its init_args, with the class."""
+    if isinstance(node, dict):
+        path = node.get("class_path")
+        if isinstance(path, str) and (path in shells() or path.startswith("lightning_ups.")):
+            shell = shells().get(path) or resolve(path)
+            known = inspect.signature(shell).parameters
+            for name in node.get("init_args") or {}:
+                assert name in known, f"{path} has no argument {name!r}, but {list(known)}"
+        for value in node.values():
+            check_yaml(value)
+    elif isinstance(node, list):
+        for value in node:
+            check_yaml(value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+class TestPage:
+    def test_python_blocks_call_what_exists(self, page):
+        for block in blocks(page.read_text(), "python"):
+            checked_calls(block)
+
+    def test_yaml_blocks_name_what_exists(self, page):
+        for block in blocks(page.read_text(), "yaml"):
+            check_yaml(yaml.safe_load(block))
+
+    def test_dotted_names_can_be_imported(self, page):
+        for name in set(re.findall(r"`(lightning_ups(?:\.\w+)+)", page.read_text())):
+            resolve(name)
+
+    def test_commands_exist(self, page):
+        from lightning_ups.__main__ import TOOLS, TRAINER
+
+        known = {*TRAINER, *(name for name, tool in TOOLS.items() if find_spec(f"lightning_ups.tools.{tool.module}"))}
+        for command in re.findall(r"python -m lightning_ups (\w+)", page.read_text()):
+            assert command in known, f"python -m lightning_ups {command} in {page.name}"
+
+    def test_links_and_files_exist(self, page):
+        text = page.read_text()
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target in re.findall(r"`((?:docs|examples|benchmarks|tests|lightning_ups)/[\w./-]+\.\w+)`", text):
+            assert (ROOT / target).exists(), f"{page.name} names {target}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_in_docstrings_call_what_exists(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (doc := ast.get_docstring(node)):
+            for example in re.findall(r"Example::\n\n((?:    .*\n?|\n)+)", doc + "\n"):
+                checked_calls(inspect.cleandoc(example))
+
+
+def test_the_checks_can_fail():
+    with pytest.raises(AssertionError, match="blockz"):
+        checked_calls("from lightning_ups.callbacks import Compile\nCompile(blockz=1)")
+    with pytest.raises(AssertionError, match="blockz"):
+        check_yaml({"callbacks": [{"class_path": "Compile", "init_args": {"blockz": 1}}]})
+    with pytest.raises(AttributeError):
+        resolve("lightning_ups.callbacks.Nothing")
+
+
+def test_readmes_python_runs(tmp_path, monkeypatch):
+    (code,) = blocks((ROOT / "README.md").read_text(), "python")
+    monkeypatch.chdir(tmp_path)
+    short = "L.Trainer(\n    limit_train_batches=2, limit_val_batches=1, accelerator='cpu', enable_progress_bar=False,"
+    exec(compile(code.replace("L.Trainer(", short), "README.md", "exec"), {})
