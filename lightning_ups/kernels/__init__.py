@@ -1,0 +1,1 @@
+"""Fused operations, each with an eager reference that is its specification."""

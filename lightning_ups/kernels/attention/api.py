@@ -1,0 +1,153 @@
+"""`attention`: one function for every kernel, with the choice of the kernel as an argument."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_ups.kernels.attention.auto import choose
+from lightning_ups.kernels.attention.documents import Documents
+from lightning_ups.kernels.attention.flex import flex
+from lightning_ups.kernels.attention.kind import Kind, kind_of
+from lightning_ups.kernels.attention.operator import attention_forward
+from lightning_ups.kernels.attention.reference import reference_attention
+from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
+from lightning_ups.kernels.attention.support import Backend, KernelName, check
+
+__all__ = ["attention", "checked", "in_autocast_dtype"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Documents | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return attention [batch, seq, heads, dim]; `reference.reference_attention` is its specification.
+
+    The layout is that of a projection's output with its last axis split into heads, so nothing is copied on the way
+    in, not even for views of one fused product of queries, keys and values, and ``flatten(2)`` of the result is the
+    next projection's input. Under autocast the tensors are cast as torch's own attention casts them.
+
+    Args:
+        q: Queries [batch, seq, heads, dim].
+        k: Keys [batch, keys, kv heads, dim]; the query heads are a multiple of the kv heads and share them in
+            order.
+        v: Values [batch, keys, kv heads, dim].
+        causal: A query sees no later key.
+        window: A query sees only keys less than so many positions away; with ``causal``, the last ``window`` keys
+            with its own among them.
+        documents: A query sees only keys of its own document.
+        softcap: Bend scores to ``softcap * tanh(score / softcap)``.
+        scale: Factor of the scores, ``dim ** -0.5`` if None.
+        backend: The kernel. A named one does it or raises; ``"auto"`` takes the fastest of those that can
+            (`lightning_ups.kernels.attention.auto`).
+
+    Raises:
+        ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
+        ModuleNotFoundError: If the backend's package is missing.
+        ImportError: If the backend's package cannot be loaded.
+
+    Example::
+
+        qkv = self.qkv(x).unflatten(-1, (-1, head_dim))  # [batch, seq, heads + 2 * kv_heads, head_dim]
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        y = self.out(attention(q, k, v).flatten(2))
+    """
+    q, k, v = in_autocast_dtype(q, k, v)
+    _validate(q, k, v, causal=causal, window=window, documents=documents)
+    kind = kind_of(
+        q, k, v, causal=causal, window=window is not None, documents=documents is not None, softcap=bool(softcap)
+    )
+    name = choose(kind, batch=q.shape[0], seq=q.shape[1]) if backend == "auto" else checked(backend, tuple(kind))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    if name == "reference":
+        return reference_attention(
+            q, k, v, causal=causal, window=window, documents=documents, softcap=softcap, scale=factor
+        )
+    if name in TORCH_BACKENDS:
+        kernel = cast("TorchBackend", name)
+        return torch_attention(q, k, v, backend=kernel, causal=causal, window=window, documents=documents, scale=factor)
+    if name == "flex":
+        return flex(q, k, v, causal=causal, window=window, documents=documents, softcap=softcap, scale=factor)
+    cu_seqlens = None if documents is None else documents.cu_seqlens
+    max_seqlen = q.shape[1] if documents is None else documents.max_seqlen
+    return attention_forward(
+        q, k, v, cu_seqlens, max_seqlen, causal, window or 0, float(softcap or 0), float(factor), name
+    )[0]
+
+
+@torch.compiler.assume_constant_result
+def checked(backend: KernelName, kind: tuple[Any, ...]) -> KernelName:
+    """Return ``backend``, known to be able to do ``kind``, a `Kind`; in a compiled function it is a constant."""
+    if (backend, kind) not in _checked:
+        check(backend, Kind(*kind))
+        _checked.add((backend, kind))
+    return backend
+
+
+_checked: set[tuple[str, tuple[Any, ...]]] = set()
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return ``tensors`` in autocast's type where it is on, as torch's own attention takes them."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    )
+
+
+def _validate(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, documents: Documents | None
+) -> None:
+    shapes = f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+    if not (q.dim() == k.dim() == v.dim() == 4) or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"Attention was called with {shapes}."
+            " Each is [batch, seq, heads, dim]; keys and values have the same batch, seq and heads."
+            " Use transpose(1, 2) on tensors that are [batch, heads, seq, dim]."
+        )
+    if q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"Attention was called with {shapes}, [batch, seq, heads, dim]."
+            " Query heads share heads of keys in equal groups, and both are equally wide."
+            " Make the number of query heads a multiple of that of keys, or transpose(1, 2) tensors that have"
+            " heads before seq."
+        )
+    if (causal or window is not None or documents is not None) and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"Causal attention, or one with a window or documents, was asked for with {shapes}."
+            " Positions of queries and keys are compared, so both must start at the same one, and be equally many."
+            " Use causal=False for attention to another sequence."
+        )
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window={window} leaves no key to see."
+            " It is the number of keys that a causal query sees, its own among them."
+            " Use a window of 1 or more, or None."
+        )
+    if documents is None:
+        return
+    if not isinstance(documents, Documents):
+        raise TypeError(
+            f"documents is a {type(documents).__name__}."
+            " Kernels want documents in several forms, which are computed once for a batch, not once in each layer."
+            " Use Documents.from_ids(ids) or Documents.from_cu_seqlens(cu_seqlens, batch=..., seq=...)."
+        )
+    if documents.ids.shape != q.shape[:2] or documents.ids.device != q.device:
+        raise ValueError(
+            f"documents of shape {tuple(documents.ids.shape)} on {documents.ids.device} were given with queries"
+            f" {tuple(q.shape)} on {q.device}."
+            " There is one document id for each token, on the same device."
+            " Cut and move documents as the tokens are cut and moved."
+        )

@@ -1,0 +1,81 @@
+"""Where the documents of a packed batch lie, in both forms that kernels ask for."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Documents"]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a packed batch: a token sees the tokens of its own document only.
+
+    Make it where the batch is made, on the CPU (`from_ids`, `from_cu_seqlens`): finding the boundaries on a GPU waits
+    for it. Data loaders pin it and Lightning moves it as they do a tensor, and all layers share it.
+
+    Args:
+        ids: [batch, seq] int32, the number of each token's document, growing by one from document to document.
+        cu_seqlens: [documents + 1] int32, where each document starts in the batch's tokens laid end to end, and the
+            end of the last.
+        max_seqlen: An upper bound of the documents' lengths, rounded up to a power of two, so that a compiled function
+            meets few different values.
+    """
+
+    ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    @classmethod
+    def from_ids(cls, ids: Tensor) -> "Documents":
+        """Make it from ``ids`` [batch, seq]: a document is a run of equal numbers in one row.
+
+        Raises:
+            ValueError: If ``ids`` is not [batch, seq].
+        """
+        if ids.dim() != 2:
+            raise ValueError(
+                f"Document ids of shape {tuple(ids.shape)} were given."
+                " They are [batch, seq], one for each token, so that rows can be told apart."
+                " Use ids.unsqueeze(0) for a single sequence."
+            )
+        starts = torch.ones_like(ids, dtype=torch.bool)
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        ends = torch.tensor([ids.numel()], device=ids.device)
+        return cls._from(starts, torch.cat((starts.flatten().nonzero().flatten(), ends)))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, *, batch: int, seq: int) -> "Documents":
+        """Make it from ``cu_seqlens`` [documents + 1], boundaries in ``batch * seq`` tokens laid end to end.
+
+        Raises:
+            ValueError: If the boundaries do not run from 0 to ``batch * seq``, or a document crosses a row's end.
+        """
+        starts = torch.zeros(batch * seq + 1, dtype=torch.bool, device=cu_seqlens.device)
+        starts[cu_seqlens.clamp(0, batch * seq)] = True
+        rows = torch.arange(0, batch * seq + 1, seq, device=cu_seqlens.device)
+        if not (bool(starts[rows].all()) and int(cu_seqlens[-1]) == batch * seq and int(cu_seqlens[0]) == 0):
+            raise ValueError(
+                f"cu_seqlens from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])} do not cut {batch} rows of {seq} tokens"
+                " into documents."
+                " They are boundaries in the rows laid end to end, and every row's end is one of them."
+                f" Let them run from 0 to {batch * seq}, and cut documents at the end of a row."
+            )
+        return cls._from(starts[:-1].unflatten(0, (batch, seq)), cu_seqlens)
+
+    @classmethod
+    def _from(cls, starts: Tensor, cu_seqlens: Tensor) -> "Documents":
+        longest = int(cu_seqlens.diff().max())
+        ids = starts.flatten().cumsum(0).view_as(starts) - 1
+        bound = min(1 << (longest - 1).bit_length(), starts.shape[1])
+        return cls(ids.to(torch.int32), cu_seqlens.to(torch.int32), bound)
+
+    def to(self, *args: object, **kwargs: object) -> "Documents":
+        """Return it on another device; takes what ``Tensor.to`` takes."""
+        move = torch.Tensor.to
+        return Documents(move(self.ids, *args, **kwargs), move(self.cu_seqlens, *args, **kwargs), self.max_seqlen)  # type: ignore[arg-type]
+
+    def pin_memory(self) -> "Documents":
+        """Return it in pinned memory, from which it moves to a GPU without waiting."""
+        return Documents(self.ids.pin_memory(), self.cu_seqlens.pin_memory(), self.max_seqlen)

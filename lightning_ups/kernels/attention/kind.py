@@ -1,0 +1,79 @@
+"""What kind of attention is asked for: all that decides which backend can do it, and nothing that changes by batch."""
+# ruff: noqa: N803 (shape suffixes are capitals)
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kind", "kind_of"]
+
+
+class Kind(NamedTuple):
+    """A request without its lengths: constant in a model, so that a choice made for it is made once.
+
+    Args:
+        device: Type of the device.
+        dtype: Of queries, keys and values.
+        heads: Query heads.
+        kv_heads: Heads of keys and values.
+        head_dim: Width of queries and keys.
+        value_dim: Width of values.
+        causal: No key after the query is seen.
+        window: Only near keys are seen.
+        documents: Only keys of the query's own document are seen.
+        softcap: Scores are bent by a tanh.
+        mask: A mask tensor is given; `scaled_dot_product_attention` takes one, `attention` does not.
+        mask_trains: And a gradient of it is wanted.
+        dropout: Weights are dropped; likewise.
+        square: There are as many queries as keys.
+        trains: Gradients are wanted.
+    """
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+    window: bool = False
+    documents: bool = False
+    softcap: bool = False
+    mask: bool = False
+    mask_trains: bool = False
+    dropout: bool = False
+    square: bool = True
+    trains: bool = True
+
+
+def kind_of(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKE: Tensor,
+    *,
+    causal: bool,
+    window: bool = False,
+    documents: bool = False,
+    softcap: bool = False,
+    mask: Tensor | None = None,
+    dropout: bool = False,
+) -> Kind:
+    """Return the kind of a request for tensors [batch, seq, heads, dim]."""
+    return Kind(
+        q_BSHD.device.type,
+        q_BSHD.dtype,
+        q_BSHD.shape[2],
+        k_BTKD.shape[2],
+        q_BSHD.shape[3],
+        v_BTKE.shape[3],
+        causal,
+        window,
+        documents,
+        softcap,
+        mask is not None,
+        mask is not None and mask.requires_grad,
+        dropout,
+        q_BSHD.shape[1] == k_BTKD.shape[1],
+        torch.is_grad_enabled() and (q_BSHD.requires_grad or k_BTKD.requires_grad or v_BTKE.requires_grad),
+    )

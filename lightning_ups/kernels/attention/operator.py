@@ -1,0 +1,156 @@
+"""The operators that torch sees in place of a package's kernels: what they return, their gradient, cost and sharding.
+
+They are known to torch as soon as this module is imported, and import a package only when they run, so the first call
+may be inside ``torch.compile(fullgraph=True)``, on fake tensors, or on meta.
+"""
+# ruff: noqa: FBT001, ARG001 (an operator's arguments are positional)
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.utils.flop_counter import register_flop_formula
+
+from lightning_ups._compat import torch as compat
+from lightning_ups.kernels.attention import eager, fa3, fa4
+from lightning_ups.kernels.attention.request import Request, attended_pairs
+
+__all__ = ["OperatorKernel", "attention_backward", "attention_forward"]
+
+OperatorKernel = Literal["eager", "fa3", "fa4"]
+
+
+@torch.library.custom_op("lightning_ups::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    causal: bool,
+    window: int,
+    softcap: float,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return attention [batch, seq, heads, dim] and the log-sum-exp of its scores, float32.
+
+    The latter is [batch, heads, seq], or [heads, batch * seq] with documents. `Request` explains the arguments.
+    """
+    request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
+    return _module(kernel).forward(q, k, v, request)
+
+
+@torch.library.custom_op("lightning_ups::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    causal: bool,
+    window: int,
+    softcap: float,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
+    return _module(kernel).backward(grad, q, k, v, out, lse, request)
+
+
+def _module(kernel: str) -> Any:
+    modules = {"eager": eager, "fa3": fa3, "fa4": fa4}
+    if kernel not in modules:
+        raise ValueError(
+            f"kernel={kernel!r} is not one behind the operator lightning_ups::attention_forward."
+            " It calls the packages that torch does not know."
+            f" Use one of {get_args(OperatorKernel)}."
+        )
+    return modules[kernel]
+
+
+@attention_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, seq, heads = q.shape[:3]
+    lse_shape = (batch, heads, seq) if cu_seqlens is None else (heads, batch * seq)
+    return q.new_empty(batch, seq, heads, v.shape[3]), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+@attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, *ctx.request = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 7
+    if grad is None:
+        return None, None, None, *nothing
+    q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+    return *attention_backward(grad, q, k, v, out, lse, cu_seqlens, *ctx.request), *nothing
+
+
+attention_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.lightning_ups.attention_forward, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *request: Any, out_val: Any = None, **_: Any) -> int:
+    return 2 * _multiply_adds(q, k, request) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.lightning_ups.attention_backward, get_raw=True)
+def _backward_flops(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *request: Any, **_: Any
+) -> int:
+    # Five products where the forward has two: the scores once more, and the gradients of the weights, v, q and k.
+    return 2 * _multiply_adds(q, k, request) * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+def _multiply_adds(q: Tensor, k: Tensor, request: tuple[Any, ...]) -> int:
+    cu_seqlens, _, causal, window = request[:4]
+    batch, seq, heads, _ = q.shape
+    return heads * attended_pairs(seq, k.shape[1], causal=causal, window=window, cu_seqlens=cu_seqlens, batch=batch)
+
+
+def _shardings(num_inputs: int) -> Callable[..., Any]:
+    """Whole batches or whole heads may lie on one device; documents cross batches, so then only heads."""
+    layouts: dict[str, Placement] = {"whole": Replicate(), "batch": Shard(0), "heads": Shard(2)}
+    # Of the log-sum-exp: [batch, heads, seq], or [heads, tokens] with documents.
+    lse_layouts = {"whole": Replicate(), "batch": Shard(0), "heads": Shard(1)}
+
+    def acceptable(*arguments: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+        documents = arguments[num_inputs] is not None
+        rules = []
+        for name, layout in layouts.items():
+            if documents and name == "batch":
+                continue
+            lse = Shard(0) if documents and name == "heads" else lse_layouts[name]
+            rest: list[Placement | None] = [Replicate() if documents else None, *(None,) * 6]
+            if num_inputs == 3:
+                rules.append(([layout, lse], [layout] * 3 + rest))
+            else:
+                rules.append(([layout] * 3, [layout] * 5 + [lse] + rest))
+        return rules
+
+    return acceptable
+
+
+register_sharding(torch.ops.lightning_ups.attention_forward.default)(_shardings(3))
+register_sharding(torch.ops.lightning_ups.attention_backward.default)(_shardings(6))
+
+if remember := getattr(compat, "register_costly_op", None):
+    # Selective checkpointing keeps what is costly: our forward, as it keeps torch's.
+    remember(torch.ops.lightning_ups.attention_forward.default)

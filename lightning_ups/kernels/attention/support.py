@@ -1,0 +1,225 @@
+"""What each backend can do: every limit as a rule with its reason and its cure."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Literal, NamedTuple, cast, get_args
+
+import torch
+
+from lightning_ups._compat.attention import load_fa3, load_fa4, missing_package, torch_refuses
+from lightning_ups.kernels.attention.kind import Kind
+
+__all__ = ["BACKENDS", "Backend", "KernelName", "check", "refusal"]
+
+KernelName = Literal["reference", "math", "efficient", "flash", "cudnn", "flex", "fa3", "fa4"]
+Backend = Literal["auto", "reference", "math", "efficient", "flash", "cudnn", "flex", "fa3", "fa4"]
+BACKENDS: tuple[KernelName, ...] = get_args(KernelName)
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class _Rule(NamedTuple):
+    backends: tuple[KernelName, ...]
+    broken: Callable[[Kind], bool]
+    why: str
+    cure: str
+
+
+def _major(_: Kind) -> int:
+    return torch.cuda.get_device_capability()[0]
+
+
+_RULES = (
+    _Rule(
+        ("fa3", "fa4", "cudnn", "efficient"),
+        lambda kind: kind.device != "cuda",
+        "It runs on CUDA devices only, and the tensors are on {kind.device!r}",
+        "Move the tensors to a GPU, or use backend 'flash' or 'math'",
+    ),
+    _Rule(
+        ("flash", "flex"),
+        lambda kind: kind.device not in ("cuda", "cpu"),
+        "It runs on CUDA devices and CPUs only, and the tensors are on {kind.device!r}",
+        "Use backend 'math'",
+    ),
+    _Rule(
+        ("flex",),
+        lambda kind: kind.device == "cpu" and kind.trains,
+        "On CPU it has no backward pass, and gradients are asked for",
+        "Use backend 'flash' or 'reference' on CPU, or torch.no_grad()",
+    ),
+    _Rule(
+        ("fa3", "fa4", "cudnn"),
+        lambda kind: kind.dtype not in _HALF,
+        "It takes bfloat16 and float16, not {kind.dtype}",
+        "Cast to bfloat16 or run under autocast, or use backend 'efficient' or 'math'",
+    ),
+    _Rule(
+        ("flash",),
+        lambda kind: kind.device == "cuda" and kind.dtype not in _HALF,
+        "On CUDA it takes bfloat16 and float16, not {kind.dtype}",
+        "Cast to bfloat16 or run under autocast, or use backend 'efficient' or 'math'",
+    ),
+    _Rule(
+        ("cudnn", "flash", "efficient", "math"),
+        lambda kind: kind.softcap,
+        "It has no softcap",
+        "Use backend 'fa4', 'flex' or 'reference', or leave softcap out",
+    ),
+    _Rule(
+        ("cudnn",),
+        lambda kind: kind.window or kind.documents,
+        "It takes causal or full attention: no window, no documents",
+        "Use backend 'fa4', 'flash' or 'flex'",
+    ),
+    _Rule(
+        ("fa3", "fa4", "flex"),
+        lambda kind: kind.mask,
+        "It takes no mask tensor",
+        "Say what the mask means by causal, window or documents of lightning_ups.kernels.attention,"
+        " or allow another backend such as 'cudnn', 'efficient' or 'math'",
+    ),
+    _Rule(
+        ("flash",),
+        lambda kind: kind.device == "cuda" and kind.mask,
+        "On CUDA it takes no mask tensor",
+        "Say what the mask means by causal, window or documents of lightning_ups.kernels.attention,"
+        " or allow another backend such as 'cudnn', 'efficient' or 'math'",
+    ),
+    _Rule(
+        ("flash", "cudnn"),
+        lambda kind: kind.mask_trains,
+        "It has no gradient of a mask tensor",
+        "Use backend 'efficient' or 'math'",
+    ),
+    _Rule(
+        ("reference",),
+        lambda kind: kind.mask,
+        "It takes no mask tensor",
+        "Use backend 'math'",
+    ),
+    _Rule(
+        ("flash",),
+        lambda kind: kind.device == "cpu" and kind.dropout,
+        "On CPU it has no dropout",
+        "Set the model's attention dropout to 0, or allow backend 'math'",
+    ),
+    _Rule(
+        ("fa3", "fa4", "flex", "reference"),
+        lambda kind: kind.dropout,
+        "It has no dropout",
+        "Set the model's attention dropout to 0, or allow another backend such as 'flash' or 'cudnn'",
+    ),
+    _Rule(
+        ("fa3", "fa4", "flex", "flash", "reference"),
+        lambda kind: kind.causal and not kind.square,
+        "Causal attention of fewer queries than keys, or more, is ambiguous: torch aligns it at the first key, the"
+        " FlashAttention packages at the last",
+        "Give as many queries as keys, or allow another backend such as 'efficient' or 'math'",
+    ),
+    _Rule(
+        ("fa3", "flash", "flex"),
+        lambda kind: kind.head_dim != kind.value_dim,
+        "It wants values as wide as keys, and they are {kind.value_dim} and {kind.head_dim} wide",
+        "Use backend 'efficient' or 'math'",
+    ),
+    _Rule(
+        ("flash",),
+        lambda kind: kind.device == "cuda" and (kind.window or kind.documents) and kind.head_dim % 8 != 0,
+        "With a window or documents it wants a head width divisible by 8, not {kind.head_dim}",
+        "Use backend 'flex', or widen the heads",
+    ),
+    _Rule(
+        ("fa3", "fa4"),
+        lambda kind: kind.head_dim % 8 != 0 or kind.value_dim % 8 != 0 or max(kind.head_dim, kind.value_dim) > 256,
+        "It wants heads of a width divisible by 8 and at most 256, not {kind.head_dim} and {kind.value_dim}",
+        "Use backend 'flash' or 'efficient'",
+    ),
+    _Rule(
+        ("fa3",),
+        lambda kind: _major(kind) != 9,
+        "It is written for Hopper (compute capability 9.0), and this device is another",
+        "Use backend 'fa4', 'cudnn' or 'flash'",
+    ),
+    _Rule(
+        ("fa4",),
+        lambda kind: not (9 if kind.trains else 8) <= _major(kind) <= 12,
+        "It needs a device of compute capability 9.0 to 12.x (8.x without gradients), and this one is another",
+        "Use backend 'flash', or 'cudnn'",
+    ),
+    _Rule(
+        ("fa4",),
+        lambda kind: (
+            _major(kind) in (10, 11)
+            and max(kind.head_dim, kind.value_dim) > 128
+            and (kind.head_dim, kind.value_dim) not in ((192, 128), (256, 256))
+        ),
+        "On this device it takes heads up to 128 wide, (192, 128) and (256, 256), not"
+        " ({kind.head_dim}, {kind.value_dim})",
+        "Use backend 'cudnn' or 'flash'",
+    ),
+    _Rule(
+        ("fa4",),
+        lambda kind: (
+            kind.softcap and kind.trains and (_major(kind) == 12 or (_major(kind) != 9 and kind.head_dim == 256))
+        ),
+        "On this device it has no gradient of softcap",
+        "Use backend 'flex', or leave softcap out",
+    ),
+)
+
+
+def refusal(backend: KernelName, kind: Kind) -> tuple[str, str] | None:
+    """Return why ``backend`` cannot do ``kind`` and what to do instead, or None if it can."""
+    return next(_refusals(backend, kind), None)
+
+
+def check(backend: KernelName, kind: Kind) -> None:
+    """Raise if ``backend`` cannot do ``kind``; load its package, so that a broken one is met here.
+
+    Raises:
+        ValueError: If the backend is unknown, or cannot do it.
+        ModuleNotFoundError: If its package is missing.
+        ImportError: If its package cannot be loaded.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend={backend!r} is not known."
+            " A backend is the kernel that computes attention, or 'auto'."
+            f" Use one of {', '.join(map(repr, get_args(Backend)))}."
+        )
+    if found := next(_refusals(backend, kind, packages=False), None):
+        why, cure = found
+        raise ValueError(f"Attention by backend {backend!r} was asked for and is impossible here. {why}. {cure}.")
+    if backend == "fa3":
+        load_fa3(feature="Attention by backend 'fa3'")
+    elif backend == "fa4":
+        load_fa4(feature="Attention by backend 'fa4'")
+
+
+def _refusals(backend: KernelName, kind: Kind, *, packages: bool = True) -> Iterator[tuple[str, str]]:
+    for rule in _RULES:
+        if backend in rule.backends and rule.broken(kind):
+            yield rule.why.format(kind=kind), rule.cure
+    if packages and (missing := missing_package(backend)):
+        yield missing, "Install it: pip install 'lightning-ups[flash]'"
+    if kind.device == "cuda" and backend in ("cudnn", "flash", "efficient"):
+        heads = (kind.heads, kind.heads if backend == "efficient" else kind.kv_heads)
+        reason = _torch_refuses(
+            backend, kind.dtype, heads, (kind.head_dim, kind.value_dim), kind.causal and kind.square, kind.trains
+        )
+        if reason:
+            yield f"Torch refuses it: {reason}", "Use another backend, or 'auto'"
+
+
+@cache
+def _torch_refuses(
+    backend: KernelName,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    causal: bool,  # noqa: FBT001
+    trains: bool,  # noqa: FBT001
+) -> str | None:
+    name = cast('Literal["cudnn", "flash", "efficient"]', backend)
+    return torch_refuses(name, dtype=dtype, heads=heads, head_dims=head_dims, causal=causal, trains=trains)

@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from lightning_ups.kernels.attention import Documents, attention
+from tests.kernels.attention.cases import CASES, Case, expected, gradients, worst
+
+ON_CPU = ["reference", "math", "flash", "auto"]
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_output_and_gradients_are_the_references(backend, case):
+    if case.softcap and backend in ("math", "flash"):
+        pytest.skip("it has no softcap: test_support")
+    tensors, options = case.tensors(), case.options()
+    found = gradients(attention, tensors, {**options, "backend": backend})
+    assert worst(found, expected(tensors, options)) < 2e-6
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "cross"], ids=lambda case: case.name)
+def test_flex_without_gradients(case):
+    case = Case(**{**case.__dict__, "seq": case.seq + 200})
+    tensors, options = case.tensors(), case.options()
+    with torch.no_grad():
+        found = attention(*tensors, **options, backend="flex")
+    assert worst([found], expected(tensors, options)[:1]) < 2e-6
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_views_of_a_fused_product_go_in_as_they_are(backend):
+    qkv = torch.randn(2, 50, 8, 16, requires_grad=True)
+    q, k, v = qkv.split((4, 2, 2), dim=2)
+    out = attention(q, k, v, backend=backend)
+    out.sum().backward()
+    found = [out.detach(), qkv.grad]
+    double = qkv.detach().double().requires_grad_()
+    out = attention(*double.split((4, 2, 2), dim=2), backend="reference")
+    out.sum().backward()
+    assert worst(found, [out.detach(), double.grad]) < 2e-6
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("case", [CASES[0], CASES[11]], ids=lambda case: case.name)
+def test_compiles_without_a_break(backend, case):
+    tensors, options = case.tensors(), case.options()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    found = gradients(compiled, tensors, {**options, "backend": backend})
+    assert worst(found, expected(tensors, options)) < 2e-6
+
+
+def test_flex_compiles_without_a_break():
+    case = Case("", seq=200, packed=True, window=30)
+    tensors, options = case.tensors(), case.options()
+    with torch.no_grad():
+        found = torch.compile(attention, backend="aot_eager", fullgraph=True)(*tensors, **options, backend="flex")
+    assert worst([found], expected(tensors, options)[:1]) < 2e-6
+
+
+def test_autocast_casts_as_torch_does():
+    tensors = Case("").tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [attention(*tensors, backend=backend) for backend in ON_CPU]
+    assert {out.dtype for out in outs} == {torch.bfloat16}
+
+
+Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "cure"),
+    [
+        ((Q, K[:, :, 0], K[:, :, 0]), {}, "transpose\\(1, 2\\)"),
+        ((Q, K, K[:, :4]), {}, "transpose\\(1, 2\\)"),
+        ((Q, K[..., :8], K), {}, "multiple of that of keys"),
+        ((Q[:, :, :3], K, K), {}, "multiple of that of keys"),
+        ((Q, K[:, :4], K[:, :4]), {}, "causal=False"),
+        ((Q, K, K), {"window": 0}, "window of 1 or more"),
+        ((Q, K, K), {"documents": Documents.from_ids(torch.zeros(2, 9))}, "as the tokens are cut"),
+        ((Q, K, K), {"backend": "fa5"}, "Use one of 'auto', 'reference'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tensors, options, cure):
+    with pytest.raises(ValueError, match=cure):
+        attention(*tensors, **options)
+
+
+def test_bare_ids_are_refused():
+    with pytest.raises(TypeError, match="Use Documents.from_ids"):
+        attention(Q, K, K, documents=torch.zeros(2, 8))  # type: ignore[arg-type]

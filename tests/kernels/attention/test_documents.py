@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from lightning_ups.kernels.attention import Documents
+
+
+def test_ids_and_boundaries_say_the_same():
+    ids = torch.tensor([[7, 7, 7, 2, 2], [2, 5, 5, 5, 7]])
+    a = Documents.from_ids(ids)
+    b = Documents.from_cu_seqlens(torch.tensor([0, 3, 5, 6, 9, 10]), batch=2, seq=5)
+    for documents in (a, b):
+        assert documents.cu_seqlens.tolist() == [0, 3, 5, 6, 9, 10]
+        assert documents.ids.tolist() == [[0, 0, 0, 1, 1], [2, 3, 3, 3, 4]]
+        assert documents.ids.dtype == documents.cu_seqlens.dtype == torch.int32
+
+
+def test_a_number_that_comes_back_is_another_document():
+    assert Documents.from_ids(torch.tensor([[1, 1, 2, 1]])).ids.tolist() == [[0, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(("longest", "bound"), [(1, 1), (2, 2), (3, 4), (5, 8), (17, 32), (60, 64), (90, 100)])
+def test_the_bound_is_a_power_of_two_within_the_row(longest, bound):
+    ids = torch.cat((torch.zeros(longest), torch.arange(1, 101 - longest))).unsqueeze(0)
+    assert Documents.from_ids(ids).max_seqlen == bound
+
+
+def test_moves_as_a_tensor_does():
+    documents = Documents.from_ids(torch.zeros(1, 4)).to("meta", non_blocking=True)
+    assert documents.ids.device.type == documents.cu_seqlens.device.type == "meta"
+    assert documents.max_seqlen == 4
+
+
+@pytest.mark.parametrize("boundaries", [[0, 3, 7, 10], [0, 5], [1, 5, 10], [0, 5, 11]])
+def test_boundaries_that_cut_no_rows_are_refused(boundaries):
+    with pytest.raises(ValueError, match="cut documents at the end of a row"):
+        Documents.from_cu_seqlens(torch.tensor(boundaries), batch=2, seq=5)
+
+
+def test_ids_of_one_sequence_are_refused():
+    with pytest.raises(ValueError, match="unsqueeze"):
+        Documents.from_ids(torch.zeros(4))

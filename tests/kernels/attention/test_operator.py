@@ -1,0 +1,163 @@
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_ups.kernels.attention import Documents
+from lightning_ups.kernels.attention.operator import attention_backward, attention_forward
+from tests.kernels.attention.cases import CASES, Case, expected, gradients, worst
+
+FORWARD = torch.ops.lightning_ups.attention_forward.default
+
+
+def by_operator(q, k, v, *, causal, window=None, documents=None, softcap=None, scale=None):
+    cu_seqlens = None if documents is None else documents.cu_seqlens
+    max_seqlen = q.shape[1] if documents is None else documents.max_seqlen
+    scale = scale or q.shape[-1] ** -0.5
+    return attention_forward(
+        q, k, v, cu_seqlens, max_seqlen, causal, window or 0, softcap or 0.0, scale, "eager"
+    )[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_output_and_gradients_are_the_references(case):
+    tensors, options = case.tensors(), case.options()
+    assert worst(gradients(by_operator, tensors, options), expected(tensors, options)) < 2e-6
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[15]], ids=lambda case: case.name)
+def test_torchs_own_checks_of_an_operator(case):
+    q, k, v = (tensor.requires_grad_() for tensor in case.tensors())
+    documents = case.options()["documents"]
+    cu_seqlens = None if documents is None else documents.cu_seqlens
+    request = (cu_seqlens, case.seq, case.causal, case.window or 0, case.softcap or 0.0, 0.25, "eager")
+    torch.library.opcheck(FORWARD, (q, k, v, *request))
+    with torch.no_grad():
+        out, lse = attention_forward(q, k, v, *request)
+    q, k, v = (tensor.detach() for tensor in (q, k, v))
+    torch.library.opcheck(
+        torch.ops.lightning_ups.attention_backward.default, (torch.ones_like(out), q, k, v, out, lse, *request)
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_break(dynamic):
+    case = CASES[12]
+    tensors, options = case.tensors(), case.options()
+    compiled = torch.compile(by_operator, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert worst(gradients(compiled, tensors, options), expected(tensors, options)) < 2e-6
+
+
+def test_only_inputs_output_and_log_sum_are_kept_for_backward():
+    kept = []
+    tensors = [tensor.requires_grad_() for tensor in Case("", seq=64).tensors()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        out = by_operator(*tensors, causal=True)
+    lse = 2 * 4 * 64
+    assert sorted(kept) == sorted([*(tensor.numel() for tensor in tensors), out.numel(), lse])
+
+
+def test_selective_checkpointing_keeps_the_output():
+    ran = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            ran.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def run(saved):
+        ran.clear()
+        q, k, v = (tensor.requires_grad_() for tensor in CASES[0].tensors())
+
+        def context():
+            return create_selective_checkpoint_contexts(saved)
+
+        with Watch():
+            out = checkpoint(
+                lambda q: by_operator(q.sin(), k, v, causal=True).cos(), q, use_reentrant=False, context_fn=context
+            )
+            out.sum().backward()
+        return ran.count(FORWARD), ran.count(torch.ops.aten.sin.default), q.grad
+
+    forwards, sines, grad = run([FORWARD])
+    assert (forwards, sines) == (1, 2)
+    forwards, sines, again = run([torch.ops.aten.mm.default])
+    assert (forwards, sines) == (2, 2)
+    assert torch.equal(grad, again)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({"causal": True}, 128 * 128 / 2),
+        ({"causal": False}, 128 * 128),
+        ({"causal": True, "window": 16}, 128 * 16 - 16 * 16 / 2),
+    ],
+)
+def test_operations_are_counted(device, options, pairs):
+    batch, heads, dim = 2, 4, 16
+    tensors = [tensor.to(device).requires_grad_() for tensor in Case("", seq=128).tensors()]
+    with FlopCounterMode(display=False) as forward:
+        out = by_operator(*tensors, **options)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert forward.get_total_flops() == 4 * batch * heads * dim * pairs
+    assert backward.get_total_flops() == 10 * batch * heads * dim * pairs
+
+
+def test_operations_of_documents_are_counted():
+    documents = Documents.from_ids(torch.tensor([[0] * 96 + [1] * 32] * 2))
+    with FlopCounterMode(display=False) as counter:
+        by_operator(*Case("", seq=128).tensors(), causal=True, documents=documents)
+    assert counter.get_total_flops() == 4 * 2 * 4 * 16 * (96**2 + 32**2) / 2
+
+
+def test_an_unknown_kernel_is_refused():
+    q, k, v = CASES[0].tensors()
+    with pytest.raises(ValueError, match="Use one of"):
+        attention_forward(q, k, v, None, 96, True, 0, 0.0, 1.0, "fa9")
+
+
+def shards(rank, placements):
+    mesh = init_device_mesh("cpu", (2,))
+    case = Case("", seq=24, heads=(4, 2))
+    tensors = case.tensors()
+    parts = [distribute_tensor(tensor, mesh, [placements]).requires_grad_() for tensor in tensors]
+    out = by_operator(*parts, causal=True)
+    assert isinstance(out, DTensor)
+    out.sum().backward()
+    whole = [tensor.requires_grad_() for tensor in tensors]
+    wanted = by_operator(*whole, causal=True)
+    wanted.sum().backward()
+    found = (out, *(part.grad for part in parts))
+    for part, full in zip(found, (wanted, *(tensor.grad for tensor in whole)), strict=True):
+        torch.testing.assert_close(part.full_tensor(), full)
+    return str(out.placements[0]), str(parts[0].grad.placements[0])
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(2), Replicate()], ids=str)
+def test_sharded_by_batch_or_heads_stays_so(ranks, placement):
+    for out, grad in ranks.run(shards, placement):
+        assert out == grad == str(placement)
+
+
+def shards_of_sequence(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = Case("", seq=24, heads=(4, 2)).tensors()
+    parts = [distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in tensors]
+    out = by_operator(*parts, causal=True)
+    torch.testing.assert_close(out.full_tensor(), by_operator(*tensors, causal=True))
+    return str(out.placements[0])
+
+
+def test_a_sharded_sequence_is_gathered_first(ranks):
+    assert "S(1)" not in "".join(ranks.run(shards_of_sequence))
+
+
+def test_backward_is_an_operator_of_its_own():
+    q, k, v = CASES[0].tensors()
+    request = (None, 96, True, 0, 0.0, 0.25, "eager")
+    out, lse = attention_forward(q, k, v, *request)
+    assert [grad.shape for grad in attention_backward(out, q, k, v, out, lse, *request)] == [q.shape, k.shape, v.shape]
