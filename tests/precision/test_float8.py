@@ -1,0 +1,130 @@
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_ups.callbacks import ActivationCheckpoint
+from lightning_ups.order import applied
+from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.transforms.float8 import float8_linears
+from tests.toys import Net, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Wide(Net):
+    """Blocks that float8 takes, and a head that it does not."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        self.layers, self.head = nn.ModuleList(blocks), nn.Linear(32, 1)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def loader():
+    torch.manual_seed(1)
+    return torch.utils.data.DataLoader(torch.randn(8, 32), batch_size=8)
+
+
+def fit(tmp_path, precision, *, model=None, **options):
+    model = model or Wide()
+    trainer(tmp_path, plugins=[precision], **options).fit(model, loader())
+    return model
+
+
+@pytest.mark.parametrize("weights", ["masters", "autocast"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_it_trains_near_bfloat16_and_leaves_a_plain_float32_module(tmp_path, recipe, weights):
+    model = fit(tmp_path, Float8Precision(recipe=recipe, emulate=True, weights=weights))
+    expected = fit(tmp_path, BF16Precision())
+    found, wanted = (torch.stack(m.losses).float() for m in (model, expected))
+    torch.testing.assert_close(found, wanted, rtol=5e-2, atol=0)
+    assert not torch.equal(found, wanted)
+    assert not float8_linears(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_state_dicts_are_plain_and_a_checkpoint_moves_between_precisions(tmp_path):
+    path, model = tmp_path / "last.ckpt", Wide()
+    lightning = trainer(tmp_path, plugins=[Float8Precision(emulate=True)], epochs=2)
+    seen = []
+
+    def on_train_end():
+        seen.extend(float8_linears(model))
+        lightning.save_checkpoint(path)
+
+    model.on_train_end = on_train_end
+    lightning.fit(model, loader())
+    assert len(seen) == 6
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert list(state) == list(Wide().state_dict())
+    assert {type(v) for v in state.values()} == {torch.Tensor}
+    assert {v.dtype for v in state.values()} == {torch.float32}
+    whole = fit(tmp_path, Float8Precision(emulate=True), epochs=4)
+    for precision, exact in ((Float8Precision(emulate=True), True), (BF16Precision(), False)):
+        resumed = Wide()
+        trainer(tmp_path, plugins=[precision], epochs=4).fit(resumed, loader(), ckpt_path=path)
+        if exact:
+            assert resumed.losses == whole.losses[2:]
+        else:
+            assert resumed.losses[0].item() == pytest.approx(whole.losses[2].item(), rel=5e-2)
+
+
+def test_a_second_fit_and_an_exception(tmp_path):
+    precision, model = Float8Precision(emulate=True), Wide()
+    for _ in range(2):
+        fit(tmp_path, precision, model=model, epochs=1)
+        assert not float8_linears(model)
+    failing = Wide(fail=True)
+    with pytest.raises(RuntimeError, match="stop here"):
+        fit(tmp_path, precision, model=failing)
+    assert not float8_linears(failing)
+
+
+def test_what_was_converted_and_what_not_is_reported(tmp_path):
+    model, seen = Wide(), []
+    model.on_train_start = lambda: seen.append(applied(model.trainer.strategy).report.parts["Precision"])
+    fit(tmp_path, Float8Precision(emulate=True), model=model, callbacks=[ActivationCheckpoint(save="nothing")])
+    assert len(seen[0]["float8"]) == 6
+    assert seen[0]["not_float8"] == {"head": "outside the blocks"}
+
+
+def test_a_device_that_cannot_says_what_to_do(tmp_path):
+    with pytest.raises(RuntimeError, match=r"Float8Precision cannot run on this device: cpu.*capability.*emulate=True"):
+        fit(tmp_path, Float8Precision())
+
+
+def test_bad_choices_are_refused_at_construction():
+    with pytest.raises(ValueError, match="recipe 'rowise' is not a known one"):
+        Float8Precision(recipe="rowise")
+    with pytest.raises(ValueError, match="all_gather=False"):
+        Float8Precision(recipe="rowwise", all_gather=True)
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    from lightning_ups._compat import optional
+
+    monkeypatch.setattr(optional, "RequirementCache", lambda requirement: False)
+    with pytest.raises(ModuleNotFoundError, match=r"Float8Precision needs torchao.*lightning-ups\[float8\]"):
+        fit(tmp_path, Float8Precision(emulate=True))
+
+
+class Bare(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def training_step(self, batch, _):
+        raise NotImplementedError
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_nothing_to_convert_is_an_error_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match="No linear layer of Bare can compute in float8"):
+        fit(tmp_path, Float8Precision(emulate=True), model=Bare())

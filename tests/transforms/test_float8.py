@@ -1,0 +1,159 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.transforms.float8 import check_recipe, convert_to_float8, float8_linears
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        self.layers = nn.ModuleList(blocks)
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.own, self.odd, self.head = Own(32, 32), nn.Linear(32, 24), nn.Linear(32, 48)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def data():
+    torch.manual_seed(1)
+    return torch.randn(32, 32, dtype=torch.bfloat16)
+
+
+def gradients(model):
+    model.zero_grad()
+    loss = model(data()).float().square().mean()
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_in_float8_and_near_those_of_bfloat16(recipe):
+    model, plain = Model().to(torch.bfloat16), Model().to(torch.bfloat16)
+    convert_to_float8(model, recipe=recipe, emulate=True)
+    (loss, found), (expected_loss, expected) = gradients(model), gradients(plain)
+    assert loss != expected_loss  # it has an effect
+    assert loss == pytest.approx(expected_loss, rel=2e-2)
+    for g, e in zip(found, expected, strict=True):
+        error = (g.float() - e.float()).norm() / e.float().norm()
+        assert error < 0.08, error
+
+
+def test_layers_in_blocks_are_converted_and_the_rest_says_why():
+    done = convert_to_float8(Model(), recipe="tensorwise", emulate=True)
+    assert done.converted == tuple(f"layers.{i}.{j}" for i in range(3) for j in (0, 2))
+    assert done.skipped == dict.fromkeys(("attention.out_proj", "own", "odd", "head"), "outside the blocks")
+
+
+def test_with_the_head_what_does_not_fit_says_why():
+    done = convert_to_float8(Model(), recipe="tensorwise", head=True, exclude=["layers.0.*"], emulate=True)
+    assert "head" in done.converted
+    assert "layers.1.0" in done.converted
+    assert done.skipped == {
+        "layers.0.0": "excluded by 'layers.0.*'",
+        "layers.0.2": "excluded by 'layers.0.*'",
+        "attention.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
+        "own": "has a forward of its own",
+        "odd": "32 x 24 is no multiple of 16",
+    }
+
+
+def test_by_pattern():
+    done = convert_to_float8(Model(), recipe="tensorwise", include=["layers.*.0", "head"], emulate=True)
+    assert done.converted == ("layers.0.0", "layers.1.0", "layers.2.0", "head")
+
+
+def test_names_values_flags_ties_and_hooks_stay():
+    model, calls = Model(), []
+    model.layers[1][0].weight = model.layers[0][0].weight
+    model.layers[2][0].weight.requires_grad_(False)
+    model.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
+    before = [(n, id(p), p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False)]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    convert_to_float8(model, recipe="tensorwise", emulate=True)
+    assert [(n, id(p), p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False)] == before
+    assert all(torch.equal(model.state_dict()[k], v) and v.dtype is torch.float32 for k, v in state.items())
+    model.to(torch.bfloat16)(data())
+    assert calls == [1]
+
+
+def test_undo_puts_the_layers_back_with_the_weights_of_now():
+    model = Model()
+    originals = dict(model.named_modules())
+    done = convert_to_float8(model, recipe="tensorwise", emulate=True)
+    assert set(float8_linears(model)) == set(done.converted)
+    model.layers[0][0].weight = nn.Parameter(torch.ones(64, 32))
+    done.undo()
+    assert dict(model.named_modules()) == originals
+    assert torch.equal(model.layers[0][0].weight, torch.ones(64, 32))
+
+
+def test_a_copy_is_independent():
+    model = Model().to(torch.bfloat16)
+    convert_to_float8(model, recipe="tensorwise", emulate=True)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert twin(data()).abs().sum() > 0
+
+
+class Drawn(nn.Linear):
+    """Has an initialisation of its own, as a GPT's layers do."""
+
+    def __init__(self, *args, std):
+        self.std = std
+        super().__init__(*args)
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, self.std)
+
+
+def test_an_initialisation_of_its_own_is_kept_for_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(Drawn(16, 16, std=i + 1.0)) for i in range(2)))
+    convert_to_float8(model, recipe="tensorwise", emulate=True)
+    model.to_empty(device="cpu")
+    for block in model:
+        block[0].reset_parameters()
+    assert [block[0].weight.mean().item() for block in model] == [1.0, 2.0]
+
+
+def test_a_batch_of_no_multiple_of_sixteen_tokens_trains():
+    model = Model().to(torch.bfloat16)
+    convert_to_float8(model, recipe="tensorwise", emulate=True)
+    model(data()[:7]).float().sum().backward()
+
+
+def test_nothing_to_convert_says_why_and_what_to_do():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(
+        ValueError, match=r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16.*BF16Precision"
+    ):
+        convert_to_float8(model, recipe="tensorwise", emulate=True)
+
+
+def test_a_pattern_that_matches_nothing_says_what_would():
+    with pytest.raises(ValueError, match=r"'layer\.\*' matches no linear layer of Model.*layers\.\*\.\*"):
+        convert_to_float8(Model(), recipe="tensorwise", include=["layer.*"], emulate=True)
+
+
+def test_recipes_are_checked():
+    with pytest.raises(ValueError, match=r"recipe 'rowise' is not a known one.*Use one of \('tensorwise', 'rowwise'"):
+        check_recipe("rowise", all_gather=False)
+    with pytest.raises(ValueError, match=r"'rowwise' is given with all_gather=True.*recipe='tensorwise'"):
+        check_recipe("rowwise", all_gather=True)
