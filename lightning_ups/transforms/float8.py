@@ -178,7 +178,7 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
     for name in vars(linear).keys() - vars(float8).keys():
         setattr(float8, name, vars(linear)[name])
     if type(linear).reset_parameters is not nn.Linear.reset_parameters:
-        float8.reset_parameters = MethodType(type(linear).reset_parameters, float8)
+        object.__setattr__(float8, "reset_parameters", MethodType(type(linear).reset_parameters, float8))
 
 
 def _config(recipe: Recipe, *, all_gather: bool, emulate: bool) -> Any:
