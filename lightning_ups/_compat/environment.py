@@ -26,6 +26,7 @@ __all__ = [
     "GpuState",
     "gpu_states",
     "gpus",
+    "graphs_made",
     "host",
     "installed",
     "relevant_variables",
@@ -101,6 +102,17 @@ def usable_cores() -> int:
     if len(quota) == 2 and quota[0].isdecimal():
         return max(1, min(allowed, round(int(quota[0]) / int(quota[1]))))
     return allowed
+
+
+def graphs_made() -> dict[str, int]:
+    """Return how many graphs Dynamo has compiled in this process, and how often one broke, whoever asked for them."""
+    if "torch._dynamo" not in sys.modules:
+        return {"graphs": 0, "graph_breaks": 0}
+    counters = torch._dynamo.utils.counters
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+    }
 
 
 def gpus() -> list[dict[str, Any]]:

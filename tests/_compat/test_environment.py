@@ -83,6 +83,23 @@ def test_secrets_are_hidden_at_any_depth_and_numbers_of_tokens_are_not():
     }
 
 
+def test_graphs_count_whoever_compiles_them():
+    before = environment.graphs_made()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    after = environment.graphs_made()
+    assert after["graphs"] - before["graphs"] == 1
+    assert after["graph_breaks"] == before["graph_breaks"]
+
+    def breaks(x):
+        x = x + 1
+        torch._dynamo.graph_break()  # noqa: TID251
+        return x * 2
+
+    torch.compile(breaks, backend="eager")(torch.ones(1))
+    assert environment.graphs_made()["graphs"] - after["graphs"] == 2
+    assert environment.graphs_made()["graph_breaks"] > after["graph_breaks"]
+
+
 def git(folder, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)

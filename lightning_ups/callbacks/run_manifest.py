@@ -1,0 +1,332 @@
+"""What really took effect in a run, kept beside its logs."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ups._compat.environment import (
+    gpu_states,
+    gpus,
+    graphs_made,
+    host,
+    relevant_variables,
+    versions,
+    without_secrets,
+    working_tree,
+)
+from lightning_ups.order import Report, Step, applied, apply_declared, finish_optimizers
+from lightning_ups.transforms.blocks import find_blocks
+from lightning_ups.transforms.dtypes import layer_dtypes, shown
+from lightning_ups.transforms.flags import current_flags
+from lightning_ups.transforms.manifest import difference, flattened, reserve, write
+
+__all__ = ["RunManifest", "difference"]
+
+_SCHEMA = 1
+
+
+class RunManifest(Callback):
+    """Write down what really took effect: versions, device, blocks, graphs, types, mesh, flags, environment.
+
+    One JSON file for each run (fit, validate, test or predict), beside the logs: ``manifest.json``, or the first of
+    ``manifest-2.json`` and so on that is free, so that none is ever overwritten. It is written after the first
+    optimizer step, at the end, and after an exception, each time as a whole. Values are read back from torch and from
+    the trainer, not copied from the settings. What is known before the first step goes to the loggers'
+    hyperparameters too. Rank zero writes; training is not slowed, and no random number is drawn.
+
+    Args:
+        log_hyperparams: Whether the loggers get a flat copy, under names that begin with ``manifest/``.
+
+    Attributes:
+        path: The file of the last run, on rank zero; None before it is written.
+        manifest: What is in it.
+
+    Example::
+
+        Trainer(callbacks=[RunManifest()])
+    """
+
+    def __init__(self, *, log_hyperparams: bool = True) -> None:
+        self.log_hyperparams = log_hyperparams
+        self.path: Path | None = None
+        self.manifest: dict[str, Any] = {}
+        self._folder = ""
+        self._report = Report()
+        self._started = 0.0
+        self._graphs_before: Mapping[str, int] = {}
+        self._seen_batch = self._written = False
+
+    # When
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks: every rank has to
+        self.path, self._report = None, Report()
+        self._seen_batch = self._written = False
+        self._started, self._graphs_before = time.perf_counter(), graphs_made()
+        self.manifest = {
+            "schema": _SCHEMA,
+            "run": {"kind": stage, "status": "running", "error": None, "started": datetime.now(UTC).isoformat()},
+        }
+        if trainer.is_global_zero:
+            self.manifest |= {
+                "versions": versions(),
+                "host": host(),
+                "code": working_tree(),
+                "environment": relevant_variables(),
+                "config": _config(trainer),
+            }
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # What is declared takes effect in this hook of whichever declaration comes first. Ours may come before, and
+        # TensorBoard takes the hyperparameters that reach it first, and no others: Lightning's follow directly.
+        if any(isinstance(callback, Step) for callback in trainer.callbacks) and apply_declared(trainer):  # type: ignore[attr-defined]
+            finish_optimizers(trainer)
+        if trainer.is_global_zero:
+            self._look(trainer)
+            if self.log_hyperparams and trainer.enable_autolog_hparams:
+                self._log(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._before_batch(trainer, batch)
+        # Not at the end of the batch, where callbacks that follow in the list have yet to report.
+        if trainer.global_step > 0 and not self._written and trainer.is_global_zero:
+            self._written = True
+            self._write(trainer)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._before_batch(trainer, batch)
+
+    @override
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._before_batch(trainer, batch)
+
+    @override
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._before_batch(trainer, batch)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._finish(trainer, status="finished")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        interrupted = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+        first_line = str(exception).strip().partition("\n")[0]
+        self._finish(
+            trainer,
+            status="interrupted" if interrupted else "failed",
+            error=f"{type(exception).__name__}: {first_line}".removesuffix(": "),
+        )
+
+    def _before_batch(self, trainer: Trainer, batch: Any) -> None:
+        if self._seen_batch or trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        self._seen_batch = True
+        self._look(trainer)
+        self.manifest["batch"] = _shape_of(batch)
+
+    def _finish(self, trainer: Trainer, *, status: str, error: str | None = None) -> None:
+        if not self.manifest or not trainer.is_global_zero:
+            return  # failed before it was set up
+        self.manifest["run"] |= {"status": status, "error": error}
+        if "model" not in self.manifest and error is None:  # after an error, nothing here may hide it by another
+            self._look(trainer)
+        self._write(trainer)
+
+    # What
+
+    def _look(self, trainer: Trainer) -> None:
+        context = applied(trainer.strategy)
+        if context is not None:
+            self._report = context.report
+        self.manifest |= {
+            "device": _device(trainer),
+            "model": _model(trainer.lightning_module),
+            "precision": _precision(trainer),
+            "strategy": _strategy(trainer),
+            "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
+            "schedulers": [_name(config.scheduler) for config in trainer.lr_scheduler_configs],
+            "training": _training(trainer),
+            "flags": current_flags(),
+        }
+
+    def _write(self, trainer: Trainer) -> None:
+        made = graphs_made()
+        self.manifest["compiled"] = {name: made[name] - self._graphs_before.get(name, 0) for name in made}
+        self.manifest["report"] = self._report.parts
+        self.manifest["run"] |= {
+            "duration_s": round(time.perf_counter() - self._started, 3),
+            "steps": trainer.global_step,
+            "epochs": trainer.current_epoch,
+        }
+        try:
+            if "://" in self._folder:
+                raise OSError("it is not a folder of this machine")
+            self.path = self.path or reserve(Path(self._folder))
+            write(self.manifest, self.path)
+        except OSError as error:
+            rank_zero_warn(
+                f"RunManifest could not write to {self._folder}: {error}."
+                " Training goes on, and what took effect is kept in RunManifest.manifest only."
+                " Make room or the folder writable, or give the Trainer another default_root_dir."
+            )
+
+    def _log(self, trainer: Trainer, module: LightningModule) -> None:
+        flat = _hyperparameters(self.manifest, self._report)
+        for logger in trainer.loggers:
+            # With the module's own, which Lightning logs next: TensorBoard would leave those out.
+            own = _hyperparameters_of(trainer, module) if isinstance(logger, TensorBoardLogger) else {}
+            logger.log_hyperparams({**own, **flat})
+
+
+def _device(trainer: Trainer) -> dict[str, Any]:
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return {"type": device.type}
+    used = {each.index for each in getattr(trainer.strategy, "parallel_devices", None) or [device]}
+    states = {state["index"]: state for state in gpu_states() or []}
+    return {
+        "type": "cuda",
+        "index": device.index,
+        "gpus": [gpu | states.get(gpu["index"], {}) for gpu in gpus() if gpu["index"] in used],
+    }
+
+
+def _model(module: LightningModule) -> dict[str, Any]:
+    counts = {"trainable": 0, "frozen": 0}
+    for parameter in module.parameters():
+        counts["trainable" if parameter.requires_grad else "frozen"] += parameter.numel()
+    blocks = find_blocks(module)
+    return {
+        "class": _name(module),
+        "parameters": counts,
+        "blocks": {
+            "count": len(blocks),
+            "origin": blocks.origin,
+            "classes": sorted({type(block).__name__ for block in blocks.values()}),
+        },
+    }
+
+
+def _precision(trainer: Trainer) -> dict[str, Any]:
+    plugin = trainer.precision_plugin
+    # FSDP1 and what derives from it cast by a configuration of the whole model.
+    cast = getattr(getattr(plugin, "mixed_precision_config", None), "param_dtype", None)
+    return {
+        "plugin": _name(plugin),
+        "name": plugin.precision,
+        "layers": layer_dtypes(
+            trainer.lightning_module, device=trainer.strategy.root_device, context=plugin.forward_context, cast=cast
+        ),
+    }
+
+
+def _strategy(trainer: Trainer) -> dict[str, Any]:
+    context = applied(trainer.strategy)
+    mesh = context.mesh if context is not None else None
+    mesh = mesh if mesh is not None else getattr(trainer.strategy, "_device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None)
+    return {
+        "class": _name(trainer.strategy),
+        "world_size": trainer.world_size,
+        "nodes": trainer.num_nodes,
+        "devices": trainer.num_devices,
+        "mesh": None if mesh is None else dict(zip(names or range(mesh.ndim), mesh.shape, strict=True)),
+    }
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    settings = {
+        name: value
+        for name, value in getattr(optimizer, "defaults", {}).items()
+        if isinstance(value, (bool, int, float, str, tuple, list)) or value is None
+    }
+    return {"class": _name(optimizer), "groups": len(optimizer.param_groups), "settings": settings}
+
+
+def _training(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "max_steps": trainer.max_steps,
+        "max_epochs": trainer.max_epochs,
+        "seed": int(seed) if (seed := os.environ.get("PL_GLOBAL_SEED", "")).isdecimal() else None,
+        "torch_seed": torch.initial_seed(),
+    }
+
+
+def _config(trainer: Trainer) -> Any:
+    """Return what LightningCLI was given, which its own callback holds, or None."""
+    cli = sys.modules.get("lightning.pytorch.cli")
+    for callback in trainer.callbacks if cli else ():  # type: ignore[attr-defined]
+        if isinstance(callback, cli.SaveConfigCallback):  # type: ignore[union-attr]
+            return without_secrets(yaml.safe_load(callback.parser.dump(callback.config, skip_none=False)))
+    return None
+
+
+def _shape_of(batch: Any) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    _collect(batch, "", tensors)
+    shapes = {name: f"{shown(tensor.dtype)} {[*tensor.shape]}" for name, tensor in [*tensors.items()][:16]}
+    sized = [tensor.shape[0] for tensor in tensors.values() if tensor.dim()]
+    return {"size": sized[0] if sized else None, "tensors": shapes}
+
+
+def _collect(value: Any, name: str, into: dict[str, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        into[name] = value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _collect(inner, f"{name}.{key}" if name else str(key), into)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _collect(inner, f"{name}.{index}" if name else str(index), into)
+
+
+_TO_LOGGERS = ("versions", "device", "model", "precision", "strategy", "optimizers", "training", "flags")
+
+
+def _hyperparameters(manifest: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    flat = flattened({name: manifest[name] for name in _TO_LOGGERS}, prefix="manifest")
+    for part, facts in report.parts.items():
+        flat |= {f"manifest/{part}/{name}": fact for name, fact in facts.items() if not isinstance(fact, Mapping)}
+    flat = {name: value for name, value in flat.items() if not name.endswith("/lines")}
+    return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flat.items()}
+
+
+def _hyperparameters_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    datamodule = getattr(trainer, "datamodule", None)
+    for holder in (module, datamodule):
+        if holder is not None and holder._log_hyperparams:
+            found |= {name: value for name, value in holder.hparams_initial.items() if name != "_class_path"}
+    return found
+
+
+def _name(thing: Any) -> str:
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
