@@ -1,0 +1,204 @@
+"""What a sharding strategy does about checkpoints, in one place for all of them."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_ups.order import applied
+from lightning_ups.transforms.checkpoint import (
+    Saver,
+    gathered,
+    load,
+    named_state,
+    newest,
+    numbered,
+    resolve,
+    save_sharded,
+)
+
+__all__ = ["Checkpoints", "Save"]
+
+Save = Literal["sharded", "full"]
+
+# Hyperparameters are for whoever opens the file; resuming does not read them, and they may be objects of any class.
+_APART = (
+    LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
+    LightningModule.CHECKPOINT_HYPER_PARAMS_NAME,
+    LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE,
+    LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
+    LightningDataModule.CHECKPOINT_HYPER_PARAMS_NAME,
+    LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
+)
+_GRACE_S = 60.0  # for a save under way when training fails
+
+
+class Checkpoints:
+    """Saves, loads and removes the checkpoints of one strategy.
+
+    Args:
+        strategy: Whose module and optimizers they hold.
+        save: ``"sharded"`` is a folder to which every rank writes its part; ``"full"`` one file, gathered on rank 0,
+            as a single device would write it.
+        async_save: Write in the background, from a copy on the host.
+        weights_only: Read only what cannot run code.
+
+    Raises:
+        ValueError: If ``save`` is unknown, or if a full checkpoint is to be written in the background.
+    """
+
+    def __init__(self, strategy: Strategy, *, save: Save, async_save: bool, weights_only: bool) -> None:
+        name = type(strategy).__name__
+        if save not in get_args(Save):
+            raise ValueError(
+                f"{name}(save={save!r}) is not a known choice."
+                " It says whether every rank writes its part or rank 0 writes the whole."
+                f" Use one of {get_args(Save)}."
+            )
+        if save == "full" and async_save:
+            raise ValueError(
+                f"{name}(save='full', async_save=True) contradicts itself."
+                " Gathering the whole on rank 0 is what takes the time, and it cannot be done beside training."
+                " Use save='sharded', and make one file of it later: python -m lightning_ups export."
+            )
+        self._strategy, self._sharded, self._weights_only = strategy, save == "sharded", weights_only
+        self._saver = Saver(asynchronous=async_save, timeout=timedelta(minutes=60))
+        self._blocked_s: list[float] = []
+
+    @property
+    def saver(self) -> Saver:
+        """Writes the sharded checkpoints; its ``observe`` may be set."""
+        return self._saver
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the module's state: of DTensors, or gathered on rank 0."""
+        state = self._module.state_dict()
+        return state if self._sharded else self._on_first(gathered(state), {})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state: of DTensors by names, or gathered on rank 0 and numbered."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        state = named_state(self._module, optimizer)
+        if self._sharded:
+            return state
+        whole = gathered(state)
+        return self._on_first(numbered(whole), {})
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Save what ``Trainer.save_checkpoint`` gathered.
+
+        Raises:
+            TypeError: If ``storage_options`` are given.
+            ValueError: If the path is not one of a file system.
+            RuntimeError: If this save, or the one in the background before it, failed.
+        """
+        path = self._local(self._strategy.broadcast(path), storage_options)
+        if self._sharded:
+            save_sharded(self._saver, checkpoint, path, apart=_APART)
+        else:
+            self._saver.save_file(gathered(checkpoint), path)
+        self._report(path)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint into the module and, in fit, into the optimizers; return the rest of it.
+
+        Raises:
+            FileNotFoundError: If there is none that is whole.
+            ValueError: If it does not fit this run.
+        """
+        found = self._found(self._local(self._strategy.broadcast(path), None))
+        rest, left = load(
+            found,
+            module=self._module,
+            optimizers=self._strategy.optimizers if self._trainer.state.fn == TrainerFn.FITTING else [],
+            strict=self._module.strict_loading,
+            weights_only=self._weights_only,
+            needless=_APART,
+            group=self._saver.group,
+        )
+        if left:
+            rank_zero_warn(
+                f"{found} holds hyperparameters whose classes are not trusted, and they were left out:"
+                f" {', '.join(f'{name} at {place}' for place, name in list(left.items())[:5])}."
+                " Resuming does not need them. To read them, too, name the classes in"
+                " torch.serialization.add_safe_globals([...]), or set weights_only=False if you trust the file."
+            )
+        return rest
+
+    def remove(self, path: str | Path) -> None:
+        """Delete a checkpoint, once the one that is being written is whole."""
+        self._saver.remove(Path(path))
+
+    def fail(self) -> None:
+        """Let a save that is under way end, after an exception."""
+        if failure := self._saver.abandon(timeout_s=_GRACE_S):
+            rank_zero_warn(failure)
+
+    def close(self) -> None:
+        """Wait for a save that is under way.
+
+        Raises:
+            RuntimeError: If it failed.
+        """
+        self._saver.close()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    def _found(self, path: Path) -> Path:
+        # `last` is a link or is written over and over: a kill may have come while the newest was being written.
+        if (path.is_symlink() or path.stem.startswith("last")) and not path.resolve().is_file():
+            try:
+                return resolve(path)
+            except FileNotFoundError:
+                if (whole := newest(path.parent)) is None:
+                    raise
+                rank_zero_warn(
+                    f"{path} is not whole: the process that wrote it died, or its disk was full."
+                    f" {whole} is the newest whole checkpoint beside it, and the run resumes from there."
+                    " What was trained since is trained again."
+                )
+                return whole
+        return resolve(path)
+
+    def _local(self, path: str | Path, storage_options: Any) -> Path:
+        if storage_options is not None:
+            raise TypeError(
+                f"{type(self._strategy).__name__} was given storage_options={storage_options!r}."
+                " They belong to a CheckpointIO, and a sharded checkpoint is written by every rank without one."
+                " Leave them out."
+            )
+        if "://" in str(path) and not str(path).startswith("file://"):
+            raise ValueError(
+                f"{type(self._strategy).__name__} cannot keep checkpoints at {path}."
+                " A checkpoint takes its place by renaming a folder, which an object store cannot do."
+                " Give a directory that all nodes see, and copy from it."
+            )
+        return Path(str(path).removeprefix("file://"))
+
+    def _on_first(self, value: Any, otherwise: Any) -> Any:
+        return value if self._strategy.is_global_zero else otherwise
+
+    def _report(self, path: Path) -> None:
+        last, trainer = self._saver.last, self._trainer
+        if last is None:
+            return
+        self._blocked_s.append(last.blocked_s)
+        if (context := applied(self._strategy)) is not None:
+            context.report.update("Checkpoints", saves=len(self._blocked_s), blocked_s=sum(self._blocked_s))
+        if self._strategy.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics({"checkpoint/blocked_s": last.blocked_s}, step=trainer.global_step)

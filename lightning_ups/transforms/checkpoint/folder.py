@@ -1,0 +1,223 @@
+"""A checkpoint as a folder: when it is whole, which is the newest, how one takes the place of another.
+
+Note [What a kill leaves behind]. A folder is filled in this order: the file ``incomplete``, the data of all ranks, the
+rest of the state, the marker ``complete.json``; then ``incomplete`` goes. So a folder with a marker whose files have the
+sizes that it lists is whole, and one without is not, whenever the process died. A checkpoint whose path is taken is
+written beside it, under the suffix ``.saving``, and takes the place by two renames when it is whole: the old one to
+``.previous``, the new one to the path. Between the two the path is empty and both are whole beside it; `located` finds
+them. What is to be deleted is first renamed to ``.removing``, so that half a checkpoint never stands under its name.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = [
+    "MARKER",
+    "META",
+    "Draft",
+    "begin",
+    "discard",
+    "finish",
+    "is_complete",
+    "located",
+    "mark",
+    "newest",
+    "remove",
+    "take_place",
+    "write_file",
+]
+
+MARKER = "complete.json"
+META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
+_STARTED = "incomplete"
+_SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written: into ``folder``, to stand at ``path``."""
+
+    path: Path
+    folder: Path
+
+
+def begin(path: Path) -> Draft:
+    """Make room for a checkpoint at ``path``, without touching a whole one that stands there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _settle(path)
+    taken = path.is_symlink() or path.is_file() or is_complete(path)
+    if not taken and path.exists():
+        _delete(path)  # left by a run that died
+    draft = Draft(path, _beside(path, _SAVING) if taken else path)
+    draft.folder.mkdir()
+    _write(draft.folder / _STARTED, b"This checkpoint is being written, or its writer died.\n")
+    return draft
+
+
+def finish(draft: Draft, *, files: Mapping[str, bytes], facts: dict[str, Any]) -> None:
+    """Make ``draft`` whole: write ``files``, then the marker, and put the folder in its place."""
+    for name, content in files.items():
+        _write(draft.folder / name, content)
+    mark(draft, facts)
+    take_place(draft)
+
+
+def mark(draft: Draft, facts: dict[str, Any]) -> None:
+    """Write the marker, with ``facts`` and the size of every file."""
+    files = {entry.name: entry.stat().st_size for entry in draft.folder.iterdir() if entry.name != _STARTED}
+    marker = {"format": 1, "saved_at_ns": time.time_ns(), **facts, "files": files}
+    _write(draft.folder / MARKER, json.dumps(marker, indent=1).encode())
+    (draft.folder / _STARTED).unlink()
+    _sync(draft.folder)
+
+
+def take_place(draft: Draft) -> None:
+    """Move a whole draft to its path; what stood there goes only afterwards."""
+    if draft.folder == draft.path:
+        return
+    previous = _beside(draft.path, _PREVIOUS)
+    if previous.exists():
+        _delete(previous)
+    if draft.path.is_symlink() or draft.path.exists():
+        draft.path.rename(previous)
+    draft.folder.rename(draft.path)
+    _sync(draft.path.parent)
+    if previous.is_symlink() or previous.exists():
+        _delete(previous)
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Save ``content`` as one file at ``path``, in the place of whatever stands there, once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saving = _beside(path, _SAVING)
+    try:
+        with saving.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's writer wraps the former in the latter
+        saving.unlink()
+        raise OSError(*(error.args if isinstance(error, OSError) else (str(error),))) from error
+    if path.is_dir() and not path.is_symlink():
+        _delete(path)
+    saving.rename(path)
+    _sync(path.parent)
+
+
+def discard(draft: Draft) -> None:
+    """Delete a draft that will not become whole; nothing else is touched."""
+    if draft.folder.exists():
+        _delete(draft.folder)
+
+
+def remove(path: Path) -> None:
+    """Delete the checkpoint at ``path``: a folder, a file, or a link but not its target. One that is gone is fine."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        _delete(path)
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether ``path`` is a whole checkpoint: a folder of ours, one of ModelParallelStrategy, or a file."""
+    if path.is_file():
+        return True  # a single file is renamed into place when it is whole
+    if not path.is_dir() or path.suffix == _REMOVING:
+        return False
+    marker = _marker(path)
+    if marker is None:
+        stock = (path / ".metadata").is_file() and (path / META).is_file()
+        return stock and not (path / _STARTED).exists()
+    return all(_size(path / name) == size for name, size in marker["files"].items())
+
+
+def located(path: Path) -> Path | None:
+    """Return where the checkpoint of that ``path`` is whole, or None. A kill may have left it beside its path."""
+    candidates = [path, *(_beside(path, suffix) for suffix in (_SAVING, _PREVIOUS))]
+    return max(filter(is_complete, candidates), key=_saved_at, default=None)
+
+
+def newest(directory: Path) -> Path | None:
+    """Return the whole checkpoint folder in ``directory`` that was saved last, or None."""
+    return max(_whole(directory), key=_saved_at, default=None)
+
+
+def _whole(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (p for p in directory.iterdir() if p.is_dir() and not p.is_symlink() and is_complete(p))
+
+
+def _settle(path: Path) -> None:
+    # A run that died between the marker and the second rename left a whole draft: let it take its place now.
+    saving, previous = _beside(path, _SAVING), _beside(path, _PREVIOUS)
+    if saving.exists():
+        if located(path) == saving:
+            take_place(Draft(path, saving))
+        else:
+            _delete(saving)
+    if previous.is_symlink() or previous.exists():
+        if path.exists():
+            remove(previous)
+        else:
+            previous.rename(path)
+    removing = _beside(path, _REMOVING)
+    if removing.exists():
+        shutil.rmtree(removing)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    removing = path if path.suffix == _REMOVING else _beside(path, _REMOVING)
+    if removing != path:
+        if removing.exists():
+            shutil.rmtree(removing)
+        path.rename(removing)
+    shutil.rmtree(removing)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _marker(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / MARKER).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _saved_at(path: Path) -> int:
+    marker = _marker(path) if path.is_dir() else None
+    return marker["saved_at_ns"] if marker else path.stat().st_mtime_ns
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""What a checkpoint holds beside tensors, read without running code that it names."""
+
+import io
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+__all__ = ["dumped", "loaded"]
+
+
+def dumped(state: Any) -> bytes:
+    """Return ``state`` as ``torch.save`` writes it. Later changes to the state do not reach the bytes."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def loaded(
+    path: Path, *, weights_only: bool = True, needless: Collection[str] = (), mmap: bool = False
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read the dict that was saved at ``path``.
+
+    Args:
+        path: A file that ``torch.save`` wrote.
+        weights_only: Build tensors, containers, numbers, strings, and classes that ``torch.serialization`` was told to
+            trust; of anything else, only the name. False: build everything, which runs whatever code the file names.
+        needless: Top-level keys that may stay behind when they hold something else.
+        mmap: Map the tensors instead of reading them.
+
+    Returns:
+        The dict, and the class of everything that stayed behind, by its place.
+
+    Raises:
+        ValueError: If something else lies outside ``needless``.
+    """
+    if not weights_only:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap), {}
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    inert = [(type("Untrusted", (_Untrusted,), {"name": name}), name) for name in names]
+    try:
+        with torch.serialization.safe_globals(inert):  # type: ignore[arg-type]
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except UnpicklingError as error:
+        raise ValueError(_refusal(path, {name: name for name in names})) from error
+    left = {place: name for key in state for place, name in _untrusted(state[key], key)}
+    needed = {place: name for place, name in left.items() if place.partition(".")[0] not in needless}
+    if needed:
+        raise ValueError(_refusal(path, needed))
+    for key in {place.partition(".")[0] for place in left}:
+        state[key] = _pruned(state[key])
+    return state, left
+
+
+class _Untrusted:
+    """Stands for an object whose class was not trusted; nothing of the class is imported or run."""
+
+    name: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Untrusted":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _untrusted(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, _Untrusted):
+        yield place, kind.name
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _untrusted(key, f"{place} (a key)")
+            yield from _untrusted(inner, f"{place}.{key}")
+    elif isinstance(value, (list, tuple, set)):
+        for index, inner in enumerate(value):
+            yield from _untrusted(inner, f"{place}.{index}")
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _pruned(v) for k, v in value.items() if not _is_untrusted(k) and not _is_untrusted(v)}
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(_pruned(v) for v in value if not _is_untrusted(v))
+    return None if _is_untrusted(value) else value
+
+
+def _is_untrusted(value: Any) -> bool:
+    return isinstance(value, _Untrusted) or (isinstance(value, type) and issubclass(value, _Untrusted))
+
+
+def _refusal(path: Path, left: dict[str, str]) -> str:
+    return (
+        f"{path} holds objects of classes that are not trusted:"
+        f" {', '.join(f'{name} at {place}' if name != place else name for place, name in sorted(left.items())[:5])}."
+        " Building them would run code that the file names, so only tensors and plain values are read from a checkpoint."
+        " Name the classes in torch.serialization.add_safe_globals([...]), or, if you trust the file, load it with"
+        " weights_only=False."
+    )

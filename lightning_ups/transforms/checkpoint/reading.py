@@ -1,0 +1,244 @@
+"""Reading parts of saved tensors straight into the shards of a module: from DCP's folders, from one file, from
+safetensors. No rank ever holds more than its own part and one tensor's pages.
+
+DCP pickles its own metadata and every value that is not a tensor. Both are read here with the classes that DCP itself
+writes, and no others.
+"""
+
+import io
+import json
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_ups._compat.optional import require
+
+__all__ = ["FolderReader", "SlicedReader", "Sliceable", "read_into", "safetensors_slices"]
+
+
+def read_into(targets: dict[str, Any], reader: StorageReader, *, group: dist.ProcessGroup | None = None) -> None:
+    """Fill the tensors of ``targets``, in place, with what ``reader`` has under their names.
+
+    Every rank of ``group`` takes part, and fails if one fails. Without a group this process reads alone.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(targets, storage_reader=reader, planner=_SafePlanner(), process_group=group, no_dist=group is None)
+
+
+class FolderReader(FileSystemReader):
+    """Reads a folder that DCP wrote; its metadata may name only the classes that DCP writes."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file, path).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(_not_metadata(path, type(metadata).__name__))
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "WindowsPath"),
+            ("pathlib._local", "PosixPath"),
+            ("pathlib._local", "WindowsPath"),
+        }
+    )
+    _CLASSES = frozenset(
+        {
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+            "_StorageInfo",
+            "_StoragePrefix",
+        }
+    )
+
+    def __init__(self, file: io.BufferedReader, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        ours = (module in self._MODULES and name in self._CLASSES) or (module, name) in self._NAMES
+        if ours or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise ValueError(_not_metadata(self._path, f"{module}.{name}"))
+
+
+def _not_metadata(path: Path, name: str) -> str:
+    return (
+        f"{path} names {name}, which DCP does not write there."
+        " Reading it would run code that the file names."
+        " Take a checkpoint from a source that you trust; this one was changed, or was not written by torch."
+    )
+
+
+class _SafePlanner(DefaultLoadPlanner):
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # refuses what DCP's own planner, which reads it next, would build
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class Sliceable(Protocol):
+    """A saved tensor of which a part can be read."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape of the whole."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which it was saved."""
+        ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """Return a part."""
+        ...
+
+
+class SlicedReader(StorageReader):
+    """Reads tensors of which each rank takes only its part: mapped from one file, or from safetensors.
+
+    Args:
+        tensors: By name; an ordinary tensor will do.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sliceable]) -> None:
+        self._tensors = tensors
+
+    @override
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _described(tensor) for name, tensor in self._tensors.items()})
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        pass
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            assert item.type is LoadItemType.TENSOR
+            ends = (start + length for start, length in zip(item.storage_offsets, item.lengths, strict=True))
+            index = tuple(slice(start, end) for start, end in zip(item.storage_offsets, ends, strict=True))
+            target = planner.resolve_tensor(item).detach()
+            source = self._tensors[item.storage_index.fqn]
+            target.copy_(source[index] if index else source[()])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def _described(tensor: Sliceable) -> TensorStorageMetadata:
+    size = torch.Size(tensor.shape)
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [whole])
+
+
+class _SafetensorsSlice:
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+        description = file.get_slice(name)
+        self.shape: Sequence[int] = description.get_shape()
+        self.dtype = _DTYPES[description.get_dtype()]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self._file.get_slice(self._name)[index] if index else self._file.get_tensor(self._name)
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def safetensors_slices(path: Path) -> dict[str, Sliceable]:
+    """Return the tensors of a ``.safetensors`` file, or of a folder of them, without reading any.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    safetensors = require("safetensors", requirement="safetensors>=0.4.3", extra="hf", feature="safetensors")
+    found: dict[str, Sliceable] = {}
+    for file in _safetensors_files(path):
+        opened = safetensors.safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118  (not a dict)
+            found[name] = _SafetensorsSlice(opened, name)
+    return found
+
+
+def _safetensors_files(path: Path) -> Iterable[Path]:
+    if path.is_file():
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{path} holds no safetensors."
+            " Weights are looked for in model.safetensors.index.json and in *.safetensors."
+            " Name a .safetensors file or a folder with some."
+        )
+    return files

@@ -1,0 +1,333 @@
+"""Writing checkpoints by DCP, at once or in the background, one at a time."""
+
+import errno
+import io
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_ups.transforms.checkpoint import folder
+from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, plain
+
+__all__ = ["Phase", "SaveTimes", "Saver"]
+
+Phase = Literal["staging", "writing", "written", "marking", "removing", "done"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTimes:
+    """What one save took, on this rank.
+
+    Args:
+        path: Of the checkpoint.
+        blocked_s: For how long training stood still: waiting for the save before, and copying to the host; a
+            synchronous save blocks until it is whole.
+        staging_s: Of that, copying to the host.
+        total_s: From the call until the checkpoint was whole; None until then.
+    """
+
+    path: Path
+    blocked_s: float
+    staging_s: float
+    total_s: float | None = None
+
+
+@dataclass
+class _InFlight:
+    draft: folder.Draft
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+    whole: bool | None = None  # None while it is being written
+    to_remove: list[Path] = field(default_factory=list)  # once it is whole
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the last two
+
+
+class Saver:
+    """Saves the state of all ranks as a folder, and deletes older ones only when the new one is whole.
+
+    The state is copied to the host first. A synchronous save then writes; an asynchronous one writes in a thread, with
+    a process group of its own, and at most one is under way. Every method is called by all ranks, in the same order.
+
+    Args:
+        asynchronous: Write in the background.
+        timeout: How long ranks wait for one another.
+        threads: How many files each rank writes at once.
+        observe: Is told the phase of a save as it begins, from the thread that saves.
+    """
+
+    def __init__(
+        self,
+        *,
+        asynchronous: bool,
+        timeout: timedelta = timedelta(minutes=30),
+        threads: int = 1,
+        observe: Callable[[Phase, Path], None] | None = None,
+    ) -> None:
+        self.observe = observe
+        self.last: SaveTimes | None = None
+        self._asynchronous, self._timeout, self._threads = asynchronous, timeout, threads
+        self._copies = HostCopies()
+        self._in_flight: _InFlight | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of checkpoints, or None without distribution: on the CPU, apart from training's."""
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._group
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        files: dict[str, bytes],
+        path: Path,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """Save ``state``, trees of tensors, and rank 0's ``files``, at ``path``, with ``facts`` in the marker.
+
+        Raises:
+            RuntimeError: If this save failed, or, when it is asynchronous, the one before.
+        """
+        started = time.monotonic()
+        self.wait()
+        try:
+            draft = self._on_first(lambda: folder.begin(path))
+        except OSError as error:
+            raise RuntimeError(_failure(_InFlight(folder.Draft(path, path), error=error))) from error
+        self._in_flight = in_flight = _InFlight(draft)
+        self._observe("staging", path)
+        staging = time.monotonic()
+        # A synchronous save needs no copy: nothing changes meanwhile, and DCP streams from the device.
+        staged = self._copies.copy(state) if self._asynchronous else plain(state)
+        staging_s = time.monotonic() - staging
+
+        self.last = SaveTimes(path=path, blocked_s=time.monotonic() - started, staging_s=staging_s)
+
+        def write() -> None:
+            self._write(in_flight, staged, files, facts or {})
+            elapsed = time.monotonic() - started
+            assert self.last is not None
+            self.last = replace(self.last, total_s=elapsed, **({} if self._asynchronous else {"blocked_s": elapsed}))
+
+        if self._asynchronous:
+            # A daemon: a process that dies must not wait for ranks that are dead. `close` waits for it.
+            in_flight.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            in_flight.thread.start()
+        else:
+            write()
+            self.wait()
+
+    def save_file(self, content: Any, path: Path) -> None:
+        """Save ``content`` of rank 0 at ``path`` as one file, and return when it is whole.
+
+        Raises:
+            RuntimeError: If that, or the save before, failed.
+        """
+        started = time.monotonic()
+        self.wait()
+        try:
+            self._on_first(lambda: folder.write_file(path, content))
+        except OSError as error:
+            raise RuntimeError(_failure(_InFlight(folder.Draft(path, path), error=error))) from error
+        elapsed = time.monotonic() - started
+        self.last = SaveTimes(path=path, blocked_s=elapsed, staging_s=0.0, total_s=elapsed)
+
+    def remove(self, path: Path) -> None:
+        """Delete the checkpoint at ``path``, as soon as the one under way is whole."""
+        if _rank() != 0:
+            return
+        if self._in_flight is not None:
+            with self._in_flight.lock:
+                if self._in_flight.whole is None:
+                    self._in_flight.to_remove.append(path)
+                if not self._in_flight.whole:
+                    return  # one that failed replaces nothing: the next call of `save` says so
+        folder.remove(path)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the save under way has ended, and return whether it has.
+
+        Raises:
+            RuntimeError: If it failed.
+        """
+        in_flight = self._in_flight
+        if in_flight is None:
+            return True
+        if in_flight.thread is not None:
+            in_flight.thread.join(timeout_s)
+            if in_flight.thread.is_alive():
+                return False
+        self._in_flight = None
+        if in_flight.error is not None:
+            raise RuntimeError(_failure(in_flight)) from in_flight.error
+        return True
+
+    def abandon(self, *, timeout_s: float) -> str | None:
+        """Give the save under way some time to end, since training has failed; return what went wrong with it."""
+        in_flight = self._in_flight
+        try:
+            if self.wait(timeout_s) or in_flight is None:
+                return None
+        except RuntimeError as error:
+            return str(error)
+        self._in_flight = self._group = None  # the thread still uses them
+        return (
+            f"The checkpoint {in_flight.draft.path} was still being written {timeout_s:.0f} s after training failed."
+            " Another rank may be dead, and it needs all of them."
+            f" Resume from {folder.newest(in_flight.draft.path.parent)}."
+        )
+
+    def close(self) -> None:
+        """Wait for the save under way, and give memory and the process group back.
+
+        Raises:
+            RuntimeError: If that save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._copies.close()
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _write(self, in_flight: _InFlight, staged: dict[str, Any], files: dict[str, bytes], facts: dict[str, Any]) -> None:
+        draft = in_flight.draft
+        try:
+            self._observe("writing", draft.path)
+            _write_data(staged, draft.folder, group=self._group, threads=self._threads)
+            self._observe("written", draft.path)
+            self._on_first(lambda: self._complete(in_flight, files, facts))
+            self._observe("done", draft.path)
+        except BaseException as error:  # noqa: BLE001  (kept for the next call, which raises it)
+            in_flight.error = error
+            in_flight.whole = bool(in_flight.whole)
+            if _rank() == 0 and not in_flight.whole:
+                folder.discard(draft)  # a full disk needs the room; whole checkpoints stay
+
+    def _complete(self, in_flight: _InFlight, files: dict[str, bytes], facts: dict[str, Any]) -> None:
+        path = in_flight.draft.path
+        self._observe("marking", path)
+        folder.finish(in_flight.draft, files=files, facts={"world_size": _world_size(), **facts})
+        with in_flight.lock:
+            in_flight.whole = True
+        if in_flight.to_remove:
+            self._observe("removing", path)
+        for old in in_flight.to_remove:
+            folder.remove(old)
+
+    def _on_first(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on rank 0, and return on every rank what it returned, or raise what it raised."""
+        outcome: list[Any] = [None, None]
+        if _rank() == 0:
+            try:
+                outcome[0] = function()
+            except OSError as error:
+                outcome[1] = error
+        if self.group is not None:
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def _observe(self, phase: Phase, path: Path) -> None:
+        if self.observe is not None:
+            self.observe(phase, path)
+
+
+def _write_data(state: dict[str, Any], path: Path, *, group: dist.ProcessGroup | None, threads: int) -> None:
+    writer = _CheckedWriter(path, thread_count=threads)
+    if group is not None:
+        dcp.save(state, storage_writer=writer, planner=_Planner(), process_group=group)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, storage_writer=writer, planner=_Planner(), no_dist=True)
+
+
+class _Planner(DefaultSavePlanner):
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.local if isinstance(value, LocalShard) else super().lookup_object(index)
+
+
+class _CheckedWriter(FileSystemWriter):
+    """Torch's writer drops errors of every thread but the first: the checkpoint then lacks tensors and nobody knows."""
+
+    def __init__(self, path: Path, *, thread_count: int) -> None:
+        super().__init__(path, thread_count=thread_count, sync_files=True)
+        self.fs = self._files = _RecordingFiles()
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner)
+        if self._files.errors:
+            raise self._files.errors[0]
+        return results
+
+
+class _RecordingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if "w" not in mode or str(path).endswith(".tmp"):  # metadata, written by one thread
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:  # noqa: BLE001  (raised by `write_data`, whichever thread it was)
+            self.errors.append(error)
+
+
+def _failure(in_flight: _InFlight) -> str:
+    path, error = in_flight.draft.path, in_flight.error
+    if in_flight.whole:
+        return (
+            f"The checkpoint {path} is saved, but an older one could not be deleted: {_cause(error)}."
+            " Checkpoints that nobody deletes fill the disk."
+            " Remove the cause, which stands above."
+        )
+    last = folder.newest(path.parent)
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC or "No space left" in str(error)
+    kept = f"The newest whole checkpoint beside it is {last}." if last else "There is no whole checkpoint beside it."
+    cure = "Free space on that disk" if full else "Remove the cause, which stands above"
+    resume = f", and resume with ckpt_path={str(last)!r}." if last else ", and start again."
+    return f"The checkpoint {path} could not be saved: {_cause(error)}. {kept} {cure}{resume}"
+
+
+def _cause(error: BaseException | None) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[-1] if "Traceback" in text else text.splitlines()[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,159 @@
+"""The state of a module and its optimizers as trees of tensors under plain names, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+__all__ = ["check_groups", "empty_like_parameter", "named_state", "parameter_names", "restore", "restore_numbered"]
+
+_FORMS = "forms"  # of state entries that are not simply sharded like their parameter
+
+
+def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters in each group of ``optimizer``.
+
+    Raises:
+        ValueError: If a parameter is not the module's.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+    if any("" in group for group in groups):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds parameters that {type(module).__name__} does not have."
+            " A checkpoint stores optimizer state under the names of the parameters, and these have none."
+            " Build the optimizer from the module's parameters, in configure_optimizers."
+        )
+    return groups
+
+
+def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of ``optimizer`` under the names of the parameters; tensors are its own, not copies.
+
+    What an optimizer keeps for its local part of a parameter, as a plain tensor, becomes a DTensor here, so that
+    another number of ranks can read it.
+    """
+    numbered = optimizer.state_dict()
+    groups = parameter_names(module, optimizer)
+    flat = [name for group in groups for name in group]
+    parameters = dict(module.named_parameters())
+    forms: dict[str, str] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for number, entries in numbered["state"].items():
+        name = flat[number] if isinstance(number, int) else number
+        state[name] = {key: _global(value, parameters[name], key, forms) for key, value in entries.items()}
+    param_groups = [
+        {**group, "params": names} for group, names in zip(numbered["param_groups"], groups, strict=True)
+    ]
+    return {"state": state, "param_groups": param_groups, **({_FORMS: forms} if forms else {})}
+
+
+def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> Any:
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.dim() == 0:
+        return value
+    local = parameter.to_local()
+    if value.shape == local.shape and local.shape != parameter.shape:
+        forms[key] = "local"
+        return DTensor.from_local(
+            value.detach().to(local.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    forms.setdefault(key, "local" if value.shape == parameter.shape else "plain")
+    return value
+
+
+def empty_like_parameter(parameter: Tensor, *, key: str, size: torch.Size, dtype: torch.dtype, form: str) -> Tensor:
+    """Return room for an entry of optimizer state, laid out as the optimizer of ``parameter`` keeps it."""
+    if key == "step" or not size:
+        return torch.empty(size, dtype=dtype)
+    if not isinstance(parameter, DTensor) or form == "plain":
+        return torch.empty(size, dtype=dtype, device=parameter.device)
+    if size == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    mesh = parameter.device_mesh
+    whole = torch.empty(size, dtype=dtype, device=parameter.to_local().device)
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def check_groups(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names in each group of ``optimizer``, which must be those of ``saved``.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    groups = parameter_names(module, optimizer)
+    saved_groups = [list(group["params"]) for group in saved["param_groups"]]
+    if groups != saved_groups:
+        raise ValueError(_other_groups(optimizer, groups, saved_groups))
+    return groups
+
+
+def restore(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give ``optimizer`` a state that `named_state` returned, perhaps elsewhere.
+
+    Raises:
+        ValueError: If the groups hold other parameters.
+    """
+    groups = check_groups(module, optimizer, saved)
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+    forms = saved.get(_FORMS, {})
+    state = {
+        numbers[name]: {key: _as_kept(value, forms.get(key)) for key, value in entries.items()}
+        for name, entries in saved["state"].items()
+    }
+    param_groups = [
+        {**group, "params": [numbers[name] for name in names]}
+        for group, names in zip(saved["param_groups"], groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def restore_numbered(names: list[list[str]], numbered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``numbered``, the state dict of an optimizer on one device, under ``names``.
+
+    Raises:
+        ValueError: If the groups hold other numbers of parameters.
+    """
+    saved_groups = [group["params"] for group in numbered["param_groups"]]
+    if [len(group) for group in saved_groups] != [len(group) for group in names]:
+        raise ValueError(
+            f"The checkpoint's optimizer has groups of {[len(group) for group in saved_groups]} parameters, and this"
+            f" one has groups of {[len(group) for group in names]}."
+            " A checkpoint of one device numbers the parameters, so the groups must be the same."
+            " Build the optimizer as it was built then."
+        )
+    name_of = {n: name for ns, group in zip(saved_groups, names, strict=True) for n, name in zip(ns, group, strict=True)}
+    return {
+        "state": {name_of[number]: entries for number, entries in numbered["state"].items()},
+        "param_groups": [
+            {**group, "params": group_names}
+            for group, group_names in zip(numbered["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def _as_kept(value: Any, form: str | None) -> Any:
+    return value.to_local() if form == "local" and isinstance(value, DTensor) else value
+
+
+def _other_groups(optimizer: Optimizer, groups: list[list[str]], saved: list[list[str]]) -> str:
+    here, there = {n for g in groups for n in g}, {n for g in saved for n in g}
+    if here == there:
+        difference = "the same parameters in other groups or in another order"
+    else:
+        parts = [(sorted(there - here), "only in the checkpoint"), (sorted(here - there), "only here")]
+        difference = "; ".join(f"{', '.join(names[:5])} {where}" for names, where in parts if names)
+    return (
+        f"The groups of {type(optimizer).__name__} are not those of the checkpoint: {difference}."
+        " The state of a parameter and the options of its group belong together."
+        " Build the optimizer as it was built when the checkpoint was saved."
+    )
