@@ -18,11 +18,22 @@ from typing import Any
 
 __all__ = ["main"]
 
-PACKAGES = ("torch", "lightning", "torchao", "transformers", "transformer-engine", "flash-attn-4", "triton", "jsonargparse")
+PACKAGES = (
+    "torch",
+    "lightning",
+    "torchao",
+    "transformers",
+    "transformer-engine",
+    "flash-attn-4",
+    "triton",
+    "jsonargparse",
+)
 
 
-def main(cases: Mapping[str, Callable[[], dict[str, Any]]], *, columns: Sequence[str], timeout_s: int = 240) -> None:
-    """Run ``cases``, each as a child of this script, and print a table of ``columns``."""
+def main(
+    cases: Mapping[str, Callable[[], dict[str, Any]]], *, columns: Sequence[str], timeout_s: int = 240
+) -> list[dict[str, Any]]:
+    """Run ``cases``, each as a child of this script, print a table of ``columns``, and return what they found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", help="run this one here, and print its figures as one line of JSON")
     parser.add_argument("--cases", nargs="*", default=list(cases), help="run only these, each in its own process")
@@ -31,7 +42,7 @@ def main(cases: Mapping[str, Callable[[], dict[str, Any]]], *, columns: Sequence
     options = parser.parse_args()
     if options.case:
         print("RESULT " + json.dumps({"case": options.case, **cases[options.case]()}), flush=True)
-        return
+        return []
     start, results, log = time.monotonic(), [], []
     for name in options.cases:
         left = options.budget - (time.monotonic() - start)
@@ -47,6 +58,7 @@ def main(cases: Mapping[str, Callable[[], dict[str, Any]]], *, columns: Sequence
         if options.output:
             _keep(options.output, results, log)
     print(_table(results, ("case", *columns)))
+    return results
 
 
 def _child(name: str, *, timeout_s: float) -> tuple[dict[str, Any], str]:
@@ -88,5 +100,9 @@ def environment() -> str:
 
 
 def _table(results: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    rows = [columns, ["---"] * len(columns), *([str(r.get(c, r.get("error", "")[:40])) for c in columns] for r in results)]
+    rows = [
+        columns,
+        ["---"] * len(columns),
+        *([str(r.get(c, r.get("error", "")[:40])) for c in columns] for r in results),
+    ]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,5 +1,6 @@
 """A sample of what a language model writes, at the end of fit."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -61,8 +62,8 @@ class TextSample(Callback):
                 prompt, num_tokens=self.num_tokens, temperature=self.temperature, top_k=self.top_k, seed=self.seed
             )
         if trainer.is_global_zero:
-            line = "-" * 80
-            trainer.print(f"\nA sample, after {self.prompt!r}:\n{line}\n{data.decode(tokens[0].tolist())}\n{line}")
+            line, text = "-" * 80, _printable(data.decode(tokens[0].tolist()))
+            trainer.print(f"\nA sample, after {self.prompt!r}:\n{line}\n{text}\n{line}")
 
 
 def _must_have(part: object, *methods: str) -> None:
@@ -72,6 +73,13 @@ def _must_have(part: object, *methods: str) -> None:
             " It asks the LightningModule for tokens, and the datamodule to turn text into tokens and back."
             f" Give {type(part).__name__} these methods, or take TextSample out of the callbacks."
         )
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` so that any terminal shows it: a young model writes control characters too."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 @contextmanager

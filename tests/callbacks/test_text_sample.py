@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -45,6 +47,18 @@ def fit(tmp_path, sample, *, module=None, datamodule=None, **options):
 def test_prints_prompt_and_continuation(tmp_path, capsys):
     fit(tmp_path, TextSample(prompt="ab", num_tokens=3))
     assert "A sample, after 'ab':\n" + "-" * 80 + "\nabcde\n" in capsys.readouterr().out
+
+
+def test_any_terminal_can_show_it(tmp_path, capsys, monkeypatch):
+    class Wild(Letters):
+        def decode(self, tokens):
+            return "tab\there\n\x1b[31m caf\u00e9"
+
+    fit(tmp_path, TextSample(), datamodule=Wild())
+    assert "\ntab\there\n\\x1b[31m caf\u00e9\n" in capsys.readouterr().out
+    monkeypatch.setattr(type(sys.stdout), "encoding", "ascii")
+    fit(tmp_path, TextSample(), datamodule=Wild())
+    assert "\\x1b[31m caf\\xe9\n" in capsys.readouterr().out
 
 
 def test_hands_on_how_to_draw(tmp_path):

@@ -1,0 +1,165 @@
+"""The quickstart's speed through the Trainer, beside a bare compiled loop over the same model.
+
+    python benchmarks/quickstart.py --output benchmarks/results/DATE_quickstart
+
+`trainer` runs examples/quickstart.yaml by the command line's own code: its preset, loggers, progress bar, callbacks and
+data. `bare` is what one would write by hand for the same model, optimizer, precision and shapes: the whole model
+compiled, batches already on the device, no schedule, no logging. `trainer, whole` is `trainer` with the whole model
+compiled instead of its blocks. Each case is a process of its own, in turn, three rounds; compilation and warm-up are
+not timed, and the timed steps are waited for at their ends only. The validation and the sample come after them.
+
+On a CPU nothing is compiled, and UPS_BENCH_STEPS=4 tries it all out. The last line is JSON: the ratios of the medians.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import main
+from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
+
+from lightning_ups.callbacks import Compile
+from lightning_ups.cli import UpsCLI
+from lightning_ups.models.adamw import adamw
+
+CONFIG = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+STEPS = int(os.environ.get("UPS_BENCH_STEPS", "300" if torch.cuda.is_available() else "20"))
+WARM = 60 if torch.cuda.is_available() else 2
+ROUNDS = 3
+
+
+class Clock(Callback):
+    """Times the steps after the first WARM, from the start of one to the start of another."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.shape: torch.Size | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step in (WARM, WARM + STEPS):
+            self.shape = batch.shape
+            self.times.append(now())
+
+
+class Prepared(UpsCLI):
+    """Makes everything that the quickstart consists of; with ``run``, runs it too."""
+
+    def __init__(self, folder: str, *callbacks: Callback, run: bool, whole: bool = False) -> None:
+        self._added, self._run, self._whole = callbacks, run, whole
+        words = {
+            "config": CONFIG,
+            "trainer.max_steps": WARM + STEPS + 1,
+            "trainer.val_check_interval": WARM + STEPS + 1,  # once, when the clock has stopped
+            "trainer.default_root_dir": folder,
+        }
+        super().__init__(args=["fit", *(f"--{name}={value}" for name, value in words.items())])
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self._whole:
+            callbacks[:] = [Compile(scope="model") if isinstance(c, Compile) else c for c in callbacks]
+        callbacks.extend(self._added)
+        if not self._run:
+            self.subcommand = None
+
+
+def through_trainer(*, whole: bool = False) -> dict[str, Any]:
+    """Time the quickstart as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock()
+        Prepared(folder, clock, run=True, whole=whole)
+        return figures(clock.times, clock.shape)
+
+
+def bare() -> dict[str, Any]:
+    """Time a loop by hand over the same model and shapes."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Prepared(folder, run=False)
+        module, device = made.model, made.trainer.strategy.root_device
+        module.configure_model()
+        module.to(device)
+        batches = cycle(some_batches(made, device, count=16))
+        optimizer = adamw(module, lr=module.lr, betas=module.betas, weight_decay=module.weight_decay)
+        on_gpu = device.type == "cuda"
+        model = torch.compile(module.model) if on_gpu else module.model
+        times: list[float] = []
+        for step, batch in enumerate(islice(batches, WARM + STEPS + 1)):
+            if step in (WARM, WARM + STEPS):
+                times.append(now())
+            with torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else nullcontext():
+                loss = model(batch[:, :-1].long(), batch[:, 1:].long())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return figures(times, batch.shape)
+
+
+def some_batches(made: UpsCLI, device: torch.device, *, count: int) -> list[torch.Tensor]:
+    """Return the first batches of the datamodule, on the device."""
+    made.datamodule.trainer = made.trainer  # which the batch size depends on
+    made.datamodule.setup("fit")
+    return [batch.to(device) for batch in islice(made.datamodule.train_dataloader(), count)]
+
+
+def now() -> float:
+    """Return the time at which the device has done all its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def figures(times: Iterable[float], shape: torch.Size | None) -> dict[str, Any]:
+    """Return the speed between the two ``times`` with batches of ``shape`` [batch, seq + 1]."""
+    assert shape is not None
+    start, end = times
+    tokens = shape[0] * (shape[1] - 1)
+    return {
+        "tok_s": round(STEPS * tokens / (end - start)),
+        "step_ms": round((end - start) / STEPS * 1e3, 3),
+        "tokens_a_step": tokens,
+        "steps": STEPS,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None,
+    }
+
+
+KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "bare": bare,
+    "trainer": through_trainer,
+    "trainer, whole": lambda: through_trainer(whole=True),
+}
+
+
+def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return medians, spreads and each kind's ratio to ``bare``."""
+    speeds: dict[str, list[float]] = {}
+    for result in results:
+        if "tok_s" in result:
+            speeds.setdefault(result["case"].rpartition(" ")[0], []).append(result["tok_s"])
+    found: dict[str, Any] = {
+        kind: {
+            "median_tok_s": statistics.median(runs),
+            "spread": round((max(runs) - min(runs)) / statistics.median(runs), 4),
+            "runs": runs,
+        }
+        for kind, runs in speeds.items()
+    }
+    for kind in found.keys() - {"bare"} if "bare" in found else ():
+        found[kind]["ratio_to_bare"] = round(found[kind]["median_tok_s"] / found["bare"]["median_tok_s"], 4)
+    return found
+
+
+if __name__ == "__main__":
+    cases = {f"{kind} {turn}": case for turn in range(1, ROUNDS + 1) for kind, case in KINDS.items()}
+    if results := main(cases, columns=("tok_s", "step_ms", "tokens_a_step", "peak_gib")):
+        print(json.dumps(summary(results)))
