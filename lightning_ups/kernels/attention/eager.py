@@ -18,8 +18,9 @@ def forward(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, request: Request) ->
     scores_BKGST, _ = _scores(q_BSHD, k_BTKD, request)
     lse_BKGS = scores_BKGST.logsumexp(-1)
     weights = (scores_BKGST - lse_BKGS.unsqueeze(-1)).exp()
-    out = torch.einsum("bkgst,btke->bskge", weights, v_BTKE.to(weights.dtype)).flatten(2, 3).to(q_BSHD.dtype)
-    lse_BHS = lse_BKGS.flatten(1, 2).float()
+    out_BSKGE = torch.einsum("bkgst,btke->bskge", weights, v_BTKE.to(weights.dtype))
+    out = out_BSKGE.flatten(2, 3).to(q_BSHD.dtype).contiguous()
+    lse_BHS = lse_BKGS.flatten(1, 2).float().contiguous()
     return out, lse_BHS if request.cu_seqlens is None else lse_BHS.transpose(0, 1).flatten(1).contiguous()
 
 
@@ -41,7 +42,11 @@ def backward(
     grad_q = torch.einsum("bkgst,btkd->bskgd", grad_scores, k_BTKD.to(precise)).flatten(2, 3)
     grad_k = torch.einsum("bkgst,bskgd->btkd", grad_scores, q_BSHD.to(precise).unflatten(2, (kv_heads, -1)))
     grad_v = torch.einsum("bkgst,bskge->btke", weights, grad)
-    return grad_q.to(q_BSHD.dtype), grad_k.to(k_BTKD.dtype), grad_v.to(v_BTKE.dtype)
+    return (
+        grad_q.to(q_BSHD.dtype).contiguous(),
+        grad_k.to(k_BTKD.dtype).contiguous(),
+        grad_v.to(v_BTKE.dtype).contiguous(),
+    )
 
 
 def _scores(q_BSHD: Tensor, k_BTKD: Tensor, request: Request) -> tuple[Tensor, Tensor]:

@@ -85,4 +85,6 @@ def expected(tensors, options):
 
 def worst(found, wanted):
     """Return the largest error relative to the largest true value or one, over output and gradients."""
-    return max(((f.double() - w).abs().max() / w.abs().max().clamp(min=1.0)).item() for f, w in zip(found, wanted, strict=True))
+    return max(
+        ((f.double() - w).abs().max() / w.abs().max().clamp(min=1.0)).item() for f, w in zip(found, wanted, strict=True)
+    )

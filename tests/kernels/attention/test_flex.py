@@ -1,0 +1,40 @@
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from lightning_ups.kernels.attention import Documents
+from lightning_ups.kernels.attention.flex import block_mask
+
+IDS = torch.tensor([[0] * 5 + [1] * 290 + [2] * 133, [3] * 256 + [4] * 128 + [5] * 44])
+
+
+def listed(counts, indices):
+    rows = zip(counts.flatten().tolist(), indices.flatten(0, 2).tolist(), strict=True)
+    return [sorted(row[:count]) for count, row in rows]
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["rows", "documents"])
+@pytest.mark.parametrize("window", [None, 1, 128, 129, 300])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seq", [384, 428])
+def test_equals_the_mask_made_from_every_pair(seq, causal, window, ids):
+    ids = None if ids is None else ids[:, :seq]
+    ours = block_mask(seq, causal=causal, window=window, ids_BS=ids, device=torch.device("cpu"))
+    batch = None if ids is None else 2
+    wanted = create_block_mask(ours.mask_mod, batch, None, seq, seq, device="cpu")
+    assert ours.shape[-2:] == wanted.shape[-2:] == (seq, seq)
+    partial, full = (listed(ours.kv_num_blocks, ours.kv_indices), listed(ours.full_kv_num_blocks, ours.full_kv_indices))
+    assert partial == listed(wanted.kv_num_blocks, wanted.kv_indices)
+    assert full == listed(wanted.full_kv_num_blocks, wanted.full_kv_indices)
+    transposed = listed(ours.q_num_blocks, ours.q_indices), listed(ours.full_q_num_blocks, ours.full_q_indices)
+    assert transposed == (
+        listed(wanted.q_num_blocks, wanted.q_indices),
+        listed(wanted.full_q_num_blocks, wanted.full_q_indices),
+    )
+
+
+def test_costs_little_at_long_sequences():
+    seq = 1 << 15  # create_block_mask would evaluate a thousand million pairs
+    ids = Documents.from_ids(torch.arange(seq).unsqueeze(0) // 1000).ids
+    mask = block_mask(seq, causal=True, window=None, ids_BS=ids, device=torch.device("cpu"))
+    assert mask.sparsity() > 95

@@ -1,0 +1,210 @@
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_ups.kernels.attention import fa4, routed_attention, routing, support
+from tests.kernels.attention.cases import Case, worst
+from tests.kernels.attention.test_fa4 import Package
+from tests.kernels.attention.test_sdpa import Names
+
+ORIGINAL = F.scaled_dot_product_attention
+OPERATOR = "attention_forward"
+CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture
+def fa4_on_cpu(monkeypatch):
+    """Let backend fa4 do what eager formulas do, wherever the tensors are."""
+    package = Package()
+    monkeypatch.setattr(fa4, "load_fa4", lambda feature: package)
+    monkeypatch.setattr(support, "load_fa4", lambda feature: package)
+    monkeypatch.setattr(support, "missing_package", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    softened = [
+        rule._replace(backends=tuple(set(rule.backends) - {"fa4"}))
+        if "only" in rule.why or "takes b" in rule.why
+        else rule
+        for rule in support._RULES
+    ]
+    monkeypatch.setattr(support, "_RULES", tuple(softened))
+    forget()
+    yield package
+    forget()
+
+
+def forget():
+    routing._first_of_several.cache_clear()
+    sys.modules[routing.checked.__module__]._checked.clear()
+
+
+def model(q, k, v, mask=None, *, dropout=0.0, causal=True, gqa=True):
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=gqa)
+
+
+def inputs():
+    return [tensor.transpose(1, 2).requires_grad_() for tensor in Case("", seq=40).tensors()]
+
+
+def ran(function, *args, **kwargs):
+    with Names() as names:
+        function(*args, **kwargs)
+    fused = {name for name in names.seen if "attention" in name}
+    return fused or {"math"}
+
+
+def test_each_call_goes_where_it_is_sent(fa4_on_cpu):
+    assert ran(model, *inputs()) == {CPU_FLASH}
+    with routed_attention("math"):
+        assert ran(model, *inputs()) == {"math"}
+    with routed_attention("fa4"):
+        assert ran(model, *inputs()) == {OPERATOR}
+    assert ran(model, *inputs()) == {CPU_FLASH}
+
+
+@pytest.mark.parametrize("backend", ["math", "flash", "reference", "auto", "fa4"])
+def test_output_and_gradients_are_torchs(fa4_on_cpu, backend):
+    def run():
+        tensors = inputs()
+        out = model(*tensors)
+        (out * out.detach().sin()).sum().backward()
+        return [out.detach(), *(tensor.grad for tensor in tensors)]
+
+    wanted = run()
+    with routed_attention(backend):
+        found = run()
+    assert worst(found, [tensor.double() for tensor in wanted]) < 3e-6
+    assert found[0].shape == wanted[0].shape
+
+
+def test_compiled_code_follows_and_is_never_stale(fa4_on_cpu):
+    seen = []
+
+    def backend(graph, _):
+        seen.append({node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"})
+        return graph.forward
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled = torch.compile(
+        model,
+        backend=aot_autograd(fw_compiler=lambda graph, args: make_boxed_func(backend(graph, args))),
+        fullgraph=True,
+    )
+    tensors = [tensor.detach() for tensor in inputs()]
+    compiled(*tensors)
+    with routed_attention("fa4"):
+        compiled(*tensors)
+        with routed_attention("math"):
+            compiled(*tensors)
+        compiled(*tensors)
+    compiled(*tensors)
+    names = [" ".join(sorted(name for name in graph if "attention" in name or "bmm" in name)) for graph in seen]
+    assert names == [f"{CPU_FLASH}.default", f"{OPERATOR}.default", "bmm.default"]  # and then those found again
+    with routed_attention("fa4"):
+        compiled(*tensors)
+    assert len(seen) == 3
+
+
+def test_put_back_after_exceptions_and_nesting():
+    with pytest.raises(KeyError), routed_attention("math"), routed_attention("flash"):
+        raise KeyError
+    assert F.scaled_dot_product_attention is ORIGINAL
+    with routed_attention("math"):
+        outer = F.scaled_dot_product_attention
+        with routed_attention("reference"):
+            assert F.scaled_dot_product_attention is not outer
+        assert F.scaled_dot_product_attention is outer
+
+
+def test_modules_that_imported_the_name_are_routed_too(monkeypatch):
+    foreign = ModuleType("foreign")
+    exec(
+        "from torch.nn.functional import scaled_dot_product_attention\ndef f(*a): return scaled_dot_product_attention(*a)",
+        foreign.__dict__,
+    )
+    monkeypatch.setitem(sys.modules, "foreign", foreign)
+    with routed_attention("math"):
+        assert ran(foreign.f, *inputs()[:1] * 3) == {"math"}
+    assert ran(foreign.f, *inputs()[:1] * 3) == {CPU_FLASH}
+
+
+def test_multi_head_attention_is_routed():
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 10, 32)
+    with routed_attention("math"):
+        assert ran(layer, x, x, x, need_weights=False) == {"math"}
+    assert ran(layer, x, x, x, need_weights=False) == {CPU_FLASH}
+
+
+def test_an_explicit_choice_does_not_fall_back():
+    with routed_attention("fa4"), pytest.raises(ValueError, match="Move the tensors to a GPU"):
+        model(*inputs())
+    mask = torch.zeros(40, 40)
+    with routed_attention("reference"), pytest.raises(ValueError, match="Use backend 'math'"):
+        model(*inputs(), mask, causal=False)
+
+
+def test_of_several_the_first_that_can():
+    with routed_attention(["fa4", "cudnn", "flash", "math"]):
+        assert ran(model, *inputs()) == {CPU_FLASH}
+        assert ran(model, *inputs(), dropout=0.5) == {"math"}
+    with routed_attention(["fa4", "auto"]):
+        assert ran(model, *inputs()) == {CPU_FLASH}
+    with routed_attention(["fa4", "cudnn"]), pytest.raises(ValueError, match=r"fa4: .*cudnn: .*Add another"):
+        model(*inputs())
+
+
+def test_masks_and_unusual_shapes_stay_with_torch():
+    mask = torch.randn(40, 40)
+    q, k, v = inputs()
+    wanted = model(q, k, v, mask, causal=False)
+    with routed_attention("auto"):
+        torch.testing.assert_close(model(q, k, v, mask, causal=False), wanted)
+        torch.testing.assert_close(
+            model(q[0, 0], k[0, 0], v[0, 0], gqa=False),
+            wanted.new_tensor(0) + ORIGINAL(q[0, 0], k[0, 0], v[0, 0], is_causal=True),
+        )
+        with pytest.raises(RuntimeError, match="must match"):
+            model(q, k, v, gqa=False)
+
+
+def test_autocast():
+    with routed_attention("reference"), torch.autocast("cpu", torch.bfloat16):
+        assert model(*inputs()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backends", ["fa5", ["flash", "fa5"], []])
+def test_what_is_no_backend_is_refused(backends):
+    with pytest.raises(ValueError, match="Use names of 'auto'"), routed_attention(backends):
+        pass
+
+
+def test_a_transformers_model_is_routed(fa4_on_cpu):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    llama = transformers.LlamaForCausalLM(config)
+    tokens = torch.arange(24).view(2, 12)
+    wanted = llama(tokens).logits
+    with routed_attention("fa4"):
+        assert OPERATOR in ran(llama, tokens)
+        torch.testing.assert_close(llama(tokens).logits, wanted)
+
+
+@pytest.mark.gpu(capability=(9, 0))
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math", "fa4", "auto"])
+def test_on_a_gpu_compiled(backend):
+    if backend == "fa4" and support.missing_package("fa4"):
+        pytest.skip("flash-attn-4 is not installed")
+    tensors = [t.transpose(1, 2) for t in Case("", seq=512, dim=128, heads=(8, 2)).tensors(torch.bfloat16, "cuda")]
+    wanted = ORIGINAL(*(tensor.double() for tensor in tensors), is_causal=True, enable_gqa=True)
+    compiled = torch.compile(model, fullgraph=True)
+    with routed_attention(backend):
+        assert worst([compiled(*tensors)], [wanted]) < 1.5e-2
