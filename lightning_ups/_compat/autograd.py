@@ -1,0 +1,63 @@
+"""What autograd, checkpointing and the compiler's partitioner keep for backward, by torch's private names."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._functorch import config
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["activation_memory_budget", "cached_by_selection", "saves_seen_by", "storages"]
+
+
+def activation_memory_budget(budget: float) -> AbstractContextManager[Any]:
+    """Return a context in which graphs are split so that they keep this share of what they would keep by default."""
+    return config.patch(activation_memory_budget=budget)
+
+
+@contextmanager
+def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``see`` with each tensor that autograd saves, and leave it to the hooks that are in force already.
+
+    Of the hooks on saved tensors only the innermost is called, so that a second pair would take a checkpoint's place.
+    """
+    get_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+    hooks = get_hooks(False)  # noqa: FBT003  (a function of C, without keywords)
+    pack, unpack = hooks or (_same, _same)
+
+    def pack_and_see(tensor: torch.Tensor) -> Any:
+        see(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_and_see, unpack):
+        yield
+
+
+def cached_by_selection(mode: Any) -> list[torch.Tensor]:
+    """Return what ``mode``, the forward context of a checkpoint, has kept; one that selects nothing keeps nothing."""
+    storage = getattr(mode, "storage", {})
+    entries = [entry for kept in storage.values() for entry in (kept.values() if isinstance(kept, dict) else kept)]
+    values = [getattr(leaf, "val", leaf) for leaf in tree_leaves(entries)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def storages(tensor: torch.Tensor) -> Iterator[tuple[StorageWeakRef, int]]:
+    """Yield the memory behind ``tensor`` and its bytes; a DTensor's and the like are those of what they wrap.
+
+    The keys are weak, and no two are equal as long as they are held, even if the memory is used anew.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
+                yield from storages(part)
+    else:
+        storage = tensor.untyped_storage()
+        yield StorageWeakRef(storage), storage.nbytes()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

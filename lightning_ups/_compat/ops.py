@@ -1,0 +1,108 @@
+"""Operators of torch by their name, and the ones that are dear to run a second time.
+
+A name is that of ``torch.ops``, with dots: ``aten.mm`` stands for every overload that makes a new tensor,
+``aten.mm.default`` for one.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+__all__ = ["Operator", "costly_ops", "is_composite", "operators", "register_costly_op"]
+
+Operator = OpOverload | HigherOrderOperator
+
+_COSTLY: dict[str, None] = dict.fromkeys(
+    (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten.baddbmm",
+        "aten._grouped_mm",
+        "aten._scaled_mm",
+        "aten._scaled_mm_v2",
+        "aten._scaled_grouped_mm",
+        "aten._scaled_grouped_mm_v2",
+        "aten.convolution",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "aten._flash_attention_forward",
+        "aten._efficient_attention_forward",
+        "aten._cudnn_attention_forward",
+        "higher_order.flex_attention",
+    )
+)
+
+
+def register_costly_op(name: str) -> None:
+    """Count the operator of this ``name`` among the costly ones, from the next model on that asks for them.
+
+    For kernels that autograd sees as one operator, such as an attention of our own. The name is enough: the operator
+    may be defined later, or on another machine only.
+    """
+    if len(name.split(".")) < 2:
+        raise ValueError(
+            f"register_costly_op({name!r}) has no namespace."
+            " Operators of different packages may have one name."
+            f" Say 'namespace.{name}', as in torch.ops."
+        )
+    _COSTLY[name] = None
+
+
+def costly_ops() -> list[Operator]:
+    """Return the matrix products, convolutions and attention kernels that this torch build has."""
+    return [op for name in _COSTLY for op in _overloads(name)]
+
+
+def operators(names: Iterable[str]) -> list[Operator]:
+    """Return the operators of these ``names``.
+
+    Raises:
+        ValueError: If there is no operator of a name.
+    """
+    found = {name: _overloads(name) for name in names}
+    for name, ops in found.items():
+        if not ops:
+            near = get_close_matches(name, _known_names(), n=6, cutoff=0.4)
+            raise ValueError(
+                f"There is no operator {name!r} in this torch."
+                " Operators go by their name in torch.ops, and one of another package exists once that is imported."
+                f" Use one of these, nearest first: {', '.join(near) or ', '.join(_COSTLY)}."
+            )
+    return [op for ops in found.values() for op in ops]
+
+
+def is_composite(op: Operator) -> bool:
+    """Return whether ``op`` is made of others before a kernel is chosen, so that it never runs as itself."""
+    if not isinstance(op, OpOverload) or not torch._C._dispatch_has_kernel(op.name()):
+        return False
+    # What is registered: some are composite on one device and have a kernel on another.
+    has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    return has_kernel("CompositeImplicitAutograd") and not any(
+        map(has_kernel, ("CPU", "CUDA", "CompositeExplicitAutograd"))
+    )
+
+
+def _overloads(name: str) -> list[Operator]:
+    namespace, _, path = name.replace("::", ".").partition(".")
+    found: Any = getattr(torch.ops, namespace, None)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, (OpOverload, HigherOrderOperator)):
+        return [found]
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        return []
+    overloads = [getattr(found, overload) for overload in found.overloads()]
+    return [op for op in overloads if not op._schema.is_mutable]
+
+
+def _known_names() -> list[str]:
+    names = (name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
+    return [name for name in dict.fromkeys(names) if (ops := _overloads(name)) and not all(map(is_composite, ops))]

@@ -1,0 +1,88 @@
+"""What recomputed blocks keep for backward, measured while they run."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_ups._compat.autograd import cached_by_selection, saves_seen_by, storages
+
+__all__ = ["TRACED", "Kept", "Measurement"]
+
+Storages = dict[Any, int]  # bytes by memory, so that what many tensors share counts once
+
+TRACED: set[Callable[..., Any]] = set()  # the recomputed forwards that Dynamo has seen
+
+
+class Kept:
+    """What blocks keep for backward, as far as they have run.
+
+    The first eager forward of a block that has something to keep is measured, at the cost of a call for each tensor
+    that autograd saves. Of a compiled one it is only known that it was traced with its recomputation.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self.measured: set[nn.Module] = set()
+        self.idle: set[nn.Module] = set()  # ran, and had nothing to keep: all is frozen, or gradients are off
+        self._without: Storages = {}
+        self._with: Storages = {}
+
+    @property
+    def num_ran(self) -> int:
+        """How many blocks ran so that backward recomputes them."""
+        return sum(block in self.measured or forward in TRACED for block, forward in self.forwards.items())
+
+    @property
+    def bytes_without(self) -> int:
+        """What the measured blocks would keep if nothing were recomputed: for one call of each, without parameters."""
+        return sum(self._without.values())
+
+    @property
+    def bytes_kept(self) -> int:
+        """What the measured blocks keep, their arguments included."""
+        return sum(self._with.values())
+
+    def add(self, block: nn.Module, *, saved: Storages, kept: Iterable[torch.Tensor]) -> None:
+        """Count one call of ``block`` that saved ``saved`` and, being recomputed, keeps ``kept`` instead."""
+        if not saved:
+            self.idle.add(block)
+            return
+        self.measured.add(block)
+        own = _bytes_of([*block.parameters(), *block.buffers()])
+        self._without |= {memory: size for memory, size in saved.items() if memory not in own}
+        self._with |= {memory: size for memory, size in _bytes_of(kept).items() if memory not in own}
+
+
+class Measurement:
+    """The function that a checkpoint runs twice, with a record of what autograd saves in its first run."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._ran = False
+        self.saved: Storages = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        if self._ran:
+            return self._run(*args)
+        self._ran = True
+        with saves_seen_by(self._see):
+            return self._run(*args)
+
+    def kept(self, forward_context: Any, *arguments: Any) -> list[torch.Tensor]:
+        """Return the tensors that are kept for the second run."""
+        return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)] + cached_by_selection(
+            forward_context
+        )
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        # Under FSDP2 a parameter is whole within the block only, so that it is known by its kind and not by its memory.
+        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            self.saved.update(storages(tensor))
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> Storages:
+    return {memory: size for tensor in tensors for memory, size in storages(tensor)}

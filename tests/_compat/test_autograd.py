@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_ups._compat.autograd import activation_memory_budget, cached_by_selection, saves_seen_by, storages
+
+
+def sin(x):
+    return x.sin().sin()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_is_saved_is_seen_and_left_to_the_hooks_in_force(recomputed):
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    def run(x):
+        with saves_seen_by(lambda tensor: seen.append(tensor.clone())):
+            return sin(x)
+
+    y = checkpoint(run, x, use_reentrant=False) if recomputed else run(x)
+    assert len(seen) == 2
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().cos())
+
+
+def test_nothing_is_held_by_seeing():
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t.clone()) or len(packed) - 1, packed.__getitem__
+    ):
+        x = torch.ones(2, requires_grad=True)
+        with saves_seen_by(lambda tensor: None):
+            y = sin(x)
+    assert len(packed) == 2  # the outer hooks were called, and what they return is what is kept
+    y.sum().backward()
+
+
+def test_what_a_selection_caches_is_found():
+    contexts = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    x = torch.ones(2, 2, requires_grad=True)
+    y = checkpoint(lambda x: (x @ x).sin() @ x, x, use_reentrant=False, context_fn=lambda: contexts)
+    cached = cached_by_selection(contexts[0])
+    torch.testing.assert_close(cached, [x.detach() @ x.detach(), y.detach()])
+    y.sum().backward()
+    assert cached_by_selection(object()) == []
+
+
+def test_views_share_a_storage_and_memory_used_anew_is_another():
+    x = torch.ones(4)
+    assert dict(storages(x)) == dict(storages(x[1:])) == {next(iter(dict(storages(x)))): 16}
+    seen = dict(storages(torch.ones(1000)))
+    for _ in range(8):  # the allocator gives the same memory again
+        seen |= dict(storages(torch.ones(1000)))
+    assert len(seen) == 9
+
+
+def bytes_on_a_rank():
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+    whole = distribute_tensor(torch.ones(8), mesh, [Replicate()])
+    return [sum(dict(storages(t)).values()) for t in (sharded, whole)]
+
+
+def test_a_dtensor_counts_what_this_rank_holds(ranks):
+    assert ranks(bytes_on_a_rank) == [16, 32]
+
+
+def test_the_budget_is_put_back():
+    from torch._functorch import config  # noqa: TID251
+
+    before = config.activation_memory_budget
+    with pytest.raises(KeyError), activation_memory_budget(0.25):
+        raise KeyError(config.activation_memory_budget)
+    assert config.activation_memory_budget == before
