@@ -1,0 +1,278 @@
+"""The one place that knows Dynamo's, AOTAutograd's and inductor's private names, for torch 2.11 to 2.15."""
+
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo as dynamo
+import torch._functorch.config as aot_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler._cache import CacheArtifactManager, CacheInfo
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "Compilation",
+    "Mark",
+    "artifact_keys",
+    "backend_compiler",
+    "backends",
+    "backward_compiled_with_forward",
+    "cache_hits",
+    "compilations_since",
+    "compiled_by_itself",
+    "compiled_since",
+    "configuration",
+    "ddp_splitting",
+    "ddp_splitting_off",
+    "has_new_artifacts",
+    "is_compiler_error",
+    "is_fake",
+    "is_off",
+    "is_written_to",
+    "load_artifacts",
+    "mark",
+    "num_graphs",
+    "recompile_limit",
+    "takes_mode",
+    "toolchain",
+    "tree_map",
+]
+
+BackendCompiler = Callable[[fx.GraphModule, list[Any]], Any]
+
+
+def backends() -> list[str]:
+    """Return every backend that is registered, those for debugging among them."""
+    return list(torch.compiler.list_backends(exclude_tags=()))
+
+
+def takes_mode(backend: str) -> bool:
+    """Return whether ``backend`` has a ``mode``, as inductor has."""
+    if backend == "inductor":
+        return True
+    parameters = inspect.signature(dynamo.lookup_backend(backend)).parameters.values()
+    return any(p.name == "mode" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def backend_compiler(backend: str, *, mode: str, dynamic: bool | None) -> BackendCompiler:
+    """Return the function that ``torch.compile`` would call with each graph."""
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, None, dynamic)
+    options = {} if mode == "default" else {"mode": mode}
+    return partial(dynamo.lookup_backend(backend), **options)
+
+
+def is_off() -> str | None:
+    """Return the setting by which the user has turned compilation off in this process, or None."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1"
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE=1"
+    return "torch._dynamo.config.disable" if dynamo.config.disable else None
+
+
+def configuration() -> Hashable:
+    """Return what stands for all settings that decide what a graph is compiled to."""
+    return aot_config.get_hash(), inductor_config.get_hash()
+
+
+def recompile_limit() -> int:
+    """Return how many graphs a code object may have before Dynamo runs it uncompiled, in silence."""
+    return dynamo.config.recompile_limit
+
+
+def num_graphs(function: Callable[..., Any]) -> int:
+    """Return how many graphs stand for ``function``, something that ``torch.compile`` returned."""
+    # Not a counter of new graphs: a second fit in the process compiles none, and is compiled all the same.
+    code = function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
+    return len(dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+def compiled_by_itself(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile(module)`` made ``module``, or ``module.compile()`` was called."""
+    return isinstance(module, dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """One attempt of Dynamo at one code object, or, where ``code`` is None, what is known of it later.
+
+    Args:
+        code: The name of the code object.
+        frame: What Dynamo numbers code objects by.
+        guard: Why the graphs that were there did not fit; None if there were none.
+        failure: Why there is no graph, or None.
+        hit_limit: Whether it failed since there were too many graphs already.
+        seconds: How long it took.
+        no_cuda_graph: Why inductor made no CUDA graph of it, or None.
+    """
+
+    code: str | None
+    frame: str
+    guard: str | None
+    failure: str | None
+    hit_limit: bool
+    seconds: float
+    no_cuda_graph: str | None
+
+
+class Mark(NamedTuple):
+    """A moment in the history of compilations of this process."""
+
+    last: Any
+    num_breaks: int
+
+
+def mark() -> Mark:
+    """Return the present moment."""
+    return Mark(_last_metrics(), len(dynamo_utils.graph_break_reasons))
+
+
+def compiled_since(start: Mark) -> bool:
+    """Return whether Dynamo has tried to compile anything since ``start``; cheap enough for every call."""
+    return _last_metrics() is not start.last
+
+
+def compilations_since(start: Mark) -> tuple[list[Compilation], list[str]]:
+    """Return what was compiled since ``start``, and the reasons of the graph breaks met on the way."""
+    breaks = dynamo_utils.graph_break_reasons[start.num_breaks :]
+    return [_compilation(metrics) for metrics in _metrics_since(start)], [_break(reason) for reason in breaks]
+
+
+def is_compiler_error(error: Exception, start: Mark) -> bool:
+    """Return whether ``error`` came up while something was compiled since ``start``, and not while it ran."""
+    if isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)):
+        return True
+    # An assertion within Dynamo, or an index out of range, is passed on as it is.
+    return any(metrics.fail_type == type(error).__qualname__ for metrics in _metrics_since(start))
+
+
+def _metrics_since(start: Mark) -> list[Any]:
+    new: list[Any] = []
+    for metrics in reversed(dynamo_utils._compilation_metrics):
+        if metrics is start.last:
+            break
+        new.append(metrics)
+    return new[::-1]
+
+
+def _last_metrics() -> Any:
+    metrics = dynamo_utils._compilation_metrics
+    return metrics[-1] if metrics else None
+
+
+def _compilation(metrics: Any) -> Compilation:
+    failure, guard = metrics.fail_reason, metrics.recompile_reason
+    return Compilation(
+        code=metrics.co_name,
+        frame=(metrics.compile_id or "").rpartition("/")[0],
+        guard=None if guard is None else _first_line(guard),
+        failure=None if failure is None else _first_line(failure),
+        hit_limit="recompile limit exceeded" in (failure or "") or metrics.fail_type == "FailOnRecompileLimitHit",
+        seconds=metrics.entire_frame_compile_time_s or 0.0,
+        no_cuda_graph=metrics.cudagraph_skip_reason,
+    )
+
+
+def _break(reason: Any) -> str:
+    lines = [line for line in reason.reason.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].rstrip().endswith(":"):  # "Encountered graph break when attempting to trace ...:"
+        del lines[0]
+    where = reason.user_stack[-1] if reason.user_stack else None
+    place = f" ({os.path.basename(where.filename)}:{where.lineno})" if where is not None else ""
+    return f"{_first_line(lines[0]) if lines else 'no reason given'}{place}"
+
+
+def _first_line(text: str) -> str:
+    # Dynamo pads its guards with the source line that made them, and appends hints and stacks.
+    return " ".join(text.strip().partition("\n")[0].partition("  # ")[0].split())
+
+
+def cache_hits() -> tuple[int, int]:
+    """Return how many graphs of this process came from inductor's caches, and how many did not."""
+    counters = dynamo_utils.counters["inductor"]
+    return counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
+
+
+def backward_compiled_with_forward() -> AbstractContextManager[Any]:
+    """Return a context in which a graph's backward is compiled with its forward, not when it first runs."""
+    name = "force_non_lazy_backward_lowering"
+    return aot_config.patch({name: True}) if hasattr(aot_config, name) else nullcontext()
+
+
+def ddp_splitting() -> bool:
+    """Return whether Dynamo splits graphs at the borders of DDP's buckets."""
+    return bool(dynamo.config.optimize_ddp)
+
+
+@contextmanager
+def ddp_splitting_off() -> Iterator[None]:
+    """Keep Dynamo from splitting graphs at the borders of DDP's buckets while the context is open."""
+    with dynamo.config.patch(optimize_ddp=False):
+        yield
+
+
+def is_fake(value: Any) -> bool:
+    """Return whether ``value`` is a tensor without data, as compilers pass around."""
+    return isinstance(value, FakeTensor)
+
+
+def is_written_to(placeholder: fx.Node) -> bool:
+    """Return whether Dynamo saw an in-place write to this input of a graph."""
+    example = placeholder.meta.get("example_value")
+    # A fake tensor is made for the graph: whatever version it has came from the graph's own writes.
+    return isinstance(example, torch.Tensor) and example._version > 0
+
+
+def tree_map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return ``tree`` with ``function`` of each of its tensors in their place."""
+    return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def toolchain() -> dict[str, str | None]:
+    """Return the versions on which a compiled program depends."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "torch": str(torch.__version__),
+        "triton": triton,
+        "cuda": torch.version.cuda,
+    }
+
+
+def has_new_artifacts() -> bool:
+    """Return whether compiled programs were made, or found in a cache, since they were last saved."""
+    return CacheArtifactManager.need_serialize()
+
+
+def artifact_keys(info: CacheInfo) -> set[tuple[str, str]]:
+    """Return what ``info`` lists, each by its kind and its key."""
+    return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}
+
+
+def load_artifacts(programs: bytes) -> set[tuple[str, str]] | None:
+    """Give compiled programs to the caches, so that they will be saved again too; None if they cannot be read."""
+    artifacts = CacheArtifactManager.deserialize(programs)
+    if artifacts is None:
+        return None
+    # Otherwise a run that uses few of them would save those few in the place of all.
+    for kind, loaded in artifacts.items():
+        for artifact in loaded:
+            if artifact not in CacheArtifactManager._seen_artifacts:
+                CacheArtifactManager._seen_artifacts.add(artifact)
+                CacheArtifactManager._new_cache_artifacts[kind].append(artifact)
+    return artifact_keys(CacheArtifactManager.populate_caches(artifacts))

@@ -1,0 +1,257 @@
+"""Functions that Dynamo compiles for equal blocks, each with a code object, and with that a limit, of its own."""
+
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from threading import local
+from types import FunctionType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import fx, nn
+
+from lightning_ups._compat import dynamo
+from lightning_ups.transforms.compile_trial import Caller, with_trial
+from lightning_ups.transforms.forward import Forward
+
+__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "structure"]
+
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiler:
+    """What ``torch.compile`` is told.
+
+    Args:
+        backend: The name of a registered backend.
+        mode: One of inductor's modes.
+        dynamic: Whether sizes may vary. None: from the second size on.
+        fullgraph: Whether a graph break is an error.
+
+    Raises:
+        ValueError: If there is no such backend or mode, or if the backend has no modes.
+    """
+
+    backend: str = "inductor"
+    mode: Mode = "default"
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(
+                f"mode={self.mode!r} is not a known choice."
+                " A mode trades the time to compile for the time to run."
+                f" Use one of {get_args(Mode)}."
+            )
+        if self.backend not in (registered := dynamo.backends()):
+            raise ValueError(
+                f"backend={self.backend!r} is not registered with torch.compile."
+                " A backend has a name once the package that brings it is installed or has registered it."
+                f" Use one of {tuple(registered)}."
+            )
+        if self.mode != "default" and not dynamo.takes_mode(self.backend):
+            raise ValueError(
+                f"mode={self.mode!r} is given with backend={self.backend!r}."
+                " Modes are settings of inductor, and this backend takes none."
+                " Leave mode out, or use backend='inductor'."
+            )
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the work of a GPU is recorded once and then replayed, in memory that the recording owns."""
+        return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
+
+
+class Frame:
+    """A function for Dynamo to compile, and what came of it in this process.
+
+    Args:
+        inner: What the function calls with its arguments.
+        compiler: How to compile it.
+        name: The name of its code, unique in the process.
+    """
+
+    def __init__(self, inner: Forward, compiler: Compiler, name: str) -> None:
+        self.name = name
+        self.run: Callable[..., Any] = torch.compile(
+            _own_code(inner, name), backend=_backend(compiler), dynamic=compiler.dynamic, fullgraph=compiler.fullgraph
+        )
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, as after ``torch.compiler.reset()``."""
+        self.graphs = 0
+        self.cache_hits = 0
+        self.seconds = 0.0
+        self.breaks: list[str] = []
+        self.recompiles: list[str] = []  # the guard that failed, once for each call that compiled again
+        self.failures: list[str] = []
+        self.no_cuda_graphs: list[str] = []
+        self.askers: list[str] = []  # the blocks whose calls made a graph
+        self.full = False  # Dynamo has met its limit here, and compiles nothing more, whatever the call
+        self.full_inside = False  # the same for a function that it calls after a graph break
+        self._number: str | None = None  # by which Dynamo knows the code
+        self._kinds: set[Hashable] = set()
+
+    @property
+    def num_compiled(self) -> int:
+        """How many variants of the function Dynamo has compiled and keeps."""
+        return dynamo.num_graphs(self.run)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether anything of the function runs as a graph."""
+        return self.graphs > 0 and self.num_compiled > 0
+
+    @property
+    def differ(self) -> bool:
+        """Whether each new graph was for another block: they only look equal."""
+        return len(self.askers) > 1 and len(set(self.askers)) > len(self.askers) // 2
+
+    def learn(self, start: dynamo.Mark, *, asker: str, kind: Hashable) -> None:
+        """Take account of what was compiled since ``start`` in a call of the block ``asker``.
+
+        Args:
+            start: The moment before the call.
+            asker: The name of the block.
+            kind: What Dynamo tells apart by intention, such as training and evaluation.
+        """
+        compilations, breaks = dynamo.compilations_since(start)
+        self.breaks += breaks
+        for compilation in compilations:
+            self.seconds += compilation.seconds
+            if compilation.code == self.name:
+                self._number = compilation.frame
+                self.askers.append(asker)
+            if compilation.failure is not None:
+                self.failures.append(compilation.failure)
+            if compilation.no_cuda_graph is not None:
+                self.no_cuda_graphs.append(compilation.no_cuda_graph)
+            if compilation.hit_limit and compilation.frame == self._number:
+                self.full = True
+            elif compilation.hit_limit:
+                self.full_inside = True
+        guards = [compilation.guard for compilation in compilations if compilation.guard is not None]
+        if guards and kind in self._kinds:
+            self.recompiles.append(guards[0])
+        self._kinds.add(kind)
+
+
+def frame_of(inner: Forward, module: nn.Module, compiler: Compiler, *, name: str, alone: bool) -> Frame:
+    """Return the frame that ``module`` shares with equal modules, now and in later fits.
+
+    Args:
+        inner: What it calls.
+        module: The first argument of these calls.
+        compiler: How to compile it.
+        name: The name of the module.
+        alone: Whether to share the frame only with a module of this name in later fits.
+    """
+    alike = (structure(module), dynamo.configuration(), name if alone else None)
+    for generation in count():
+        frame = _frame(inner, compiler, type(module).__name__, *alike, generation)
+        if frame.num_compiled == 0:
+            frame.forget()
+        if not frame.full:
+            return frame
+        if frame.differ:
+            return frame_of(inner, module, compiler, name=name, alone=True)
+    raise AssertionError("count() does not end")
+
+
+def structure(module: nn.Module) -> Hashable:
+    """Return what must be the same in two modules of one class for them to share graphs.
+
+    Dynamo makes a graph for each shape of a parameter and for each value of an attribute that the forward reads, and
+    gives up after eight. Hence classes, parameters, and attributes such as a rate or a switch are compared. Integers
+    are not: the index of a layer is mostly there for the cache, and differs between blocks that are equal otherwise.
+    """
+    return tuple((name, type(m), _tensors(m), _attributes(m)) for name, m in module.named_modules())
+
+
+def _tensors(module: nn.Module) -> Hashable:
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return tuple(
+        (name, type(t), None if nn.parameter.is_lazy(t) else t.shape, t.dtype, t.requires_grad) for name, t in named
+    )
+
+
+def _attributes(module: nn.Module) -> Hashable:
+    values = {k: v for k, v in vars(module).items() if type(v) in (float, bool, str, torch.dtype) and k != "training"}
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", forward), *sorted(values.items(), key=lambda item: item[0])
+
+
+_NUMBERS = count()
+
+
+@cache  # equal modules and later fits get the same frame, and with it the graphs that it already has
+def _frame(inner: Forward, compiler: Compiler, kind: str, *alike: Hashable) -> Frame:  # noqa: ARG001
+    return Frame(inner, compiler, f"{kind}_forward_{next(_NUMBERS)}")
+
+
+def _own_code(inner: Forward, name: str) -> Forward:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    # Dynamo skips torch's own frames, hence a frame of ours; and it keeps its graphs, and its limit of
+    # recompilations, by code object, hence a code object that no other class shares.
+    code = forward.__code__.replace(co_name=name, co_qualname=name)
+    return FunctionType(code, globals(), name, None, forward.__closure__)
+
+
+class _Callers(local):
+    def __init__(self) -> None:
+        self.stack: list[Caller] = []
+
+
+_CALLERS = _Callers()
+
+
+class calling:  # noqa: N801  (a context manager without a generator, since it is entered at each call of a block)
+    """Whatever this thread compiles or runs in this context is on behalf of ``caller``."""
+
+    __slots__ = ("_caller",)
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        _CALLERS.stack.append(self._caller)
+
+    def __exit__(self, *error: object) -> None:
+        _CALLERS.stack.pop()
+
+
+def _caller() -> Caller | None:
+    return _CALLERS.stack[-1] if _CALLERS.stack else None
+
+
+class _Backend:
+    """What Dynamo calls with each graph of our frames, and of the functions that they call after a graph break."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.__name__ = self.compiler_name = compiler.backend
+        self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        # So that what fails, fails in the call of its block, however late the backward runs.
+        with dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext():
+            hits, misses = dynamo.cache_hits()
+            run = self._compile(graph, inputs)
+        if caller := _caller():
+            caller.made_graph(from_cache=dynamo.cache_hits() > (hits, misses) and dynamo.cache_hits()[1] == misses)
+        return with_trial(run, graph, caller=_caller)
+
+    def reset(self) -> None:
+        if reset := getattr(self._compile, "reset", None):
+            reset()
+
+
+@cache  # Dynamo uses a graph again only for the backend that made it
+def _backend(compiler: Compiler) -> _Backend:
+    return _Backend(compiler)

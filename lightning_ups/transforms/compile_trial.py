@@ -1,0 +1,233 @@
+"""Trying a compiled graph on copies, forward and backward, before a run depends on it.
+
+A graph is a function of tensors alone. To try it touches no module, no hook, no ``.grad``, no metric and no
+statistics: what it may write to is copied, and what it draws is put back.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_ups._compat.dynamo import is_fake, is_written_to
+
+__all__ = ["Caller", "GraphError", "State", "with_trial"]
+
+Run = Callable[..., Any]
+
+
+class GraphError(RuntimeError):
+    """A compiled graph failed when it ran for the first time."""
+
+
+class Caller(Protocol):
+    """On whose behalf a graph is made and run."""
+
+    def made_graph(self, *, from_cache: bool) -> None:
+        """Hear that there is a new graph, and whether it came from inductor's caches."""
+
+    def wants_trial(self) -> bool:
+        """Return whether a graph that runs for the first time is to be tried."""
+        ...
+
+    def not_tried(self, reason: str) -> None:
+        """Hear why it is not."""
+
+    def runs_graph(self) -> None:
+        """Hear that a graph begins to run in earnest."""
+
+
+def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller | None]) -> Run:
+    """Return a function that does what ``run`` does, and before its first call tries it.
+
+    Args:
+        run: What a backend made of ``graph``.
+        graph: What Dynamo captured.
+        caller: Asked at each call on whose behalf it is.
+
+    Raises:
+        GraphError: At the first call, if the trial or the call fails. Running out of memory is no such failure.
+    """
+    new = True
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    collectives = _has_collectives(graph)
+
+    def first_run(asker: Caller | None, args: Sequence[Any]) -> Any:
+        nonlocal new
+        new = False  # before the trial, which may call the graph: a checkpoint around the block recomputes it
+        try:
+            if asker is not None and torch.is_grad_enabled() and asker.wants_trial():
+                if reason := collectives or _uncopyable(args, placeholders):
+                    asker.not_tried(reason)
+                else:
+                    _try(run, args, placeholders)
+            if asker is not None:
+                asker.runs_graph()
+            return run(*args)
+        except torch.OutOfMemoryError:
+            new = True
+            raise
+        except Exception as error:
+            new = True  # Dynamo keeps the graph, and a later fit meets it again
+            raise GraphError(f"{type(error).__name__}: {error}") from error
+
+    def graph_run(*args: Any) -> Any:
+        if new and not any(map(is_fake, args)):  # a graph split for DDP is called with fakes once, for their strides
+            return first_run(caller(), args)
+        if (asker := caller()) is not None:
+            asker.runs_graph()
+        return run(*args)
+
+    return graph_run
+
+
+@contextmanager
+def _random_kept() -> Iterator[None]:
+    """Put the generators of the CPU and of the current device back when the context closes."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accelerator.type):
+            yield
+
+
+def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node]) -> None:
+    inputs = _copies(args, placeholders)
+    with _random_kept(), torch.autograd.set_detect_anomaly(mode=False), _own_saved_tensors():
+        outputs = run(*inputs)
+        outputs = [o for o in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if _wants_grad(o)]
+        wanted = [i for i in inputs if _wants_grad(i)]
+        if outputs and wanted:
+            with _no_autocast({i.device.type for i in wanted}):  # as in a training step, where it ends before backward
+                torch.autograd.grad(outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True)
+
+
+def _copies(args: Sequence[Any], placeholders: Sequence[fx.Node]) -> list[Any]:
+    storages: dict[int, torch.UntypedStorage] = {}
+    return [
+        _copy(arg, written=is_written_to(node), storages=storages) if isinstance(arg, Tensor) else arg
+        for arg, node in zip(args, placeholders, strict=True)
+    ]
+
+
+def _copy(tensor: Tensor, *, written: bool, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    if isinstance(tensor, nn.Parameter) and not written:  # copying these would cost the memory of the weights
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    if _is_plain(tensor):
+        # By storage, so that what overlaps still does, with the strides for which the graph was compiled.
+        storage = tensor.untyped_storage()
+        if (address := storage.data_ptr()) not in storages or not address:
+            storages[address] = storage.clone()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copy.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+    else:
+        copy = tensor.detach().clone()
+    copy.requires_grad_(tensor.requires_grad)
+    # Autograd forbids writing to a leaf: an activation that the graph writes to is none.
+    return copy.clone() if written and tensor.requires_grad and not tensor.is_leaf else copy
+
+
+def _uncopyable(args: Sequence[Any], placeholders: Sequence[fx.Node]) -> str | None:
+    if len(args) != len(placeholders):
+        return "its inputs are not those that were captured"
+    for tensor, node in zip(args, placeholders, strict=True):
+        if not isinstance(tensor, Tensor):
+            continue
+        if _is_distributed(tensor):
+            return "its inputs are distributed tensors"
+        if not _is_plain(tensor) and (tensor.is_quantized or tensor.is_sparse or tensor.is_nested):
+            return f"its input {node.name} cannot be copied"
+        if is_written_to(node) and tensor.requires_grad and not tensor.is_leaf and not _is_dense(tensor):
+            return f"it writes to its input {node.name}, whose memory overlaps or has gaps"
+    return None
+
+
+def _has_collectives(graph: fx.GraphModule) -> str | None:
+    # Where one rank compiles and another does not, a trial of its own would wait for the other for ever.
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            target = node.target
+            name = str(getattr(target, "namespace", "") or getattr(target, "__module__", ""))
+            if node.op == "call_function" and any(word in name for word in ("c10d", "symm_mem", "torch.distributed")):
+                return "it communicates with other ranks"
+    return None
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and needed by few
+
+    return isinstance(tensor, DTensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
+    # Hides hooks from outside, such as those of a checkpoint around the block, which would recompute it here and now.
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+@contextmanager
+def _no_autocast(device_types: set[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device_type in device_types | {"cpu"}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+class State:
+    """What a forward of ``module`` may change besides its outputs: generators, buffers, plain attributes.
+
+    Modules, parameters and attributes that hold objects of other classes are taken as they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._random = torch.get_rng_state()
+        self._accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if self._accelerator is not None:
+            self._accelerator_random = torch.get_device_module(self._accelerator).get_rng_state()
+        self._attributes = [(vars(m), {k: v for k, v in vars(m).items() if k != "_modules"}) for m in module.modules()]
+        self._containers = [
+            (value, value.copy())
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if type(value) in (list, dict, set)
+        ]
+        tensors = [v for _, saved in self._containers for v in (saved.values() if isinstance(saved, dict) else saved)]
+        tensors += [v for _, attributes in self._attributes for v in attributes.values()]
+        self._tensors = [
+            (t, t.detach().clone()) for t in tensors if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)
+        ]
+
+    def put_back(self) -> None:
+        """Undo whatever has changed since."""
+        torch.set_rng_state(self._random)
+        if self._accelerator is not None:
+            torch.get_device_module(self._accelerator).set_rng_state(self._accelerator_random)
+        for attributes, before in self._attributes:
+            for name in attributes.keys() - before.keys() - {"_modules"}:
+                del attributes[name]
+            attributes.update(before)
+        for container, before in self._containers:
+            container.clear()
+            container.extend(before) if isinstance(container, list) else container.update(before)
+        with torch.no_grad():
+            for tensor, before in self._tensors:
+                if not torch.equal(tensor, before):  # a needless write would break a backward that saved it
+                    tensor.copy_(before)

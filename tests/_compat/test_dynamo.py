@@ -1,0 +1,155 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups._compat import dynamo
+from tests import backends
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def own_backends():
+    backends.register()
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="aot_eager", **options)
+
+
+@torch.compiler.disable
+def untraced(x):
+    return x.cos()
+
+
+def test_backends_are_those_of_torch_and_of_the_user():
+    assert {"inductor", "eager", "aot_eager", "ups_no_tanh"} <= set(dynamo.backends())
+
+
+def test_inductor_takes_a_mode_and_others_do_not():
+    assert dynamo.takes_mode("inductor")
+    assert not dynamo.takes_mode("ups_no_tanh")
+    assert not dynamo.takes_mode("ups_no_memory")
+
+
+def test_a_mode_reaches_inductor():
+    compiler = dynamo.backend_compiler("inductor", mode="max-autotune-no-cudagraphs", dynamic=None)
+    assert compiler.config["max_autotune"] is True
+
+
+def test_what_was_compiled_is_known_with_its_guards_and_breaks():
+    def f(x, n):
+        return untraced(x.sin()) * n
+
+    run, start = compiled(f, dynamic=False), dynamo.mark()
+    assert not dynamo.compiled_since(start)
+    run(torch.ones(2), 1)
+    assert dynamo.compiled_since(start)
+    compilations, breaks = dynamo.compilations_since(start)
+    assert compilations[0].code == "f"
+    assert [c.guard for c in compilations] == [None] * len(compilations)
+    assert sum(c.seconds for c in compilations) > 0
+    assert len(breaks) == 1
+    assert "test_dynamo.py" in breaks[0]
+
+    start = dynamo.mark()
+    run(torch.ones(2), 1)
+    assert not dynamo.compiled_since(start)
+    run(torch.ones(3), 1)
+    (first, *_), _ = dynamo.compilations_since(start)
+    assert "expected 2, actual 3" in first.guard
+    assert not first.hit_limit
+
+
+def test_the_limit_is_known_when_it_is_hit_and_dynamo_is_silent():
+    def f(x, n):
+        return x * n
+
+    run = compiled(f, dynamic=False)
+    for n in range(dynamo.recompile_limit()):
+        run(torch.ones(2), n + 2)
+    assert dynamo.num_graphs(run) == dynamo.recompile_limit()
+    start = dynamo.mark()
+    run(torch.ones(2), 1)
+    (last,), _ = dynamo.compilations_since(start)
+    assert last.hit_limit
+    assert last.code is None
+    assert last.frame  # by which it is told whose limit it was
+
+
+def test_errors_of_the_compiler_are_told_from_those_of_the_model():
+    def index(x):
+        return x[:, 5]  # an IndexError, which newer versions of Dynamo pass on as it is
+
+    def wrong(x):
+        raise ValueError("no such thing")
+
+    for function, kind, ours in ((index, (IndexError, RuntimeError), True), (wrong, ValueError, False)):
+        start = dynamo.mark()
+        with pytest.raises(kind) as caught:
+            compiled(function)(torch.ones(2, 2))
+        assert dynamo.is_compiler_error(caught.value, start) is ours
+
+
+def test_the_backward_is_compiled_with_the_forward():
+    def f(x):
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    late = torch.compile(f, backend="ups_backward_refused")(x)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        late.sum().backward()
+
+    def g(x):
+        return x.cos()
+
+    with pytest.raises(RuntimeError, match="no kernel"), dynamo.backward_compiled_with_forward():
+        torch.compile(g, backend="ups_backward_refused")(x)
+
+
+def test_a_write_to_an_input_is_seen_by_placeholder():
+    seen = {}
+
+    def backend(graph, inputs):
+        nodes = graph.graph.find_nodes(op="placeholder")
+        seen.update({tuple(i.shape): dynamo.is_written_to(n) for n, i in zip(nodes, inputs, strict=True)})
+        return graph
+
+    def f(a, b):
+        return a.add_(1).sum() + b.sum()
+
+    torch.compile(f, backend=backend, dynamic=False)(torch.ones(2), torch.ones(3))
+    assert seen == {(2,): True, (3,): False}
+
+
+def test_a_module_that_compiles_itself_is_known():
+    plain, by_method = nn.Linear(2, 2), nn.Linear(2, 2)
+    by_method.compile(backend="eager")
+    assert not dynamo.compiled_by_itself(plain)
+    assert dynamo.compiled_by_itself(by_method)
+    assert dynamo.compiled_by_itself(torch.compile(plain, backend="eager"))
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_the_switches_of_torch_are_known(monkeypatch, name):
+    assert dynamo.is_off() is None
+    monkeypatch.setenv(name, "1")
+    assert dynamo.is_off() == f"{name}=1"
+
+
+def test_the_configuration_changes_with_a_setting_of_the_compiler():
+    before = dynamo.configuration()
+    with dynamo.backward_compiled_with_forward():
+        assert dynamo.configuration() != before
+    assert dynamo.configuration() == before
+
+
+def test_ddp_splitting_is_put_back():
+    with dynamo.ddp_splitting_off():
+        off = dynamo.ddp_splitting()
+    assert (off, dynamo.ddp_splitting()) == (False, True)
+
+
+def test_tree_map_reaches_tensors_in_any_container():
+    tree = {"a": [torch.ones(2), 1], "b": (None, torch.ones(1))}
+    assert dynamo.tree_map(lambda t: t.numel(), tree) == {"a": [2, 1], "b": (None, 1)}
