@@ -11,12 +11,14 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.backends import cuda
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_ups._compat.optional import require
 
 __all__ = [
+    "FakeTensor",
     "attention_operators",
     "flash2_packed",
     "load_fa3",

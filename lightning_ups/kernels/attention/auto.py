@@ -133,7 +133,9 @@ def decide(kind: Kind, *, seq: float, work: float) -> Choice:
     )
 
 
-def predict(table: Table, kind: Kind, *, seq: float, work: float, among: Sequence[KernelName] = BACKENDS) -> dict[KernelName, float]:
+def predict(
+    table: Table, kind: Kind, *, seq: float, work: float, among: Sequence[KernelName] = BACKENDS
+) -> dict[KernelName, float]:
     """Return for each backend measured how far it is expected behind the best, as a logarithm of the ratio of times."""
     sums: dict[KernelName, float] = {}
     weights: dict[KernelName, float] = {}

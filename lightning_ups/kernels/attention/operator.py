@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_ups._compat import torch as compat
+from lightning_ups._compat.ops import register_costly_op
 from lightning_ups.kernels.attention import eager, fa3, fa4
 from lightning_ups.kernels.attention.request import Request, attended_pairs
 
@@ -151,6 +151,5 @@ def _shardings(num_inputs: int) -> Callable[..., Any]:
 register_sharding(torch.ops.lightning_ups.attention_forward.default)(_shardings(3))
 register_sharding(torch.ops.lightning_ups.attention_backward.default)(_shardings(6))
 
-if remember := getattr(compat, "register_costly_op", None):
-    # Selective checkpointing keeps what is costly: our forward, as it keeps torch's.
-    remember(torch.ops.lightning_ups.attention_forward.default)
+# Selective checkpointing keeps what is costly: our forward, as it keeps torch's.
+register_costly_op("lightning_ups.attention_forward")

@@ -85,5 +85,5 @@ def test_what_does_not_fit_is_refused(tensors, options, cure):
 
 
 def test_bare_ids_are_refused():
-    with pytest.raises(TypeError, match="Use Documents.from_ids"):
+    with pytest.raises(TypeError, match=r"Use Documents.from_ids"):
         attention(Q, K, K, documents=torch.zeros(2, 8))  # type: ignore[arg-type]

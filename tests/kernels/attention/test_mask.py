@@ -19,6 +19,6 @@ def test_no_mask_where_all_is_seen():
     ],
 )
 def test_what_is_seen(causal, window, ids, wanted):
-    ids_BS = None if ids is None else torch.tensor([ids])
-    mask = dense_mask(4, 4, causal=causal, window=window, ids_BS=ids_BS, device=torch.device("cpu"))
+    rows = None if ids is None else torch.tensor([ids])
+    mask = dense_mask(4, 4, causal=causal, window=window, ids_BS=rows, device=torch.device("cpu"))
     assert ["".join("x" if seen else "." for seen in row) for row in mask[0, 0].tolist()] == wanted

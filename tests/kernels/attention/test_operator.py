@@ -4,6 +4,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_ups._compat.ops import costly_ops
 from lightning_ups.kernels.attention import Documents
 from lightning_ups.kernels.attention.operator import attention_backward, attention_forward
 from tests.kernels.attention.cases import CASES, Case, expected, gradients, worst
@@ -54,6 +55,10 @@ def test_only_inputs_output_and_log_sum_are_kept_for_backward():
         out = by_operator(*tensors, causal=True)
     lse = 2 * 4 * 64
     assert sorted(kept) == sorted([*(tensor.numel() for tensor in tensors), out.numel(), lse])
+
+
+def test_is_among_the_costly_operators():
+    assert FORWARD in costly_ops()
 
 
 def test_selective_checkpointing_keeps_the_output():

@@ -4,7 +4,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.kernels.attention import fa4, routed_attention, routing, support
 from tests.kernels.attention.cases import Case, worst
@@ -88,7 +88,7 @@ def test_compiled_code_follows_and_is_never_stale(fa4_on_cpu):
         return graph.forward
 
     from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.common import aot_autograd  # noqa: TID251  (the graph below autograd)
 
     compiled = torch.compile(
         model,
@@ -123,10 +123,8 @@ def test_put_back_after_exceptions_and_nesting():
 
 def test_modules_that_imported_the_name_are_routed_too(monkeypatch):
     foreign = ModuleType("foreign")
-    exec(
-        "from torch.nn.functional import scaled_dot_product_attention\ndef f(*a): return scaled_dot_product_attention(*a)",
-        foreign.__dict__,
-    )
+    foreign.scaled_dot_product_attention = ORIGINAL
+    exec("def f(*tensors): return scaled_dot_product_attention(*tensors)", foreign.__dict__)
     monkeypatch.setitem(sys.modules, "foreign", foreign)
     with routed_attention("math"):
         assert ran(foreign.f, *inputs()[:1] * 3) == {"math"}

@@ -29,7 +29,7 @@ def test_the_kernel_asked_for_runs(backend, operator, window):
 
 
 def test_none_other_runs_in_its_place():
-    with pytest.raises(RuntimeError, match="No (available kernel|viable backend)"):
+    with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):
         torch_attention(*Case("").tensors(), backend="cudnn", causal=True, window=None, documents=None, scale=1.0)
 
 

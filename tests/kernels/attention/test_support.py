@@ -75,7 +75,7 @@ def test_on_gpus(on, major, change, cannot):
 def test_torch_is_asked_about_its_kernels(on):
     on(9, torch_says="head_dim should be no more than 128")
     assert EVERYTHING - able(H200) == {"cudnn", "flash", "efficient"}
-    with pytest.raises(ValueError, match="no more than 128. Use another backend, or 'auto'"):
+    with pytest.raises(ValueError, match=r"no more than 128. Use another backend, or 'auto'"):
         check("cudnn", H200)
 
 
@@ -96,7 +96,7 @@ def test_a_missing_package_is_named_with_its_extra(on, monkeypatch):
     on(9)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-ups\[flash\]'"):
         check("fa4", H200)
-    with pytest.raises(ModuleNotFoundError, match="Build it with .*, or use backend 'fa4'"):
+    with pytest.raises(ModuleNotFoundError, match=r"Build it with .*, or use backend 'fa4'"):
         check("fa3", H200)
     monkeypatch.undo()
     on = able(CPU)
