@@ -51,6 +51,7 @@ class LeanProgressBar(TQDMProgressBar):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         bar, step = self.train_progress_bar, trainer.global_step
-        if step != bar.n and self._should_update(step, trainer.max_steps):
+        due = self.is_enabled and (step % self.refresh_rate == 0 or step == trainer.max_steps)
+        if due and step != bar.n:
             bar.n = step
             bar.set_postfix(self.get_metrics(trainer, pl_module))

@@ -68,10 +68,11 @@ class TextSample(Callback):
 
 def _must_have(part: object, *methods: str) -> None:
     if missing := [method for method in methods if not callable(getattr(part, method, None))]:
+        where = "a run without a datamodule" if part is None else type(part).__name__
         raise TypeError(
-            f"TextSample finds no {' and no '.join(missing)} in {type(part).__name__}."
+            f"TextSample finds no {' and no '.join(missing)} in {where}."
             " It asks the LightningModule for tokens, and the datamodule to turn text into tokens and back."
-            f" Give {type(part).__name__} these methods, or take TextSample out of the callbacks."
+            " Write these methods, or take TextSample out of the callbacks."
         )
 
 

@@ -28,8 +28,9 @@ class UnigramBaseline(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not hasattr(data, "unigram_entropy"):
+            where = "a run without a datamodule" if data is None else type(data).__name__
             raise TypeError(
-                f"UnigramBaseline finds no unigram_entropy in {type(data).__name__}."
+                f"UnigramBaseline finds no unigram_entropy in {where}."
                 " It compares the validation loss with the entropy of the datamodule's training tokens."
                 " Give the datamodule that attribute, or take UnigramBaseline out of the callbacks."
             )

@@ -371,7 +371,7 @@ class GPTModule(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        if "model" not in self._modules:  # a second fit goes on with what the first has trained
+        if not hasattr(self, "model"):  # a second fit goes on with what the first has trained
             self.model = GPT(self.config)
 
     @override

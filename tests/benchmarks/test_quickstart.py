@@ -45,7 +45,7 @@ def test_both_sides_run_at_the_same_shapes(tmp_path):
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "quickstart.py"), "--cases", "bare 1", "trainer 1", "--output", "out"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "UPS_BENCH_STEPS": "2"},
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "UPS_BENCH_STEPS": "2", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,

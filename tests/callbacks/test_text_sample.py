@@ -112,3 +112,5 @@ def test_a_datamodule_without_letters_is_told_before_training(tmp_path):
 
     with pytest.raises(TypeError, match=r"no encode and no decode in Numbers\..*out of the callbacks\.$"):
         fit(tmp_path, TextSample(), datamodule=Numbers())
+    with pytest.raises(TypeError, match=r"in a run without a datamodule\..*out of the callbacks\.$"):
+        trainer(tmp_path, callbacks=[TextSample()]).fit(Writer(), loader())

@@ -14,6 +14,7 @@ from lightning_ups.callbacks.progress import LeanProgressBar
 from lightning_ups.data import RandomTokens
 from lightning_ups.models.gpt import GPT, SIZES, Block, GPTConfig, GPTModule
 from lightning_ups.transforms.blocks import find_blocks
+from tests.callbacks.test_progress import CountReads
 from tests.toys import trainer
 
 TINY = replace(SIZES["tiny"], dim=32, num_layers=3, ffn_dim=64, vocab_size=50, max_seq_len=16)
@@ -151,6 +152,15 @@ def test_built_on_meta_and_replayed_is_built_in_place(tie):
     assert (model.head.weight is model.embedding.weight) == tie
 
 
+@pytest.mark.parametrize("tie", [False, True])
+def test_initialising_anew_from_the_seed_gives_the_same_weights(tie):
+    model, wanted = built(replace(TINY, tie=tie), seed=1), built(replace(TINY, tie=tie), seed=2)
+    torch.manual_seed(2)
+    model.init_weights()
+    for (name, anew), first in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(anew, first), name
+
+
 def test_every_weight_has_its_own_reset():
     # What a strategy relies on that gives memory to one module after another.
     model = built()
@@ -199,6 +209,12 @@ def test_a_step_never_waits_for_a_value():
         loss.backward()
         with pytest.raises(DataDependentOutputException):
             loss.item()
+
+
+def test_training_reads_no_value_at_every_step(tmp_path):
+    with CountReads() as counted:
+        fit(small(), tmp_path, max_steps=20)
+    assert counted.reads <= 2
 
 
 @pytest.mark.gpu
