@@ -41,7 +41,8 @@ def attention_forward(
     The latter is [batch, heads, seq], or [heads, batch * seq] with documents. `Request` explains the arguments.
     """
     request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
-    return _module(kernel).forward(q, k, v, request)
+    with torch.autocast(q.device.type, enabled=False):
+        return _module(kernel).forward(q, k, v, request)
 
 
 @torch.library.custom_op("lightning_ups::attention_backward", mutates_args=())
@@ -62,7 +63,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
-    return _module(kernel).backward(grad, q, k, v, out, lse, request)
+    with torch.autocast(q.device.type, enabled=False):
+        return _module(kernel).backward(grad, q, k, v, out, lse, request)
 
 
 def _module(kernel: str) -> Any:

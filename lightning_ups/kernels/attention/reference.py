@@ -30,10 +30,26 @@ def reference_attention(
     ``softcap * tanh(score / softcap)``; the softmax runs over the keys that `mask.visible` names. Query heads share
     the heads of keys and values in order: heads ``0 .. G - 1`` use the first.
     """
+    with torch.autocast(q_BSHD.device.type, enabled=False):  # which would make the products coarse again
+        return _attention(q_BSHD, k_BTKD, v_BTKD, causal, window, documents, softcap, scale)
+
+
+def _attention(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    causal: bool,  # noqa: FBT001
+    window: int | None,
+    documents: Documents | None,
+    softcap: float | None,
+    scale: float | None,
+) -> Tensor:
     kv_heads, dim = k_BTKD.shape[2:]
     precise = torch.promote_types(q_BSHD.dtype, torch.float32)
     q_BSKGD = q_BSHD.to(precise).unflatten(2, (kv_heads, -1))
-    scores_BKGST = torch.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD.to(precise)) * (scale or dim**-0.5)
+    scores_BKGST = torch.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD.to(precise)) * (
+        dim**-0.5 if scale is None else scale
+    )
     if softcap:
         scores_BKGST = softcap * torch.tanh(scores_BKGST / softcap)
     ids = None if documents is None else documents.ids

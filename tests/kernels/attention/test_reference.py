@@ -44,3 +44,10 @@ def test_bfloat16_is_computed_in_float32():
     wanted = reference_attention(*(tensor.float() for tensor in tensors), causal=True)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, wanted.bfloat16())
+
+
+def test_autocast_does_not_make_it_coarse():
+    tensors = Case("").tensors()
+    wanted = reference_attention(*tensors, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(reference_attention(*tensors, causal=True), wanted)

@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from lightning_ups._compat import attention as compat
+from tests.kernels.attention.cases import CASES, expected, gradients, worst
+
+
+def test_operators_of_this_build_by_part():
+    forward, backward = (compat.attention_operators(part) for part in ("forward", "backward"))
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in forward
+    assert torch.ops.aten._scaled_dot_product_cudnn_attention_backward in backward
+    for operator in forward + backward:
+        names = {argument.name for argument in operator.default._schema.arguments}
+        assert {"query", "key", "value", "is_causal"} <= names
+
+
+@pytest.mark.parametrize("backend", ["reference", "math", "efficient", "flash", "cudnn", "flex"])
+def test_what_is_in_torch_misses_nothing(backend):
+    assert compat.missing_package(backend) is None
+
+
+@pytest.mark.skipif(compat.missing_package("fa4") is None, reason="it is installed")
+def test_a_missing_package_is_said_without_importing_it():
+    assert compat.missing_package("fa4") == "flash-attn-4>=4.0.0b1 is not installed"
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-ups\[flash\]'"):
+        compat.load_fa4(feature="This")
+
+
+def test_fa3_says_where_it_comes_from(monkeypatch):
+    monkeypatch.setattr(compat, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match="python setup.py install"):
+        compat.load_fa3(feature="This")
+
+
+GPU = pytest.mark.gpu(capability=(8, 0))
+
+
+@GPU
+@pytest.mark.parametrize("case", [case for case in CASES if not case.plain and not case.softcap], ids=lambda c: c.name)
+def test_on_a_gpu_flash_attention_2_takes_windows_and_documents(case):
+    def packed(q, k, v, *, causal, window, documents, softcap, scale):
+        return compat.flash2_packed(
+            q,
+            k,
+            v,
+            cu_seqlens=None if documents is None else documents.cu_seqlens,
+            max_seqlen=q.shape[1] if documents is None else documents.max_seqlen,
+            causal=causal,
+            window=window,
+            scale=scale or q.shape[-1] ** -0.5,
+        )
+
+    tensors, options = case.tensors(torch.bfloat16, "cuda"), case.options("cuda")
+    assert worst(gradients(packed, tensors, options), expected(tensors, options)) < 1.5e-2
+
+
+@GPU
+def test_on_a_gpu_torch_says_why_it_refuses():
+    reason = compat.torch_refuses(
+        "flash", dtype=torch.bfloat16, heads=(4, 2), head_dims=(512, 512), causal=True, trains=True
+    )
+    assert "256" in (reason or "")
+    assert not compat.torch_refuses(
+        "flash", dtype=torch.bfloat16, heads=(4, 2), head_dims=(128, 128), causal=True, trains=True
+    )
+
+
+@GPU
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "flex"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_a_gpu_each_backend_is_the_reference_or_refuses(backend, case):
+    from lightning_ups.kernels.attention import attention
+    from lightning_ups.kernels.attention.kind import kind_of
+    from lightning_ups.kernels.attention.support import refusal
+
+    tensors, options = case.tensors(torch.bfloat16, "cuda"), case.options("cuda")
+    flags = {name: options[name] is not None for name in ("window", "documents", "softcap")}
+    kind = kind_of(*(tensor.requires_grad_() for tensor in tensors), causal=case.causal, **flags)
+    if refused := refusal(backend, kind):
+        with pytest.raises(ValueError, match="was asked for and is impossible here"):
+            attention(*tensors, **options, backend=backend)
+        pytest.skip(refused[0])
+    found = gradients(attention, tensors, {**options, "backend": backend})
+    assert worst(found, expected(tensors, options)) < 1.5e-2
