@@ -1,0 +1,154 @@
+"""What this machine is: processors, GPUs, packages that load, and variables, as the checks of ``doctor`` read them."""
+
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_ups._compat.environment import gpu_states, gpus, host, installed, relevant_variables
+
+__all__ = ["KNOWN", "Known", "Machine", "Package", "look"]
+
+
+class Known(NamedTuple):
+    """A package that a part of the suite, or of torch, can use."""
+
+    name: str  # of the distribution
+    module: str  # whose import shows that it loads
+    cure: str  # what to run when it is missing
+
+
+def _extra(name: str) -> str:
+    return f"pip install 'lightning-ups[{name}]'"
+
+
+KNOWN = (
+    Known("lightning", "lightning.pytorch", "pip install 'lightning>=2.6.6,<2.7'"),
+    Known("jsonargparse", "jsonargparse", "pip install 'jsonargparse[signatures]>=4.37,<5'"),
+    Known("tensorboard", "tensorboard", "pip install tensorboard"),
+    Known("triton", "triton", "install a build of torch for CUDA, which brings it"),
+    Known("torchao", "torchao.float8", _extra("float8")),
+    Known("transformer-engine", "transformer_engine.pytorch", _extra("te")),
+    Known("flash-attn-3", "flash_attn_interface", "build the folder 'hopper' of the flash-attention repository"),
+    Known("flash-attn-4", "flash_attn.cute.interface", _extra("flash")),
+    Known("transformers", "transformers", _extra("hf")),
+    Known("safetensors", "safetensors.torch", _extra("hf")),
+    Known("nvidia-ml-py", "pynvml", "pip install nvidia-ml-py"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """An installed package, and why it does not load, if it does not."""
+
+    version: str | None
+    error: str | None = None
+
+    @property
+    def loads(self) -> bool:
+        """Whether it was imported."""
+        return self.error is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Everything that the checks read, so that a test can describe a machine that is not here."""
+
+    host: Mapping[str, Any]
+    gpus: Sequence[Mapping[str, Any]] = ()
+    cuda: str | None = None  # what torch was built for
+    has_nvidia: bool = False  # whether the system has an NVIDIA GPU, visible to torch or not
+    packages: Mapping[str, Package] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 1
+    unlinked: Sequence[tuple[int, int]] = ()  # pairs of GPUs that cannot reach each other's memory
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability of the weakest visible GPU, or None without one."""
+        found = [(gpu["capability"][0], gpu["capability"][1]) for gpu in self.gpus]
+        return min(found, default=None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where probes run."""
+        return torch.device("cuda", 0) if self.gpus else torch.device("cpu")
+
+
+def look() -> Machine:
+    """Describe the machine that this process is on; packages load in processes of their own, and at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Before CUDA is initialised: a process that was forked later could not use it.
+        loading = [_Loading(known, Path(folder)) for known in KNOWN if _is_installed(known)]
+        states = {state["index"]: state for state in gpu_states() or []}
+        found = [gpu | states.get(gpu["index"], {}) for gpu in gpus()]
+        unlinked = _unlinked(len(found))
+        packages = {each.known.name: each.package() for each in loading}
+    return Machine(
+        host=host(),
+        gpus=found,
+        cuda=torch.version.cuda,
+        has_nvidia=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
+        packages={"torch": Package(version=str(torch.__version__))} | packages,  # noqa: TID251  (shown, not compared)
+        environment=relevant_variables(),
+        threads=torch.get_num_threads(),
+        unlinked=unlinked,
+    )
+
+
+def _is_installed(known: Known) -> bool:
+    # The top of the name only: looking below it would import it.
+    return installed(known.name) is not None or find_spec(known.module.partition(".")[0]) is not None
+
+
+class _Loading:
+    """A package while a process of its own imports it: a wheel for another torch may take the interpreter with it."""
+
+    def __init__(self, known: Known, folder: Path) -> None:
+        self.known, self._said = known, folder / known.name
+        self._said.touch()
+        # Forked where that is possible, it has torch already.
+        method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+        context: Any = multiprocessing.get_context(method)
+        self._process = context.Process(target=_import, args=(known.module, str(self._said)), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that threads run, such as OpenBLAS's
+            self._process.start()
+
+    def package(self, *, patience_s: float = 90) -> Package:
+        """Wait, and return what became of it."""
+        self._process.join(patience_s)
+        code = self._process.exitcode
+        version = installed(self.known.name)
+        if code == 0:
+            return Package(version=version or "of unknown version")
+        if code is None:
+            self._process.kill()
+            return Package(version=version, error=f"importing it takes more than {patience_s:.0f} s")
+        lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        ended = (
+            f"importing it ends the interpreter by signal {-code}" if code < 0 else f"importing it exits with {code}"
+        )
+        return Package(version=version, error=lines[-1] if lines and code > 0 else ended)
+
+
+def _import(module: str, said: str) -> None:
+    file = open(said, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  (the traceback goes there too)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    importlib.import_module(module)
+
+
+def _unlinked(count: int) -> list[tuple[int, int]]:
+    pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
+    return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
