@@ -39,8 +39,9 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    _check_names(asked.require)
     report = examination()
-    missing = _missing(asked.require, report)
+    missing = [row for row in report["techniques"] if row["name"] in asked.require and row["verdict"] == "no"]
     if asked.json:
         print(json.dumps(report, indent=2, default=str))
     else:
@@ -87,15 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _missing(required: Sequence[str], report: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = {row["name"]: row for row in report["techniques"]}
+def _check_names(required: Sequence[str]) -> None:
+    from lightning_ups.tools.hardware import TECHNIQUES
+
+    names = [technique.name for technique in TECHNIQUES]
     for name in required:
-        if name not in rows:
+        if name not in names:
             raise ValueError(
                 f"--require {name} names no technique. It takes the names in the first column of doctor's table."
-                f" {suggestion(name, rows, most=len(rows))}"
+                f" {suggestion(name, names, most=len(names))}"
             )
-    return [rows[name] for name in dict.fromkeys(required) if rows[name]["verdict"] == "no"]
 
 
 def _machine(machine: "Machine") -> dict[str, Any]:
