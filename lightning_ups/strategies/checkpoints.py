@@ -22,8 +22,9 @@ from lightning_ups.transforms.checkpoint import (
     resolve,
     save_sharded,
 )
+from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
 
-__all__ = ["Checkpoints", "Save"]
+__all__ = ["Checkpoints", "OnUnreplayable", "Save"]
 
 Save = Literal["sharded", "full"]
 
@@ -48,13 +49,28 @@ class Checkpoints:
             as a single device would write it.
         async_save: Write in the background, from a copy on the host.
         weights_only: Read only what cannot run code.
+        on_unreplayable: What becomes of a run that could not be resumed exactly: ``"warn"`` or ``"refuse"``.
 
     Raises:
-        ValueError: If ``save`` is unknown, or if a full checkpoint is to be written in the background.
+        ValueError: If a choice is unknown, or if a full checkpoint is to be written in the background.
     """
 
-    def __init__(self, strategy: Strategy, *, save: Save, async_save: bool, weights_only: bool) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        save: Save = "sharded",
+        async_save: bool = False,
+        weights_only: bool = True,
+        on_unreplayable: OnUnreplayable = "warn",
+    ) -> None:
         name = type(strategy).__name__
+        if on_unreplayable not in get_args(OnUnreplayable):
+            raise ValueError(
+                f"{name}(on_unreplayable={on_unreplayable!r}) is not a known choice."
+                " It says what becomes of a run that could not be resumed exactly."
+                f" Use one of {get_args(OnUnreplayable)}."
+            )
         if save not in get_args(Save):
             raise ValueError(
                 f"{name}(save={save!r}) is not a known choice."
@@ -69,12 +85,26 @@ class Checkpoints:
             )
         self._strategy, self._sharded, self._weights_only = strategy, save == "sharded", weights_only
         self._saver = Saver(asynchronous=async_save, timeout=timedelta(minutes=60))
+        self._policy: OnUnreplayable = on_unreplayable
+        self._connection: Connection | None = None
         self._blocked_s: list[float] = []
 
     @property
     def saver(self) -> Saver:
         """Writes the sharded checkpoints; its ``observe`` may be set."""
         return self._saver
+
+    def follow(self, trainer: Trainer) -> None:
+        """Follow the training data, so that a run resumes within an epoch; a callback may have taken that over."""
+        self._unfollow()
+        if not any(getattr(callback, "resumes_exactly", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            self._connection = Connection(trainer, on_unreplayable=self._policy, group=lambda: self._saver.group)
+
+    def begin(self) -> None:
+        """Put random numbers back as the checkpoint has them, when training begins."""
+        if self._connection is not None:
+            self._connection.begin()
+            self._connection.begin_epoch()
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state: of DTensors, or gathered on rank 0."""
@@ -100,6 +130,8 @@ class Checkpoints:
             RuntimeError: If this save, or the one in the background before it, failed.
         """
         path = self._local(self._strategy.broadcast(path), storage_options)
+        if self._connection is not None and "optimizer_states" in checkpoint:
+            checkpoint[RESUME_KEY] = self._connection.state()
         if self._sharded:
             save_sharded(self._saver, checkpoint, path, apart=_APART)
         else:
@@ -130,6 +162,8 @@ class Checkpoints:
                 " Resuming does not need them. To read them, too, name the classes in"
                 " torch.serialization.add_safe_globals([...]), or set weights_only=False if you trust the file."
             )
+        if self._connection is not None and RESUME_KEY in rest:
+            self._connection.load(rest[RESUME_KEY])
         return rest
 
     def remove(self, path: str | Path) -> None:
@@ -138,6 +172,7 @@ class Checkpoints:
 
     def fail(self) -> None:
         """Let a save that is under way end, after an exception."""
+        self._unfollow()
         if failure := self._saver.abandon(timeout_s=_GRACE_S):
             rank_zero_warn(failure)
 
@@ -147,7 +182,13 @@ class Checkpoints:
         Raises:
             RuntimeError: If it failed.
         """
+        self._unfollow()
         self._saver.close()
+
+    def _unfollow(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     @property
     def _module(self) -> LightningModule:

@@ -103,13 +103,12 @@ def test_not_refused(asked):
 
 def sharded_then_stock():
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from lightning_ups.transforms.shard import shard
+    from lightning_ups.transforms.shard import ShardOptions, shard
 
     model = Net()
-    mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy()
-    shard([], roots=[*model.layers, model.head], mesh=mesh, policy=policy)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
+    shard(model, blocks={}, roots=[*model.layers, model.head], mesh=mesh, options=ShardOptions())
     return [
         refusal.text(run(module=model, strategy=s))
         for s in (SINGLE, FSDP2)

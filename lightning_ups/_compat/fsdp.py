@@ -1,0 +1,246 @@
+"""Private names of FSDP2, for what its public functions cannot say.
+
+FSDP2 keeps a *state* for each sharded module and, in it, *groups* of parameters that are gathered and reduced together.
+Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a version.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+__all__ = [
+    "begin_forward",
+    "end_forward",
+    "expect_backward",
+    "flattened",
+    "gather_with_root",
+    "held_parameters",
+    "initialise",
+    "move_own_tensors",
+    "rehome",
+    "settle",
+    "sharding_policy",
+    "unreduced",
+]
+
+
+def sharding_policy(module: FSDPModule) -> MixedPrecisionPolicy:
+    """Return the policy that ``module`` was given to ``fully_shard`` with."""
+    return module._get_fsdp_state()._mp_policy
+
+
+def initialise(root: FSDPModule) -> None:
+    """Make ``root`` the root of all sharded modules inside it, which otherwise the first to run becomes."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def begin_forward(root: FSDPModule) -> None:
+    """Gather what ``root`` itself holds, as a call of it would."""
+    # One argument that is no tensor: torch 2.11 cannot move an empty tuple to a GPU.
+    root._get_fsdp_state()._pre_forward(root, (0,), {})
+
+
+def end_forward(root: FSDPModule) -> None:
+    """End what ``begin_forward`` began."""
+    root._get_fsdp_state()._post_forward(root, (), None)
+
+
+def expect_backward(root: FSDPModule, loss: Tensor) -> None:
+    """Let a backward from ``loss`` reduce what ``root`` holds, and whatever else the graph did not announce."""
+    if loss.requires_grad:
+        # Not by `_post_forward`: it would warn of every loss that is a view.
+        loss.register_hook(root._get_fsdp_state()._pre_backward)
+
+
+def settle(root: FSDPModule, *, discard: bool = False) -> None:
+    """Bring every group back to shards, without a collective, as after a backward.
+
+    A forward without backward leaves the roots whole, and after an exception within a forward a group believes that
+    it still runs, and ``reshard()`` does nothing.
+
+    Args:
+        root: The outermost sharded module.
+        discard: Drop gradients that wait for their reduction, those of an iteration that failed.
+    """
+    context = root._get_fsdp_state()._state_ctx
+    communication = root._get_fsdp_state()._comm_ctx
+    if hasattr(communication, "all_gather_stream"):  # made by the lazy initialisation
+        _wait_for_collectives(communication)
+    communication.post_forward_order.clear()
+    for state in _states(root):
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        for group in _groups(state):
+            _settle_group(group)
+            if discard:
+                _discard_gradients(group)
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def _wait_for_collectives(communication: Any) -> None:
+    current = communication.device_handle.current_stream()
+    if (gathered := communication.all_gather_state) is not None:
+        if gathered.event is not None:
+            current.wait_event(gathered.event)
+        communication.all_gather_state = None
+    # One state in torch 2.11, a list of them in 2.13.
+    reducing = getattr(communication, "reduce_scatter_states", None)
+    single = getattr(communication, "reduce_scatter_state", None)
+    for reduced in reducing if reducing is not None else [single] * (single is not None):
+        if reduced.event is not None:
+            current.wait_event(reduced.event)
+    if reducing is not None:
+        reducing.clear()
+    elif single is not None:
+        communication.reduce_scatter_state = None
+
+
+def _settle_group(group: Any) -> None:
+    if group._all_gather_result is not None:
+        _wait_for_gather(group._all_gather_result)
+        group._all_gather_result = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
+
+
+def _wait_for_gather(result: Any) -> None:
+    if result.all_gather_event is not None and torch.accelerator.is_available():
+        torch.accelerator.current_stream().wait_event(result.all_gather_event)
+    if isinstance(result.all_gather_work, torch.distributed.Work):
+        result.all_gather_work.wait()
+
+
+def _discard_gradients(group: Any) -> None:
+    group._partial_reduce_output = None
+    for held in group.fsdp_params:
+        held.unsharded_accumulated_grad = None
+        if hasattr(held, "_unsharded_param"):
+            held._unsharded_param.grad = None
+
+
+def unreduced(root: FSDPModule) -> list[str]:
+    """Return the names of parameters whose gradient came after their group was reduced, and was left behind."""
+    return [
+        held._param_fqn or held._module_info.param_name
+        for state in _states(root)
+        for group in _groups(state)
+        for held in group.fsdp_params
+        if group.reduce_grads
+        and (
+            held.unsharded_accumulated_grad is not None
+            or (hasattr(held, "_unsharded_param") and held._unsharded_param.grad is not None)
+        )
+    ]
+
+
+def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tensor | None, str, Any]]:
+    """Yield (module that gathers it, shard, gathered or None, name, handle) for every parameter that is sharded."""
+    for state in _states(root):
+        for group in _groups(state):
+            for held in group.fsdp_params:
+                gathered = getattr(held, "_unsharded_param", None)
+                yield state._modules[0], held.sharded_param, gathered, held._param_fqn or "", held
+
+
+def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:
+    """Let ``root``, which is whole now, gather a parameter from now on in the place of its own module.
+
+    Neither the sharded Parameter nor the gathered one changes, so that an optimizer and a graph that hold them stay
+    right. Every rank must call it for the same parameters in the same order.
+
+    Returns:
+        The parameter, gathered.
+    """
+    state, group = next(
+        (state, group)
+        for state in _states(root)
+        for group in _groups(state)
+        if any(held is handle for held in group.fsdp_params)
+    )
+    if group._all_gather_result is not None:  # prefetched
+        group.wait_for_unshard()
+    target = _group_of_root(root, like=group)
+    group.fsdp_params.remove(handle)
+    if not group.fsdp_params:
+        _groups(state).remove(group)
+    if group.is_unsharded is False:
+        alone = _empty_group(root, like=group)
+        if group.is_sharded_post_forward:
+            handle.to_sharded()
+        alone.fsdp_params.append(handle)
+        alone.unshard()
+        alone.wait_for_unshard()
+    target.fsdp_params.append(handle)
+    target._init_mp_dtypes()
+    target._sharded_state = type(target._sharded_state).UNSHARDED
+    return handle._unsharded_param
+
+
+def _group_of_root(root: FSDPModule, *, like: Any) -> Any:
+    groups = _groups(root._get_fsdp_state())
+    if not groups:
+        groups.append(_empty_group(root, like=like))
+        groups[0]._training_state = TrainingState.FORWARD
+    return groups[0]
+
+
+def _empty_group(root: FSDPModule, *, like: Any) -> Any:
+    group = type(like)(
+        params=[],
+        modules=(root,),
+        mesh_info=like.mesh_info,
+        post_forward_mesh_info=None,  # a root stays whole from forward to backward
+        device=like.device,
+        shard_placement_fn=None,
+        mp_policy=like.mp_policy,
+        offload_policy=like.offload_policy,
+    )
+    group.comm_ctx = like.comm_ctx
+    group.reduce_grads, group.all_reduce_grads = like.reduce_grads, like.all_reduce_grads
+    group.reshard_after_backward = like.reshard_after_backward
+    group._reset_sharded_params = True  # it was done where the parameters come from
+    return group
+
+
+def rehome(root: FSDPModule, temporary: Iterable[str]) -> None:
+    """Forget the names under which ``root`` held parameters only so that ``fully_shard`` would take them."""
+    names = set(temporary)
+    for group in _groups(root._get_fsdp_state()):
+        for held in group.fsdp_params:
+            info = held._module_info
+            if info.module is root and info.param_name in names:
+                info.module, info.param_name = info.shared_modules.pop(0), info.shared_param_names.pop(0)
+    for name in names:
+        del root._parameters[name]  # type: ignore[attr-defined]
+
+
+def move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move what ``module`` holds itself, and not what its children hold, to ``device``."""
+    if any(t is not None and t.device != device and not t.is_meta for t in _own(module)):
+        module._apply(lambda t: t if t.is_meta else t.to(device), recurse=False)
+
+
+def flattened(mesh: DeviceMesh, names: tuple[str, ...], into: str) -> DeviceMesh:
+    """Return the dimensions ``names`` of ``mesh`` as one, which ``mesh[into]`` is from then on."""
+    return mesh[names]._flatten(into)
+
+
+def _own(module: nn.Module) -> Iterator[Tensor | None]:
+    tensors: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
+    for mapping in tensors:
+        yield from mapping.values()
+
+
+def _states(root: FSDPModule) -> list[Any]:
+    return root._get_fsdp_state()._state_ctx.all_states
+
+
+def _groups(state: Any) -> list[Any]:
+    return state._fsdp_param_groups

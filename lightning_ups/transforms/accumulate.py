@@ -1,0 +1,102 @@
+"""Accumulating gradients over microbatches: when they are reduced, and what stays gathered between them."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Sync", "SyncChoice", "accumulating", "choose_sync", "free_memory", "unsharded_gradient_bytes"]
+
+Sync = Literal["auto", "last", "every"]
+
+_SHARE = 0.25  # of the memory that is free once the model is sharded; the rest is for activations and the optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncChoice:
+    """When gradients are reduced, and why.
+
+    Args:
+        sync: ``"last"``: once for each optimizer step. ``"every"``: after each microbatch.
+        gradient_bytes: What ``"last"`` keeps on each device between microbatches.
+        reason: For the report.
+    """
+
+    sync: Literal["last", "every"]
+    gradient_bytes: int
+    reason: str
+
+
+def choose_sync(sync: Sync, *, gradient_bytes: int, free_bytes: int | None) -> SyncChoice:
+    """Return ``sync``, or for ``"auto"`` the one that reduces least and still fits.
+
+    Raises:
+        ValueError: If ``sync`` is unknown.
+    """
+    if sync not in get_args(Sync):
+        raise ValueError(
+            f"sync={sync!r} is not a known choice."
+            " It says after which microbatches of an optimizer step gradients are reduced."
+            f" Use one of {get_args(Sync)}."
+        )
+    if sync != "auto":
+        return SyncChoice(sync=sync, gradient_bytes=gradient_bytes, reason="as asked")
+    if free_bytes is None:
+        return SyncChoice(sync="last", gradient_bytes=gradient_bytes, reason="the free memory is not known")
+    fits = gradient_bytes <= _SHARE * free_bytes
+    compared = f"{gradient_bytes / 2**30:.2f} GiB of whole gradients {'fit' if fits else 'do not fit'}"
+    reason = f"{compared} into a quarter of {free_bytes / 2**30:.2f} GiB"
+    return SyncChoice(sync="last" if fits else "every", gradient_bytes=gradient_bytes, reason=reason)
+
+
+def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | None, tensor_size: int = 1) -> int:
+    """Return what the gradients of sharded parameters take on each device while they wait, whole, to be reduced."""
+    return sum(
+        p.numel() // tensor_size * (reduce_dtype or p.dtype).itemsize
+        for p in model.parameters()
+        if p.requires_grad and isinstance(p, DTensor)
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that are free on ``device``, or None if it does not say."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+@contextmanager
+def accumulating(
+    root: FSDPModule,
+    *,
+    sync: Literal["last", "every"],
+    keep: Iterable[FSDPModule],
+    replicated: bool,
+    keep_all: bool,
+) -> Iterator[None]:
+    """Run a microbatch that is not the last of its optimizer step.
+
+    Args:
+        root: The outermost sharded module.
+        sync: ``"last"``: nothing is reduced now. ``"every"``: gradients are reduced into their shards, and the copies
+            of a replicated mesh still only once.
+        keep: Modules that are whole at the end of a backward anyhow, and stay so for the next microbatch.
+        replicated: Whether the mesh has copies.
+        keep_all: Whether all stay whole, since the sharding keeps them whole from forward to backward.
+    """
+    kept = [root] if keep_all else [*keep]
+    if sync == "last":
+        root.set_requires_gradient_sync(False)
+    elif replicated:
+        root.set_requires_all_reduce(False)
+    for module in kept:
+        module.set_reshard_after_backward(False, recurse=keep_all)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+        for module in kept:
+            module.set_reshard_after_backward(True, recurse=keep_all)

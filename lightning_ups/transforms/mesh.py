@@ -1,0 +1,64 @@
+"""The mesh of devices: which of them hold a copy, which a shard, and which a part of each matrix product."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_ups._compat.fsdp import flattened
+
+__all__ = ["DATA", "TENSOR", "MeshSizes", "build_mesh", "data_mesh"]
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may know
+_REPLICATE, _SHARD = "replicate", "shard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """How many devices there are along each dimension; neighbours in rank split matrices first, then parameters.
+
+    Args:
+        replicate: Copies of the sharded model.
+        shard: Devices over which each copy is sharded.
+        tensor: Devices over which each matrix product is split.
+    """
+
+    replicate: int
+    shard: int
+    tensor: int
+
+    @classmethod
+    def of(cls, num_devices: int, *, replicate: int | None = 1, tensor: int = 1) -> Self:
+        """Divide ``num_devices``; whatever is not asked for otherwise shards. ``replicate=None``: nothing shards.
+
+        Raises:
+            ValueError: If the sizes do not divide the number of devices.
+        """
+        wanted = tensor * (replicate or 1)
+        if tensor < 1 or wanted < 1 or num_devices % wanted:
+            raise ValueError(
+                f"{num_devices} devices cannot be divided by tensor_parallel_size={tensor}"
+                f" times replicate_size={replicate or 1}."
+                " Every device has one place in the mesh, and all its rows are equally long."
+                f" Choose sizes whose product divides {num_devices}."
+            )
+        if replicate is None:
+            return cls(replicate=num_devices // tensor, shard=1, tensor=tensor)
+        return cls(replicate=replicate, shard=num_devices // wanted, tensor=tensor)
+
+
+def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
+    """Return a mesh with the dimensions ``data_parallel`` and ``tensor_parallel``."""
+    if sizes.replicate == 1:
+        return init_device_mesh(device_type, (sizes.shard, sizes.tensor), mesh_dim_names=(DATA, TENSOR))
+    shape = (sizes.replicate, sizes.shard, sizes.tensor)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICATE, _SHARD, TENSOR))
+    flattened(mesh, (_REPLICATE, _SHARD), DATA)
+    return mesh
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of ``mesh`` that FSDP2 shards over: one dimension, or copies of it and it."""
+    if _REPLICATE in (mesh.mesh_dim_names or ()):
+        return mesh[_REPLICATE, _SHARD]
+    return mesh[DATA]

@@ -1,0 +1,129 @@
+"""Parameters that are read outside the forward of the module that gathers them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+
+from lightning_ups._compat.fsdp import gather_with_root, held_parameters
+
+__all__ = ["OutsideReads"]
+
+# What asks about a tensor, or gives a view that computes nothing yet, and does not read its values.
+# fmt: off
+_ASKS = frozenset((
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size",
+    "storage_offset", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_sparse",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "detach", "full_tensor",
+    "to_local", "get_device", "is_shared", "retain_grad", "__repr__", "__format__", "__hash__", "__len__",
+    "__reduce_ex__",
+))
+# fmt: on
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # of all properties, those that compute
+
+
+class OutsideReads(TorchFunctionMode):
+    """Finds, while it is open, reads of parameters outside their module, and lets the model gather these instead.
+
+    A group is gathered when its module is called and reduced when that call's backward is done. A weight that something
+    else reads too, as a tied head by ``F.linear``, would be a shard then, or its gradient would come too late. The
+    model's own group is whole from the start of a step until the end of its backward, so it takes such a weight over.
+
+    Inside blocks it looks away, so that compiled code does not see it. Every rank must read alike.
+
+    Args:
+        root: The sharded model, within a step.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._root = root
+        self._homes: dict[Tensor, tuple[nn.Module, str, Any]] = {}
+        self._running: list[nn.Module] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs, until the end of the context."""
+        with ExitStack() as hooks:
+            for module in self._root.modules():  # type: ignore[attr-defined]
+                if isinstance(module, FSDPModule) and module is not self._root:
+                    self._follow(module, hooks)
+            with self:
+                yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look away, until the end of the context."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _asks(func):
+            return func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return func(*self._gathered(args), **self._gathered(kwargs))
+        try:
+            return func(*args, **kwargs)  # a norm of a shard, say, needs nothing from us
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            return func(*self._gathered(args), **self._gathered(kwargs))
+
+    def _gathered(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return self._gathered_parameter(value)
+        if isinstance(value, dict):
+            return {key: self._gathered(inner) for key, inner in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._gathered(inner) for inner in value)
+        return value
+
+    def _gathered_parameter(self, parameter: nn.Parameter) -> Tensor:
+        if parameter not in self._homes:
+            self._learn()
+        home, name, handle = self._homes.get(parameter, (self._root, "", None))
+        if home is self._root or home in self._running:
+            return parameter
+        self.found.append(name)
+        whole = gather_with_root(self._root, handle)
+        for alias in [p for p, (_, _, its) in self._homes.items() if its is handle]:
+            self._homes[alias] = (self._root, name, handle)  # type: ignore[assignment]
+        return whole
+
+    def _learn(self) -> None:
+        for home, shard, gathered, name, handle in held_parameters(self._root):
+            self._homes[shard] = (home, name, handle)
+            if gathered is not None:  # made when it is first gathered
+                self._homes[gathered] = (home, name, handle)
+
+    def _follow(self, module: nn.Module, hooks: ExitStack) -> None:
+        inside = any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
+
+        def enter(*_: Any) -> None:
+            self._running.append(module)
+            if not inside:
+                self.__exit__(None, None, None)
+
+        def leave(*_: Any) -> None:
+            if not inside:
+                self.__enter__()
+            self._running.remove(module)
+
+        hooks.callback(module.register_forward_pre_hook(enter).remove)
+        hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+
+def _asks(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
+    return name in _ASKS

@@ -1,0 +1,98 @@
+"""Gradients of parameters, and buffers, that stay whole on every device: kept alike as DDP does."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["BufferSync", "average_gradients"]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup, unused: bool = False) -> None:
+    """Average the gradients of ``parameters`` over ``group``, those of one type in one collective.
+
+    What was averaged already and got more since is averaged right: equal parts average to themselves.
+
+    Args:
+        parameters: They have equal values on every rank.
+        group: The ranks.
+        unused: Count a missing gradient as zero, since another rank may have one.
+    """
+    if group.size() == 1:
+        return
+    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.grad is None and unused and p.requires_grad:
+            p.grad = torch.zeros_like(p)
+        if p.grad is not None:
+            by_type.setdefault(p.dtype, []).append(p)
+    for same in by_type.values():
+        gradients = [p.grad for p in same if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+        flat /= group.size()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+class BufferSync:
+    """Gives every rank the first rank's buffers, those that change while the model trains, before each step.
+
+    Running statistics of norms are known to change. Which others do is seen in the first step: all ranks agree on them
+    once, so that they later send the same without asking.
+
+    Args:
+        module: Holds the buffers.
+        group: The ranks.
+    """
+
+    def __init__(self, module: nn.Module, *, group: ProcessGroup) -> None:
+        self._module, self._group = module, group
+        self._names: tuple[str, ...] | None = None
+        self._before: Mapping[str, tuple[int, int]] = {}
+        self._stepped = False
+
+    def note_step(self) -> None:
+        """Say that a training step has run."""
+        self._stepped = True
+
+    def __call__(self) -> None:
+        """Send what may have changed. Every rank calls it before each step that starts an accumulation."""
+        if self._group.size() == 1:
+            return
+        buffers = dict(self._module.named_buffers())
+        if self._names is None and self._stepped:
+            self._names = self._agree(buffers)
+        names = [name for name in buffers if self._names is None or name in self._names]
+        works = [dist.broadcast(buffers[name], group=self._group, group_src=0, async_op=True) for name in names]
+        for work in works:
+            if work is not None:
+                work.wait()
+        if self._names is None:
+            self._before = _versions(buffers)
+
+    def _agree(self, buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Wait for the other ranks, once, and return what changed on any."""
+        now = _versions(buffers)
+        known = {
+            f"{name}.{inner}".removeprefix(".")
+            for name, module in self._module.named_modules()
+            if isinstance(module, _NormBase)
+            for inner, _ in module.named_buffers(recurse=False)
+        }
+        names = [*buffers]
+        if not names:
+            return ()
+        changed = [name in known or now[name] != self._before.get(name) for name in names]
+        device = next(iter(buffers.values())).device
+        anywhere = torch.tensor(changed, dtype=torch.int32, device=device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
+        return tuple(name for name, yes in zip(names, anywhere.tolist(), strict=True) if yes)
+
+
+def _versions(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}

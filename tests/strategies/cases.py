@@ -1,0 +1,279 @@
+"""Modules as users write them, each with what FSDP2 finds hard, and their training on one device or on ranks."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule, seed_everything
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from tests.toys import trainer
+
+SAMPLES, WIDTH = 16, 8
+
+
+class Case(LightningModule):
+    """Regression of the input's sum; subclasses build and run."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.losses = []
+        self.build()
+
+    def build(self):
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def run(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def loss(self, x):
+        return (self.run(x).squeeze(-1) - x.sum(-1)).square().mean()
+
+    def training_step(self, batch, _):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch, _):
+        return self.run(batch)
+
+    def configure_optimizers(self):
+        # Not Adam, which does not notice when all gradients are scaled.
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tied(Case):
+    def build(self):
+        super().build()
+        self.project = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.back = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.back.weight = self.project.weight
+        self.layers[1].up.weight = self.layers[0].up.weight  # two blocks share one
+
+    def run(self, x):
+        return super().run(self.back(self.project(x)))
+
+
+class Frozen(Case):
+    def build(self):
+        super().build()
+        self.layers[0].requires_grad_(False)
+        self.head.weight.requires_grad_(False)
+
+
+class LoRA(Case):
+    def build(self):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        super().build()
+        inject_adapter_in_model(
+            LoraConfig(r=2, lora_alpha=1, target_modules=["up", "down"], init_lora_weights="gaussian"), self.layers
+        )
+
+
+class Scalar(Case):
+    def build(self):
+        super().build()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.layers[0].gain = nn.Parameter(torch.tensor(0.3))
+        self.bias = nn.Parameter(torch.full((WIDTH,), 0.1))  # read by the step, of no called module
+
+    def run(self, x):
+        return super().run(self.scale * x + self.layers[0].gain * self.bias)
+
+
+class ReadOutside(Case):
+    """Weights read where their own module does not run: before, after, and of a block."""
+
+    def build(self):
+        super().build()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def run(self, x):
+        x = F.linear(x, self.embed.weight)  # earlier in forward, so later in backward, than the call
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(F.linear(x, self.layers[0].up.weight[:WIDTH]))
+
+
+class Recurrent(Case):
+    def build(self):
+        super().build()
+        self.lstm, self.gru = nn.LSTM(1, 6, batch_first=True), nn.GRU(6, WIDTH, batch_first=True)
+
+    def run(self, x):
+        return super().run(self.gru(self.lstm(x.unsqueeze(-1))[0])[0][:, -1])
+
+
+class NestedRecurrent(Case):
+    def build(self):
+        self.model = nn.ModuleDict({"encoder": _Encoder()})
+        self.head = nn.Linear(WIDTH, 1)
+
+    def run(self, x):
+        return self.head(self.model["encoder"](x))
+
+
+class _Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x.unsqueeze(-1))[0][:, -1]
+
+
+class Mixed(nn.Module):
+    """Trainable parameters of two real types, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH, dtype=torch.float64)
+        self.still = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+        self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = (torch.fft.fft(x) * self.phase).real
+        return self.still(self.down(torch.tanh(self.up(x)).double())).float()
+
+
+class MixedTypes(Case):
+    def build(self):
+        self.layers = nn.ModuleList(Mixed() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+
+class Manual(Case):
+    """Two optimizers, each stepped inside the step, and a parameter that the step itself reads."""
+
+    automatic_optimization = False
+
+    def build(self):
+        super().build()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch, _):
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            loss = self.loss(batch * self.gain)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.losses.append(loss.detach())
+
+    def configure_optimizers(self):
+        rest = [self.gain, *self.head.parameters()]
+        return torch.optim.SGD(self.layers.parameters(), lr=0.02), torch.optim.SGD(rest, lr=0.02)
+
+
+class Configured(Case):
+    """Builds itself where Lightning says that large models should."""
+
+    def build(self):
+        pass
+
+    def configure_model(self):
+        if not hasattr(self, "head"):
+            torch.manual_seed(0)
+            super().build()
+
+
+class ChannelsLast(Case):
+    def build(self):
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
+        self.layers.to(memory_format=torch.channels_last)
+
+    def run(self, x):
+        return self.layers(x.view(-1, 1, 2, WIDTH // 2)).flatten(1).sum(-1)
+
+
+class Normed(Case):
+    def build(self):
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        Case,
+        Tied,
+        Frozen,
+        LoRA,
+        Scalar,
+        ReadOutside,
+        Recurrent,
+        NestedRecurrent,
+        MixedTypes,
+        Manual,
+        Configured,
+        ChannelsLast,
+        Normed,
+    )
+}
+
+
+def data():
+    torch.manual_seed(1)
+    return torch.randn(SAMPLES, WIDTH)
+
+
+def train(name, tmp_path, *, strategy="auto", ranks=1, steps=5, accumulate=1, data_ranks=None, prepare=None, **options):
+    """Train a case so that every optimizer step sees all samples; return losses, weights and report."""
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    model = CASES[name]()
+    if prepare is not None:
+        prepare(model)
+    lightning = trainer(
+        tmp_path, epochs=steps, strategy=strategy, devices=ranks, **options, accumulate_grad_batches=accumulate
+    )
+    size = SAMPLES // (data_ranks or ranks) // accumulate
+    lightning.fit(model, DataLoader(data(), batch_size=size))
+    return model, lightning, {"losses": losses_of(model, steps), "weights": weights_of(model)}
+
+
+def losses_of(model, steps):
+    losses = torch.stack(model.losses).view(steps, -1).mean(1)
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    return losses.tolist()
+
+
+def weights_of(model):
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_ranks(name, tmp_path, strategy, size, options):
+    from lightning_ups.strategies import FSDP2Strategy
+
+    made = FSDP2Strategy(**strategy) if isinstance(strategy, dict) else strategy
+    _, _, result = train(name, tmp_path, strategy=made, ranks=size, **options)
+    return result

@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from tests.strategies.cases import CASES, on_ranks, train
+
+ONE_DEVICE = {}
+
+
+def expected(name, tmp_path, options):
+    key = (name, *sorted(options.items()))
+    if key not in ONE_DEVICE:
+        ONE_DEVICE[key] = train(name, tmp_path / "one", **options)[2]
+    return ONE_DEVICE[key]
+
+
+def check(result, right, rel=1e-5):
+    assert result["losses"] == pytest.approx(right["losses"], rel=rel)
+    assert right["losses"][-1] != right["losses"][0]
+    assert result["weights"].keys() == right["weights"].keys()
+    for name, weight in right["weights"].items():
+        torch.testing.assert_close(
+            result["weights"][name], weight, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "Normed"])
+def test_two_ranks_are_one_device(ranks, tmp_path, name):
+    check(ranks(on_ranks, name, tmp_path, {}, 2, {}), expected(name, tmp_path, {}))
+
+
+OPTIONS = {
+    "clip": {"gradient_clip_val": 0.1},
+    "clip by value": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    "accumulate": {"accumulate": 4},
+    "accumulate and clip": {"accumulate": 4, "gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "gradients"}, {"sharding": "none"}], ids=repr)
+def test_options_of_the_trainer(ranks, tmp_path, strategy, options):
+    check(ranks(on_ranks, "Scalar", tmp_path, strategy, 2, options), expected("Scalar", tmp_path, options))

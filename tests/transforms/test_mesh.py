@@ -1,0 +1,33 @@
+import pytest
+
+from lightning_ups.transforms.mesh import MeshSizes, build_mesh, data_mesh
+
+
+def test_whatever_is_not_asked_for_otherwise_shards():
+    assert MeshSizes.of(8) == MeshSizes(replicate=1, shard=8, tensor=1)
+    assert MeshSizes.of(8, replicate=2, tensor=2) == MeshSizes(replicate=2, shard=2, tensor=2)
+    assert MeshSizes.of(8, replicate=None, tensor=2) == MeshSizes(replicate=4, shard=1, tensor=2)
+
+
+@pytest.mark.parametrize(("replicate", "tensor"), [(3, 1), (1, 3), (4, 4), (1, 0), (-1, 1)])
+def test_what_does_not_divide_is_refused(replicate, tensor):
+    with pytest.raises(ValueError, match=r"8 devices cannot be divided.*Choose sizes whose product divides 8"):
+        MeshSizes.of(8, replicate=replicate, tensor=tensor)
+
+
+def layout(replicate):
+    mesh = build_mesh("cpu", MeshSizes.of(4, replicate=replicate, tensor=2))
+    return (
+        mesh.mesh_dim_names,
+        data_mesh(mesh).mesh_dim_names,
+        mesh["data_parallel"].mesh.tolist(),
+        mesh["tensor_parallel"].mesh.tolist(),
+    )
+
+
+def test_neighbours_split_matrices_and_the_data_dimension_has_one_name(four_ranks):
+    assert four_ranks(layout, 1) == (("data_parallel", "tensor_parallel"), ("data_parallel",), [0, 2], [0, 1])
+    names, sharded, data, tensor = four_ranks(layout, 2)
+    assert names == ("replicate", "shard", "tensor_parallel")
+    assert sharded == ("replicate", "shard")
+    assert (data, tensor) == ([0, 2], [0, 1])
