@@ -1,0 +1,110 @@
+"""Lightning's private names, those of its command line's parser, and its other package name."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["automatic_specs", "class_settings", "setting_types", "stand_in_for_pytorch_lightning"]
+
+_NO_SETTING = {"_HelpAction", "_ActionHelpClassPath", "_ActionPrintConfig", "_ActionConfigLoad"}
+_STAND_INS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def automatic_specs(parser: Any, settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the optimizers and the schedulers that a LightningCLI gives to the module by itself, by key.
+
+    Each is as YAML has it, with ``class_path`` and ``init_args``, or None if the user has not given it.
+    """
+    optimizers, schedulers = (
+        {key: _spec(kind, settings.get(key)) for key, (kind, link_to) in register.items() if link_to == "AUTOMATIC"}
+        for register in (parser._optimizers, parser._lr_schedulers)
+    )
+    return optimizers, schedulers
+
+
+def _spec(kind: type | tuple[type, ...], given: Any) -> Any:
+    if isinstance(kind, tuple):
+        return given  # one of them, named by the user
+    return {"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": {} if given is None else given.as_dict()}
+
+
+def setting_types(parser: Any) -> dict[str, Any]:
+    """Return each key that a parser of jsonargparse takes from YAML, and its type, or None if it states none."""
+    from jsonargparse import ActionConfigFile
+
+    return {
+        action.dest: getattr(action, "_typehint", None) or action.type
+        for action in parser._actions
+        if type(action).__name__ not in _NO_SETTING and not isinstance(action, ActionConfigFile)
+    }
+
+
+def class_settings(kind: type) -> dict[str, Any]:
+    """Return each setting that YAML may give to ``kind``, and its type."""
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    parser = LightningArgumentParser(exit_on_error=False)
+    # What an optimizer and a scheduler are given by the command line itself.
+    given = {"params", "optimizer"} & {*inspect.signature(kind).parameters}
+    parser.add_class_arguments(kind, "it", fail_untyped=False, skip=given)
+    return {key.removeprefix("it."): hint for key, hint in setting_types(parser).items()}
+
+
+@contextmanager
+def stand_in_for_pytorch_lightning(say: Callable[[str], None]) -> Iterator[None]:
+    """Let ``import pytorch_lightning``, within this context, give ``lightning.pytorch``; say it the first time.
+
+    The two packages hold the same code as different classes, and the Trainer of one refuses modules and callbacks of
+    the other. A package that is imported already stays as it is.
+    """
+    finder = _StandIn({name: real for name, real in _STAND_INS.items() if name not in sys.modules}, say)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in finder.entered:
+            sys.modules.pop(name, None)
+
+
+class _StandIn(MetaPathFinder):
+    def __init__(self, names: dict[str, str], say: Callable[[str], None]) -> None:
+        self.names, self.say = names, say
+        self.entered: list[str] = []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, dot, inner = fullname.partition(".")
+        if package not in self.names:
+            return None
+        real = f"{self.names[package]}{dot}{inner}"
+        if find_spec(real) is None:
+            return None
+        if not self.entered:
+            self.say(f"{package} is imported: {self.names[package]} stands in for it (docs/pytorch_lightning.md).")
+        self.entered.append(fullname)
+        return ModuleSpec(fullname, _TheSame(real))
+
+
+class _TheSame(Loader):
+    """Gives a module that exists under another name."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._real)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has set that of the stand-in

@@ -1,0 +1,1 @@
+"""The commands beside fit: they parse and print."""

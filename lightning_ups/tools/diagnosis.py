@@ -1,0 +1,308 @@
+"""What is wrong with a configuration that the parser refuses: each place, the reason, and the nearest right name.
+
+The parser stops at the first fault, and tells how it tried one type after the other. This looks again at the layers,
+key by key, with the classes that they name.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import is_dataclass
+from enum import Enum
+from os import PathLike
+from traceback import extract_tb
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from lightning_ups._compat.lightning import class_settings
+from lightning_ups.tools.layers import Keys, Layer, Tree
+from lightning_ups.tools.spelling import nearest, suggestion
+
+__all__ = ["diagnosis", "find_class"]
+
+_SPEC = ("class_path", "init_args", "dict_kwargs")
+_PLAIN = (int, float, complex, str, bool, bytes, list, tuple, dict, set, frozenset, NoneType, object, type)
+
+
+def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exception, *, required: Sequence[str]) -> str:
+    """Return every fault of the configuration, a line each, or else what the parser said, shortened.
+
+    Args:
+        types: What the parser takes: each key and its type.
+        layers: What it was given, the strongest last.
+        error: What it raised.
+        required: Keys that must be given.
+    """
+    look = _Look(types, layers)
+    faults = [fault for layer in layers for fault in look.section(layer.tree, types, (), layer)]
+    faults = faults or look.missing(required)
+    return "\n".join(dict.fromkeys(faults)) or _said_by_parser(str(error))
+
+
+def find_class(name: str, bases: Sequence[type]) -> type | None:
+    """Return the class that YAML means by ``name``: a path to import, or the name of a class below ``bases``."""
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        return next((kind for kind in _below(bases) if kind.__name__ == name), None)
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError:
+        return None
+    return found if isinstance(found, type) else None
+
+
+class _Look:
+    def __init__(self, types: Mapping[str, Any], layers: Sequence[Layer]) -> None:
+        self.types, self.layers = types, layers
+
+    def section(
+        self,
+        tree: Tree,
+        types: Mapping[str, Any],
+        keys: Keys,
+        layer: Layer,
+        *,
+        inside: str = "",
+        owner: type | None = None,
+    ) -> Iterator[str]:
+        """Yield the faults of settings that go by ``types``: the parser's, or those of the class ``owner``."""
+        for key, value in tree.items():
+            name, where = f"{inside}{key}".removesuffix("+"), (*keys, key)
+            below = [known for known in types if known.startswith(f"{name}.")]
+            if name in types:
+                yield from self.value(value, types[name], where, layer)
+            elif not below:
+                yield from self._unknown(name, types, where, layer, owner)
+            elif isinstance(value, dict):
+                yield from self.section(value, types, where, layer, inside=f"{name}.", owner=owner)
+            else:
+                yield f"{layer.place(*where)}: {_dotted(where)} is {value!r}. It holds settings, such as {below[0]}."
+
+    def _unknown(
+        self, name: str, types: Mapping[str, Any], keys: Keys, layer: Layer, owner: type | None
+    ) -> Iterator[str]:
+        place = f"{layer.place(*keys)}: "
+        near = nearest(name, {known[:end] for known in types for end in _ends(known)})
+        if owner is None:
+            section = f"{name.rpartition('.')[0]}."
+            siblings = {known.removeprefix(section) for known in types if known.startswith(section)}
+            cure = f"Did you mean {near!r}?" if near else _known(siblings or {key.partition(".")[0] for key in types})
+            yield f"{place}there is no setting {name!r}. {cure}"
+        elif near or not _takes_more(owner):
+            takes = f"It takes {', '.join(types)}." if types else "It takes none."
+            yield f"{place}{owner.__name__} has no setting {name!r}. {takes}" + (
+                f" Did you mean {near!r}?" if near else ""
+            )
+
+    def value(self, value: Any, hint: Any, keys: Keys, layer: Layer) -> Iterator[str]:
+        """Yield the faults of a value of a known type."""
+        bases = _classes(hint)
+        if _accepts(value, hint):
+            return
+        if isinstance(value, list) and bases:
+            for index, item in enumerate(value):
+                yield from self.value(item, hint, (*keys, index), layer)
+        elif isinstance(value, dict) and bases:
+            yield from self._spec(value, bases, hint, keys, layer)
+        elif isinstance(value, str) and bases and not _takes_text(hint):
+            faults = [*self._class(value, bases, keys, layer)]
+            yield from faults or _lacking(find_class(value, bases), (), keys, layer)
+        else:
+            near = nearest(str(value), _choices(hint))
+            cure = f"Did you mean {near!r}?" if near else f"It takes {_described(hint)}."
+            yield f"{layer.place(*keys)}: {_dotted(keys)} is {value!r}. {cure}"
+
+    def _spec(self, spec: Tree, bases: Sequence[type], hint: Any, keys: Keys, layer: Layer) -> Iterator[str]:
+        given = spec.get("class_path")
+        name = given or self._class_path(keys)
+        wrong = [key for key in spec if key not in _SPEC]
+        if wrong:
+            yield (
+                f"{layer.place(*keys, wrong[0])}: {_dotted(keys)} has the key {wrong[0]!r}. A class is given by"
+                f" class_path, and its settings by init_args. {suggestion(wrong[0], _SPEC)}"
+            )
+        elif not isinstance(name, str):
+            yield (
+                f"{layer.place(*keys)}: {_dotted(keys)} names no class. It takes {_described(hint)}."
+                " Give one by class_path, and its settings by init_args."
+            )
+        elif faults := [*self._class(name, bases, (*keys, "class_path") if given else keys, layer)]:
+            yield from faults
+        elif (kind := find_class(name, bases)) is not None:
+            given = spec.get("init_args") or {}
+            yield from self.section(given, class_settings(kind), (*keys, "init_args"), layer, owner=kind)
+            yield from _lacking(kind, given, keys, layer)
+
+    def _class(self, name: str, bases: Sequence[type], keys: Keys, layer: Layer) -> Iterator[str]:
+        place, wanted = f"{layer.place(*keys)}: ", " or ".join(base.__name__ for base in bases)
+        module, _, attribute = name.rpartition(".")
+        if not module:
+            if find_class(name, bases) is None:
+                known = {kind.__name__ for kind in _below(bases) if not inspect.isabstract(kind)}
+                yield (
+                    f"{place}no {wanted} is known as {name!r}. A class of your own is named with its module,"
+                    f" as in 'package.module.{name}'. {suggestion(name, known)}"
+                )
+            return
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ModuleNotFoundError as error:
+            yield place + _missing_module(name, module, error)
+            return
+        if found is None:
+            classes = {key: kind for key, kind in vars(sys.modules[module]).items() if isinstance(kind, type)}
+            fitting = [key for key, kind in classes.items() if issubclass(kind, tuple(bases))]
+            yield f"{place}the module {module} has no {attribute!r}. {suggestion(attribute, fitting or classes)}"
+        elif isinstance(found, type) and not issubclass(found, tuple(bases)):
+            yield f"{place}{name} is no {wanted}. {_dotted(keys)} takes nothing else. Name a subclass of it."
+
+    def _class_path(self, keys: Keys) -> str | None:
+        """Return the class that a layer gives at ``keys``, for one that gives only its settings."""
+        for layer in reversed(self.layers):
+            spec = _at(layer.tree, keys)
+            name = spec.get("class_path") if isinstance(spec, dict) else spec
+            if isinstance(name, str):
+                return name
+        return None
+
+    def missing(self, required: Sequence[str]) -> list[str]:
+        """Return which keys, and which settings without a default of a class that is named, no layer gives."""
+        faults = [
+            f"No {key!r} is given. There is no default. Name a class, by class_path below {key!r}, or by --{key} CLASS."
+            for key in required
+            if self._class_path((key,)) is None
+        ]
+        for key, hint in self.types.items():
+            keys, bases = (*key.split("."),), _classes(hint)
+            kind = find_class(name, bases) if bases and (name := self._class_path(keys)) else None
+            given = {arg for layer in self.layers for arg in _at(layer.tree, (*keys, "init_args")) or ()}
+            lacking = [arg for arg in _without_default(kind) if arg not in given] if kind else []
+            if kind and lacking:
+                faults.append(
+                    f"{key}: {kind.__name__} needs {' and '.join(lacking)}. There is no default."
+                    f" Give it under init_args, or by --{key}.{lacking[0]} VALUE."
+                )
+        return faults
+
+
+def _ends(name: str) -> list[int]:
+    return [*(dot.start() for dot in re.finditer(r"\.", name)), len(name)]
+
+
+def _lacking(kind: type | None, given: Collection[str], keys: Keys, layer: Layer) -> Iterator[str]:
+    # Of an element of a list; for other classes another layer may give it.
+    lacking = (
+        [name for name in _without_default(kind) if name not in given] if kind and isinstance(keys[-1], int) else []
+    )
+    if kind and lacking:
+        needs = f"{kind.__name__} needs {' and '.join(lacking)}. There is no default."
+        yield f"{layer.place(*keys)}: {needs} Give it under init_args."
+
+
+def _known(names: set[str]) -> str:
+    return f"There are {', '.join(sorted(names))}."
+
+
+def _dotted(keys: Keys) -> str:
+    return re.sub(r"\.\[", "[", ".".join(f"[{key}]" if isinstance(key, int) else key for key in keys))
+
+
+def _at(tree: Any, keys: Keys) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _below(bases: Sequence[type]) -> Iterator[type]:
+    for base in bases:
+        yield base
+        yield from _below(type.__subclasses__(base))
+
+
+def _classes(hint: Any) -> list[type]:
+    """Return the classes of which ``hint`` takes instances, to be given by a ``class_path``."""
+    if isinstance(hint, tuple):  # jsonargparse: any of these
+        return [kind for each in hint for kind in _classes(each)]
+    if get_args(hint) and get_origin(hint) is not Literal:
+        return list(dict.fromkeys(kind for each in get_args(hint) for kind in _classes(each)))
+    if not isinstance(hint, type) or hint in _PLAIN or issubclass(hint, Enum | PathLike) or is_dataclass(hint):
+        return []
+    return [hint]
+
+
+def _takes_text(hint: Any) -> bool:
+    return hint is str or (get_origin(hint) in (Union, UnionType) and any(map(_takes_text, get_args(hint))))
+
+
+def _takes_more(kind: type) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(kind).parameters.values())
+
+
+def _without_default(kind: type) -> list[str]:
+    settings = class_settings(kind)
+    parameters = inspect.signature(kind).parameters
+    return [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name in settings]
+
+
+def _accepts(value: Any, hint: Any) -> bool:
+    if hint is None:
+        return True
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--it", type=hint)
+    try:
+        parser.parse_object({"it": deepcopy(value)})  # it writes into lists
+    except ArgumentError:
+        return False
+    return True
+
+
+def _described(hint: Any) -> str:
+    return " or ".join(dict.fromkeys(_flat(hint)))
+
+
+def _flat(hint: Any) -> Iterator[str]:
+    if get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from _flat(each)
+    elif get_origin(hint) is Literal:
+        yield from map(repr, get_args(hint))
+    elif hint is NoneType:
+        yield "null"
+    elif isinstance(hint, type) and issubclass(hint, Enum):
+        yield from (repr(each.name) for each in hint)
+    elif isinstance(hint, type) and not get_args(hint):
+        yield hint.__name__
+    else:
+        yield re.sub(r"\b(\w+\.)+", "", str(hint))
+
+
+def _choices(hint: Any) -> list[str]:
+    return [each.strip("'") for each in _flat(hint) if each.startswith("'")]
+
+
+def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:
+    missing = error.name or module
+    if module == missing or module.startswith(f"{missing}."):
+        parent, _, leaf = missing.rpartition(".")
+        path = sys.modules[parent].__path__ if parent else None
+        near = nearest(leaf, [found.name for found in pkgutil.iter_modules(path)])
+        right = f"{parent}.{near}" if parent else near
+        cure = f"Did you mean {name.replace(missing, str(right), 1)!r}?" if near else "Run where it can be imported."
+        return f"{name}: there is no module {missing!r}. It is looked for here and among what is installed. {cure}"
+    frame = extract_tb(error.__traceback__)[-1]
+    return (
+        f"{name} cannot be imported. {frame.filename}:{frame.lineno} imports {missing!r}, which is not installed."
+        f" Run: pip install {missing.partition('.')[0]}"
+    )
+
+
+def _said_by_parser(text: str) -> str:
+    noise = ("Subtypes:", "Errors:", "Given value", "Does not validate", "- Expected a <class 'NoneType'>")
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join([line for line in lines if line and not line.startswith(noise)][:4])

@@ -1,0 +1,76 @@
+"""Which errors are explained by their own text, and which need their traceback; loads nothing heavy."""
+
+import dis
+import textwrap
+from types import FrameType
+
+__all__ = ["shortened", "unwrapped"]
+
+_EXPLAINED = (ValueError, TypeError, RuntimeError, ImportError, OSError)
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the classes and the Trainer
+_CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
+
+
+def shortened(error: BaseException) -> str | None:
+    """Return what to print for ``error``, or None if it must keep its traceback.
+
+    Short are errors that lightning_ups raises on purpose: they say what happened, why, and what to do. So are those
+    that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
+    a setting is wrong then, and the traceback would show only Lightning.
+    """
+    root = unwrapped(error)
+    frames = _frames(root)
+    if not frames or not _on_purpose(*frames[-1]):
+        return None
+    raised_by = _package(frames[-1][0])
+    if raised_by == "lightning_ups" and isinstance(root, _EXPLAINED):
+        return _text(f"{root}")
+    if raised_by == "lightning" and _is_setting(error, frames):
+        return _text(f"{_made(frames)} refuses a setting of the configuration. It says: {root}")
+    return None
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """Return the error that was raised first, where the parser of the command line has wrapped it in its own."""
+    while (frames := _frames(error)) and _package(frames[-1][0]) == "jsonargparse" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lasti))
+        traceback = traceback.tb_next
+    return frames
+
+
+def _on_purpose(frame: FrameType, index: int) -> bool:
+    # By a `raise` statement, and not by an operation that went wrong: that would be a defect, to be seen whole.
+    return frame.f_code.co_code[index] == _RAISE
+
+
+def _package(frame: FrameType) -> str:
+    name = frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
+
+
+def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
+    constructing = any(frame.f_code.co_name == _CONSTRUCTS for frame, _ in _frames(error))
+    return constructing and {_package(frame) for frame, _ in frames} <= _CONSTRUCTORS
+
+
+def _made(frames: list[tuple[FrameType, int]]) -> str:
+    """Return the class that was being made, as far as can be seen."""
+    makers = [frame.f_code.co_qualname for frame, _ in frames if frame.f_code.co_name == "__init__"]
+    return next((name.partition(".")[0] for name in makers if name != "UpsCLI.__init__"), "Lightning")
+
+
+def _text(message: str) -> str:
+    return "\n".join(map(_wrapped, f"error: {message}".splitlines()))
+
+
+def _wrapped(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(line, 100, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,220 @@
+"""Layers of configuration as YAML gives them, before anything is parsed: files, presets and the command line."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader
+
+from lightning_ups.tools import presets
+from lightning_ups.tools.spelling import suggestion
+
+__all__ = ["LISTS", "Keys", "Layer", "Tree", "items", "option_layer", "options", "preset_layer", "read"]
+
+Tree = dict[str, Any]
+Keys = tuple[str | int, ...]  # the way to a value: ("trainer", "callbacks", 0, "init_args", "blocks")
+LISTS = ("callbacks", "plugins")  # of trainer
+_OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One source of configuration.
+
+    Args:
+        name: What the user calls it: a path, or the command line.
+        tree: What it says.
+        folder: Where its relative paths start. None: where the process runs.
+        lines: On which line each key stands.
+        whole: Whether the file says this and no more.
+    """
+
+    name: str
+    tree: Tree
+    folder: Path | None = None
+    lines: Mapping[Keys, int] = field(default_factory=dict)
+    whole: bool = True
+
+    @property
+    def text(self) -> str:
+        """The tree as YAML."""
+        # Quoted, since jsonargparse reads 1e-3 as a number, and PyYAML, which writes this, takes it for a plain string.
+        return yaml.dump(self.tree, Dumper=_Quoting, sort_keys=False, allow_unicode=True)
+
+    @property
+    def trainer(self) -> Tree:
+        """The section ``trainer``, made if there is none."""
+        if not isinstance(self.tree.get("trainer"), dict):
+            self.tree["trainer"] = {}
+        return self.tree["trainer"]
+
+    def place(self, *keys: str | int) -> str:
+        """Return where the value at ``keys`` stands, as precisely as is known."""
+        while keys and keys not in self.lines:
+            keys = keys[:-1]
+        return f"{self.name}:{self.lines[keys]}" if keys else self.name
+
+
+class _Quoting(yaml.SafeDumper):
+    pass
+
+
+_Quoting.add_representer(str, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"'))
+
+
+def items(value: Any) -> list[Any]:
+    """Return ``value`` as the list that it stands for in YAML."""
+    return [] if value is None else [*value] if isinstance(value, list) else [value]
+
+
+def preset_layer(name: str) -> Layer:
+    """Return the layer of a preset.
+
+    Raises:
+        ValueError: If there is no such preset.
+    """
+    return Layer(name=f"preset {name}", tree=yaml.safe_load(presets.text(name)))
+
+
+def read(source: str, *, command: str) -> Layer:
+    """Return the layer of a file, or of YAML in place of one, as far as it is for ``command``.
+
+    Raises:
+        ValueError: If it is no YAML mapping, or gives a key twice.
+        FileNotFoundError: If there is no such file.
+    """
+    name, content, folder = _content(source)
+    tree, lines = _loaded(name, content)
+    whole = True
+    if isinstance(tree.get(command), dict):  # a file for several commands, with sections such as "fit:" and "test:"
+        lines = {keys[1:]: line for keys, line in lines.items() if keys[:1] == (command,)}
+        tree, whole = tree[command], False
+    if isinstance(tree.get("trainer"), str):  # the section may be a file of its own
+        _, content, _ = _content(str((folder or Path()) / tree["trainer"]))
+        (tree["trainer"], _), whole = _loaded(tree["trainer"], content), False
+    return Layer(name=name, tree=tree, folder=folder, lines=lines, whole=whole)
+
+
+def _content(source: str) -> tuple[str, str, Path | None]:
+    if "\n" in source or source.lstrip().startswith("{"):
+        return "--config", source, None
+    if "://" in source:
+        import fsspec
+
+        with fsspec.open(source, "r") as file:
+            return source, file.read(), None  # type: ignore[attr-defined]
+    path = Path(source)
+    if not path.is_file():
+        there = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise FileNotFoundError(
+            f"There is no file {source!r}. A configuration is looked for from {Path.cwd()}."
+            f" {suggestion(source, there, otherwise='Check the path.')}"
+        )
+    return source, path.read_text(), path.parent
+
+
+def _loaded(name: str, content: str) -> tuple[Tree, dict[Keys, int]]:
+    try:
+        node, tree = yaml.compose(content, Loader=yaml.SafeLoader), get_loader("yaml")(content)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ValueError(
+            f"{name}:{mark.line + 1}:{mark.column + 1}: this is no YAML: {getattr(error, 'problem', None) or error}."
+            " Look there, and on the line before, for a bracket or quote that is not closed, or a wrong indent."
+            if mark
+            else f"{name}: this is no YAML: {error}. Save it as UTF-8 text."
+        ) from error
+    if not isinstance(tree, dict):
+        raise ValueError(
+            f"{name} holds no settings, but {str(tree)[:60]!r}."
+            " A configuration is a YAML mapping, such as 'trainer:' with lines indented below it."
+            " To see a whole one, run: fit --print_config."
+        )
+    return tree, dict(_lines(name, node))
+
+
+def _lines(name: str, node: yaml.Node | None, keys: Keys = ()) -> Iterator[tuple[Keys, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen and key.value != "<<":
+                raise ValueError(
+                    f"{name}:{line}: {'.'.join(map(str, (*keys, key.value)))} is given twice,"
+                    f" on line {seen[key.value]} too. YAML keeps the last and drops the first in silence. Keep one."
+                )
+            seen[key.value] = line
+            yield (*keys, key.value), line
+            yield from _lines(name, value, (*keys, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*keys, index), value.start_mark.line + 1
+            yield from _lines(name, value, (*keys, index))
+
+
+def options(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield key, value and spelling of each option among ``words``; of another word the key is empty."""
+    index = 0
+    while index < len(words):
+        word, end = words[index], index + 1
+        key, equals, value = word.partition("=")
+        if not equals and word.startswith("--") and end < len(words) and not words[end].startswith("--"):
+            value, end = words[end], end + 1
+        yield key.removeprefix("--") if word.startswith("--") else "", value, [*words[index:end]]
+        index = end
+
+
+def option_layer(words: Sequence[str], *, classes: Sequence[str]) -> tuple[Layer, list[str]]:
+    """Return what the options among ``words`` say, and the words without those that the layer's lists stand for.
+
+    Args:
+        words: The command line, without the command.
+        classes: The keys that hold a class: ``--model.width 3`` is one of its ``init_args``.
+    """
+    tree: Tree = {}
+    lists: Tree = {}
+    spared: list[str] = []
+    for key, text, spelled in options(words):
+        keys, value = key.split("."), _value(text)
+        name = keys[1].rstrip("+-") if keys[0] == "trainer" and len(keys) > 1 else ""
+        if name in LISTS and keys[-1] != "help" and _put_in_list(lists, keys, value):
+            continue
+        spared += spelled
+        if key not in ("", "config", "print_config") and name not in LISTS and keys[-1] != "help":
+            _put(tree, keys, value, classes)
+    layer = Layer(name="the command line", tree=tree)
+    if lists:
+        layer.trainer.update(lists)
+    return layer, spared
+
+
+def _value(text: str) -> Any:
+    # Only what holds several values is read here: "3" may be meant as text, and the parser knows.
+    return get_loader("yaml")(text) if text.lstrip().startswith(("{", "[")) else text
+
+
+def _put_in_list(lists: Tree, keys: list[str], value: Any) -> bool:
+    """Do what jsonargparse does: ``X=`` replaces the list, ``X+=`` appends, ``X.name=`` sets its last element."""
+    key, rest = keys[1], keys[2:]
+    if not rest:
+        lists[key] = [*(lists.get(key, []) if key.endswith(("+", "-")) else []), *items(value)]
+        return True
+    last = next((lists[known] for known in reversed(lists) if known.removesuffix("+") == key), None)
+    if not last:
+        return False  # about an element that a file names
+    if isinstance(last[-1], str):
+        last[-1] = {"class_path": last[-1]}
+    _put(last[-1], rest if rest[0] in _OF_A_CLASS else ["init_args", *rest], value, ())
+    return True
+
+
+def _put(tree: Tree, keys: Sequence[str], value: Any, classes: Sequence[str]) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {"class_path": tree[key]} if tree.get(key) else {}
+        tree = tree[key]
+        if ".".join(keys[:depth]) in classes and keys[depth] not in _OF_A_CLASS:
+            tree = tree.setdefault("init_args", {})
+    tree[keys[-1]] = value

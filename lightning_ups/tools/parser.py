@@ -1,0 +1,69 @@
+"""The parser of the command line: reads files as they were changed before, and has a help that reads well."""
+
+import re
+from argparse import SUPPRESS, Action
+from collections.abc import Mapping
+from contextlib import chdir
+from typing import Any
+
+from jsonargparse import ActionConfigFile, DefaultHelpFormatter, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from lightning_ups.tools.layers import Layer
+
+__all__ = ["ReadConfig", "UpsParser"]
+
+_TITLES = {  # in the order in which a reader needs them
+    "model": "model (the LightningModule)",
+    "data": "data (the LightningDataModule)",
+    "optimizer": "optimizer (made from the module's parameters, after sharding, in place of configure_optimizers)",
+    "lr_scheduler": "lr_scheduler (goes with the section optimizer)",
+    "flags": "flags (AccelerationFlags: the process-wide switches that decide speed)",
+    "manifest": "manifest (RunManifest: what really took effect, kept beside the logs)",
+    "throughput": "throughput (TokenThroughput)",
+    "trainer": "trainer (what Lightning's Trainer takes)",
+}
+
+
+class _Help(DefaultHelpFormatter):
+    @override
+    def _expand_help(self, action: Action) -> str:
+        # Without the packages: a class of Lightning's, torch's or ours is found by its name.
+        return re.sub(
+            r"known subclasses: .*", lambda names: re.sub(r"(\w+\.)+", "", names[0]), super()._expand_help(action)
+        )
+
+
+class UpsParser(LightningArgumentParser):
+    """Takes some files as they were changed before, and orders its help by what a reader needs first."""
+
+    texts: Mapping[str, Layer] = {}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Help} | options)
+
+    @override
+    def format_help(self, *args: Any) -> str:
+        for action in self._actions:
+            if any(option.endswith(".help") for option in action.option_strings):
+                action.help = SUPPRESS  # one line below says that they are there
+        for key, group in (self.groups or {}).items():
+            group.title = _TITLES.get(key, group.title)
+        rank = {title: index for index, title in enumerate(_TITLES.values())}
+        first, rest = self._action_groups[:2], self._action_groups[2:]
+        self._action_groups = [*first, *sorted(rest, key=lambda group: rank.get(group.title, len(rank)))]
+        return super().format_help(*args)
+
+
+class ReadConfig(ActionConfigFile):
+    """Reads a configuration file, or what stands for it in ``UpsParser.texts``."""
+
+    @override
+    def __call__(self, parser: Any, cfg: Namespace, values: Any, option_string: str | None = None) -> None:
+        layer = parser.texts.get(values)
+        if layer is None:
+            super().__call__(parser, cfg, values, option_string)
+            return
+        with chdir(layer.folder or "."):  # its paths are relative to where it lies
+            self.apply_config(parser, cfg, self.dest, layer.text)

@@ -1,0 +1,187 @@
+"""A command line, read before it is parsed: its layers, its preset, and what the user overrides of that."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_ups.tools import presets
+from lightning_ups.tools.diagnosis import find_class
+from lightning_ups.tools.layers import LISTS, Layer, items, option_layer, options, preset_layer, read
+from lightning_ups.tools.merge import over_preset
+
+__all__ = ["Request", "ask", "preset_of_device"]
+
+_CLASSES = ("model", "data", "optimizer", "lr_scheduler", "trainer.strategy", "trainer.logger", "trainer.profiler")
+_SLOTS = (CheckpointIO, ClusterEnvironment, LayerSync)
+_BASES = (Callback, Precision, *_SLOTS, Strategy, Logger)
+_OFF = {"false": False, "null": False, "none": False, "true": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a command line asks for.
+
+    Args:
+        words: The command line for the parser, the preset in it.
+        texts: What stands for a word after ``--config`` instead of the file of that name.
+        given: What the user says, the preset first and the strongest last.
+        preset: The preset, if there is one.
+        said: What the user should know: which preset was chosen, and what of it is overridden.
+    """
+
+    words: Sequence[str]
+    texts: Mapping[str, Layer] = field(default_factory=dict)
+    given: Sequence[Layer] = ()
+    preset: str | None = None
+    said: Sequence[str] = ()
+
+
+def ask(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
+    """Return what ``words`` ask for, the command first among them.
+
+    Args:
+        words: The command line.
+        slots: The keys of callbacks that have a section of their own, and their classes.
+
+    Raises:
+        ValueError: If a file is no configuration, there is no such preset, or it lacks what is to be taken away.
+        FileNotFoundError: If there is no such file.
+    """
+    command, *rest = words
+    sources, named, kept = _sorted_out(_spelled_out(rest, slots))
+    files = {source: read(source, command=command) for source in sources}
+    tidied = {source: _tidied(layer, slots) for source, layer in files.items()}
+    typed, spared = option_layer(kept, classes=_CLASSES)
+    name, said = _preset([*files.values(), typed], named)
+    given = (*files.values(), typed)
+    if name is None:
+        _refuse_removal(given)
+        same = {source for source, layer in files.items() if layer.whole and layer.tree == tidied[source].tree}
+        texts = {source: layer for source, layer in tidied.items() if source not in same}
+        return Request(words=[command, *_configs(sources), *kept], texts=texts, given=given, said=said)
+    preset = preset_layer(name)
+    layers, overridden = over_preset(
+        preset, [*tidied.values(), typed], find_class=_find, precision=Precision, slots=_SLOTS
+    )
+    base, *above, lists = layers
+    texts = {base.name: base, **dict(zip(tidied, above, strict=True))}
+    last = []
+    if tree := {key: value for key, value in lists.trainer.items() if key.removesuffix("+") in LISTS}:
+        texts[lists.name] = replace(lists, tree={"trainer": tree})
+        last = [lists.name]
+    return Request(
+        words=[command, *_configs([base.name, *sources]), *spared, *_configs(last)],
+        texts=texts,
+        given=(preset, *given),
+        preset=name,
+        said=[*said, *overridden],
+    )
+
+
+def preset_of_device(accelerator: str) -> tuple[str | None, str]:
+    """Return the preset for the device that a run with ``accelerator`` will use here, if one fits, and why."""
+    if accelerator != "cpu" and torch.cuda.is_available():
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if major < 8:
+            return None, f"{name} has no bfloat16 (compute capability {major}.{minor})"
+        return "h100" if major >= 9 else "a100", f"the device is {name}"
+    if accelerator in ("auto", "mps") and torch.backends.mps.is_available():
+        return None, "the device is Apple's"
+    return "cpu", "the run is on the CPU"
+
+
+def _spelled_out(words: Sequence[str], slots: Mapping[str, type]) -> Iterator[str]:
+    """Yield the words as the parser wants them."""
+    words = ["--config" if word == "-c" else word for word in words]
+    for key, value, spelled in options(words):
+        if key == "trainer.strategy" and _is_class_of_strategy(value):
+            yield f'--trainer.strategy={{"class_path": "{value}"}}'
+        elif key in slots and value in _OFF:
+            yield f"--{key}.enabled={str(_OFF[value]).lower()}"
+        else:
+            yield from spelled
+
+
+def _sorted_out(words: Iterator[str]) -> tuple[list[str], str | None, list[str]]:
+    """Return the files, the preset and the other words: what is typed wins over files wherever it stands."""
+    sources: list[str] = []
+    named, kept = None, []
+    for key, value, spelled in options([*words]):
+        if key == "config" and value:
+            sources.append(value)
+        elif key == "preset":
+            named = value
+        else:
+            kept += spelled
+    return sources, named, kept
+
+
+def _configs(sources: Sequence[str]) -> list[str]:
+    return [word for source in sources for word in ("--config", source)]
+
+
+def _is_class_of_strategy(name: str) -> bool:
+    return (
+        name.lower() not in ("auto", *StrategyRegistry) and "." not in name and find_class(name, [Strategy]) is not None
+    )
+
+
+def _tidied(layer: Layer, slots: Mapping[str, type]) -> Layer:
+    """Return ``layer`` as the parser wants it: ``manifest: false`` written out, callbacks of a slot in their slot."""
+    layer = replace(layer, tree=deepcopy(layer.tree))
+    layer.tree.pop("preset", None)
+    for slot in slots:
+        if slot in layer.tree and (layer.tree[slot] is None or isinstance(layer.tree[slot], bool)):
+            layer.tree[slot] = {"enabled": bool(layer.tree[slot])}
+    trainer = layer.tree.get("trainer")
+    if not isinstance(trainer, dict):
+        return layer
+    if isinstance(strategy := trainer.get("strategy"), str) and _is_class_of_strategy(strategy):
+        trainer["strategy"] = {"class_path": strategy}
+    for key in ("callbacks", "callbacks+"):
+        for item in items(trainer.get(key)):
+            spec = {"class_path": item} if isinstance(item, str) else item
+            slot = next((slot for slot, kind in slots.items() if _find(spec.get("class_path")) is kind), None)
+            if slot is not None:
+                trainer[key] = [other for other in items(trainer[key]) if other is not item]
+                layer.tree[slot] = dict(spec.get("init_args") or {}) | dict(layer.tree.get(slot) or {})
+    return layer
+
+
+def _find(name: Any) -> type | None:
+    return find_class(name, _BASES) if isinstance(name, str) else None
+
+
+def _preset(layers: Sequence[Layer], named: str | None) -> tuple[str | None, list[str]]:
+    """Return the preset, ``named`` on the command line or else by the last file that names one, and what to say."""
+    in_files = [layer.tree["preset"] for layer in layers if layer.tree.get("preset")]
+    name = named or (in_files[-1] if in_files else "none")
+    if name in ("none", "null"):
+        return None, []
+    if name != presets.AUTO:
+        return name, [f"preset {name}: {presets.comment(name)}"]
+    accelerators = [
+        layer.tree["trainer"].get("accelerator") for layer in layers if isinstance(layer.tree.get("trainer"), dict)
+    ]
+    name, why = preset_of_device(next((each for each in reversed(accelerators) if isinstance(each, str)), "auto"))
+    if name is None:
+        return None, [f"preset auto: none, since {why}; Lightning's defaults stay"]
+    return name, [f"preset auto: {name}, since {why}"]
+
+
+def _refuse_removal(layers: Sequence[Layer]) -> None:
+    for layer in layers:
+        trainer = layer.tree.get("trainer")
+        for name in LISTS:
+            if isinstance(trainer, dict) and f"{name}-" in trainer:
+                raise ValueError(
+                    f"{layer.place('trainer', f'{name}-')}: {name}- is given without a preset."
+                    " It takes classes out of a preset's list, and there is none. Remove it, or add --preset NAME."
+                )

@@ -1,0 +1,103 @@
+"""What a user names in YAML: a module, its data, a callback, and a strategy that replaces parameters."""
+
+from typing import ClassVar, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Toy(LightningModule):
+    """Two blocks; remembers its optimizer."""
+
+    def __init__(self, width: int = 8, act: Literal["gelu", "relu"] = "gelu", fail: str = ""):
+        super().__init__()
+        self.save_hyperparameters()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for _ in range(2)
+        )
+        self.fail = fail
+        if fail == "init":
+            raise RuntimeError("the user's own error")
+
+    def loss(self, batch):
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch.square().mean()
+
+    def training_step(self, batch, _):
+        if self.fail == "step":
+            raise KeyError("the user's own error")
+        if self.fail == "interrupt":
+            raise KeyboardInterrupt
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NeedsWidth(Toy):
+    """Has a setting without a default."""
+
+    def __init__(self, width: int):
+        super().__init__(width=width)
+
+
+class NoMeta(Toy):
+    """Looks at its weights while it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.blocks[0][0].weight[0, 0].item()
+
+
+class Late(LightningModule):
+    """Builds its blocks in configure_model."""
+
+    def configure_model(self):
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+
+
+class Data(LightningDataModule):
+    """Random rows."""
+
+    def __init__(self, size: int = 8):
+        super().__init__()
+        self.size = size
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(self.size, 8), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+class Noted(Callback):
+    """Keeps what it saw."""
+
+    seen: ClassVar[list] = []
+
+    def __init__(self, note: str = "here"):
+        self.note = note
+
+    def on_train_end(self, trainer, pl_module):
+        Noted.seen.append((self.note, trainer, pl_module))
+
+
+class Replacing(SingleDeviceStrategy):
+    """Replaces every parameter in setup, as sharding does, before optimizers are made."""
+
+    def __init__(self):
+        super().__init__(device="cpu")
+
+    def setup(self, trainer):
+        for module in self.lightning_module.modules():
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+        super().setup(trainer)

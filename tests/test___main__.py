@@ -1,0 +1,108 @@
+"""``python -m lightning_ups`` as a process: what it costs, and what it does not load."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_ups import __main__ as command_line
+from lightning_ups.__main__ import main
+
+
+def process(*words, **options):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, **options)
+
+
+def test_the_help_lists_what_there_is(capsys):
+    for words in ([], ["--help"], ["-h"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        for name in ("fit", "validate", "test", "predict", "explain", "presets"):
+            assert f"\n  {name} " in out
+
+
+def test_what_does_not_exist_is_not_listed(capsys, monkeypatch):
+    monkeypatch.setitem(command_line.TOOLS, "later", command_line._Tool("does not exist yet", "later"))
+    main([])
+    assert "later" not in capsys.readouterr().out
+    assert main(["later"]) == 2
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("lightning_ups ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["presets"], ["presets", "cpu"], ["--version"], ["nonsense"]])
+def test_light_commands_load_nothing_heavy(words):
+    code = (
+        "import sys; from lightning_ups.__main__ import main; main(sys.argv[1:]);"
+        "assert not {'torch', 'lightning', 'jsonargparse'} & {*sys.modules}"
+    )
+    done = process("-c", code, *words)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["presets"]])
+def test_light_commands_answer_within_a_second(words):
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert process("-m", "lightning_ups", *words).returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1
+
+
+def test_a_wrong_command_is_exit_code_2():
+    done = process("-m", "lightning_ups", "fitt")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 2
+    assert "Did you mean 'fit'?" in done.stderr
+
+
+def test_debug_keeps_the_exit_code(capsys):
+    assert main(["presets", "h10", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].endswith("Did you mean 'h100'?")
+
+
+def test_an_error_that_is_not_ours_is_raised(monkeypatch):
+    monkeypatch.setattr(command_line, "_run", lambda words: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        main([])
+
+
+def test_an_interruption(monkeypatch, capsys):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "_run", interrupt)
+    assert main([]) == 130
+    assert capsys.readouterr().err.splitlines() == ["Interrupted."]
+
+
+def test_an_interruption_that_lightning_has_handled(monkeypatch):
+    def interrupt(words):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    monkeypatch.setattr(command_line, "_run", interrupt)
+    assert main([]) == 130
+
+
+def test_leaving_is_leaving(monkeypatch):
+    monkeypatch.setattr(command_line, "_run", lambda words: sys.exit(3))
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 3
+
+
+def test_a_console_script_finds_modules_where_it_runs(tmp_path):
+    # `python -m` looks there by itself; a script of the environment does not.
+    (tmp_path / "here.py").write_text("")
+    code = "import sys; sys.path.remove(''); from lightning_ups.__main__ import main; main(['--version']); import here"
+    assert process("-c", code, cwd=tmp_path).returncode == 0

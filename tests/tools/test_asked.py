@@ -1,0 +1,177 @@
+import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+
+import lightning_ups.strategies  # noqa: F401
+from lightning_ups.callbacks import ActivationCheckpoint, AccelerationFlags
+from lightning_ups.precision import BF16Precision
+from lightning_ups.tools.asked import (
+    Asked,
+    build,
+    check_accelerator,
+    check_slots,
+    check_strategy,
+    configured,
+    run_of,
+)
+from tests.cli_toys import Late, NoMeta, Toy
+
+DEFAULTS = {
+    "accelerator": "cpu",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": 1,
+    "precision": None,
+    "plugins": None,
+    "callbacks": None,
+}
+
+
+def run(**settings):
+    return run_of(Toy(), DEFAULTS | settings, [])
+
+
+def test_the_defaults():
+    found = run()
+    assert (found.strategy.name, found.accelerator, found.num_devices) == ("SingleDeviceStrategy", "cpu", 1)
+    assert found.precision.precision == "32-true"
+    assert found.training
+
+
+def test_a_machine_that_is_not_here():
+    found = run(accelerator="gpu", devices=8, num_nodes=2)
+    assert (found.strategy.name, found.accelerator, found.num_devices, found.num_nodes) == ("DDPStrategy", "cuda", 8, 2)
+
+
+@pytest.mark.parametrize(("devices", "count"), [(3, 3), ("3", 3), ([0, 2], 2), ("0,2", 2), ("0,", 1), ("auto", 1), (-1, 1)])
+def test_devices(devices, count):
+    assert run(devices=devices).num_devices == count
+
+
+def test_auto_is_the_device_of_this_machine():
+    assert run(accelerator="auto").accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "shards", "ours"),
+    [
+        ("ddp", "DDPStrategy", False, False),
+        ("fsdp", "FSDPStrategy", True, False),
+        ("FSDP", "FSDPStrategy", True, False),
+        ("fsdp2", "FSDP2Strategy", True, True),
+        (DDPStrategy(), "DDPStrategy", False, False),
+    ],
+)
+def test_strategies(strategy, name, shards, ours):
+    placement = run(strategy=strategy).strategy
+    assert (placement.name, placement.shards, placement.ours) == (name, shards, ours)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "name"),
+    [
+        (None, Precision, "32-true"),
+        ("bf16-mixed", MixedPrecision, "bf16-mixed"),
+        ("bf16", MixedPrecision, "bf16-mixed"),
+        ("16-mixed", MixedPrecision, "16-mixed"),
+        ("bf16-true", HalfPrecision, "bf16-true"),
+        ("transformer-engine", Precision, "transformer-engine"),
+        (64, Precision, "64-true"),
+    ],
+)
+def test_precisions(precision, kind, name):
+    found = run(precision=precision).precision
+    assert isinstance(found, kind)
+    assert found.precision == name
+
+
+def test_a_precision_among_the_plugins():
+    plugin = BF16Precision()
+    assert run(plugins=[plugin]).precision is plugin
+    assert run(plugins=plugin).precision is plugin
+
+
+def test_callbacks_and_those_of_slots():
+    mine, flags = ActivationCheckpoint(), AccelerationFlags()
+    assert run_of(Toy(), DEFAULTS | {"callbacks": mine}, [flags]).callbacks == (mine, flags)
+
+
+def test_two_precisions():
+    with pytest.raises(ValueError, match=r"trainer.precision=32-true and BF16Precision.*Keep one of them\.$"):
+        check_slots({"precision": "32-true", "plugins": [BF16Precision()]})
+    with pytest.raises(ValueError, match="MixedPrecision and BF16Precision"):
+        check_slots({"precision": None, "plugins": [MixedPrecision("bf16-mixed", "cpu"), BF16Precision()]})
+    check_slots({"precision": None, "plugins": [BF16Precision()]})
+
+
+def test_an_unknown_strategy():
+    with pytest.raises(ValueError, match=r"There is no strategy 'fsdq2'.*Did you mean 'fsdp2'\?$"):
+        check_strategy("fsdq2")
+    check_strategy("auto")
+    check_strategy(FSDPStrategy())
+
+
+def test_an_unknown_accelerator():
+    with pytest.raises(ValueError, match=r"There is no accelerator 'gpuu'.*Did you mean 'gpu'\?$"):
+        check_accelerator("gpuu", here=False)
+
+
+def test_a_gpu_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"torch finds no GPU here.*`explain` needs no GPU\.$"):
+        check_accelerator("gpu", here=True)
+    check_accelerator("gpu", here=False)
+    check_accelerator("cpu", here=True)
+
+
+def test_built_without_memory():
+    module, notes = build(Toy)
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    assert notes == []
+
+
+def test_built_on_the_cpu_if_values_are_needed():
+    module, notes = build(NoMeta)
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    assert notes == ["The module needs values while it is built, so that it was built on the CPU."]
+
+
+def test_an_error_of_the_module_is_raised():
+    with pytest.raises(RuntimeError, match="the user's own error"):
+        build(lambda: Toy(fail="init"))
+
+
+def test_configure_model_builds_the_blocks():
+    module = Late()
+    assert configured(module) == []
+    assert len(module.blocks) == 3
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    assert configured(Toy()) == []
+
+
+def test_configure_model_may_need_a_trainer():
+    class Needs(Late):
+        def configure_model(self):
+            assert self.trainer.world_size
+
+    (note,) = configured(Needs())
+    assert note.startswith("configure_model needs what is not here")
+
+
+def asked(config, slots):
+    return Asked(run=run(), optimizer=None, config={"trainer": DEFAULTS} | config, slots=slots)
+
+
+def test_labels_show_what_differs_from_the_defaults():
+    spec = {"class_path": "lightning_ups.callbacks.ActivationCheckpoint", "init_args": {"save": "nothing", "every": 1}}
+    found = asked({"trainer": DEFAULTS | {"callbacks": [spec]}}, {})
+    assert found.label(ActivationCheckpoint()) == "ActivationCheckpoint(save=nothing)"
+    assert found.label(Toy()) == "Toy()"
+
+
+def test_a_section_left_alone_has_no_label():
+    slots = {"AccelerationFlags": "flags"}
+    assert asked({"flags": {"enabled": True, "tf32": None}}, slots).label(AccelerationFlags()) is None
+    assert asked({"flags": {"tf32": True}}, slots).label(AccelerationFlags()) == "AccelerationFlags(tf32=True)"

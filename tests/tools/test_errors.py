@@ -1,0 +1,120 @@
+import subprocess
+import sys
+
+import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+
+from lightning_ups.callbacks import ActivationCheckpoint
+from lightning_ups.tools.errors import shortened, unwrapped
+from lightning_ups.tools.spelling import suggestion
+
+
+def caught(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_ours_is_its_text():
+    text = shortened(caught(ActivationCheckpoint, save="nonsense"))
+    assert text is not None
+    assert text.startswith("error: ")
+    assert "nonsense" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_lines_stay_lines():
+    namespace = {"__name__": "lightning_ups.x", "__package__": "lightning_ups"}
+    exec("def fail(): raise ValueError('one\\n  two')", namespace)
+    assert shortened(caught(namespace["fail"])) == "error: one\n  two"
+
+
+def test_a_users_error_keeps_its_traceback():
+    def fail():
+        raise ValueError("mine")
+
+    assert shortened(caught(fail)) is None
+
+
+def test_a_defect_of_ours_keeps_its_traceback():
+    # Raised in a frame of ours, but by an operation, not by a `raise`.
+    assert shortened(caught(suggestion, 3, ["a"])) is None
+
+
+def test_an_error_below_ours_keeps_its_traceback():
+    # Torch's, or the user's, called by us: no text of ours explains it.
+    def names():
+        raise ValueError("mine")
+        yield
+
+    assert shortened(caught(suggestion, "a", names())) is None
+
+
+def test_lightning_refusing_a_setting_in_fit_keeps_its_traceback():
+    assert shortened(caught(EarlyStopping, monitor="x", mode="sideways")) is None
+
+
+def test_lightning_refusing_a_setting_at_construction_is_short():
+    exec_globals = {"__name__": "lightning.pytorch.cli", "EarlyStopping": EarlyStopping}
+    exec("def instantiate_classes(): EarlyStopping(monitor='x', mode='sideways')", exec_globals)
+    error = without_this_frame(caught(exec_globals["instantiate_classes"]))
+    text = shortened(error)
+    assert text is not None
+    assert text.startswith("error: EarlyStopping refuses a setting of the configuration. It says: `mode` can be min")
+
+
+def test_a_users_constructor_between_keeps_the_traceback():
+    class Mine(Callback):
+        def __init__(self):
+            EarlyStopping(monitor="x", mode="sideways")
+
+    exec_globals = {"__name__": "lightning.pytorch.cli", "Mine": Mine}
+    exec("def instantiate_classes(): Mine()", exec_globals)
+    assert shortened(without_this_frame(caught(exec_globals["instantiate_classes"]))) is None
+
+
+def without_this_frame(error):
+    return error.with_traceback(error.__traceback__.tb_next)
+
+
+def test_what_the_parser_has_wrapped():
+    class Mine(Callback):
+        def __init__(self, size: int = 1):
+            raise KeyError("mine")
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Callback, "callback", required=False)
+    globals()["Mine"] = Mine
+    Mine.__qualname__ = "Mine"
+    config = parser.parse_object({"callback": {"class_path": f"{__name__}.Mine"}})
+    error = caught(parser.instantiate_classes, config)
+    root = unwrapped(error)
+    assert isinstance(root, KeyError)
+    assert shortened(error) is None
+
+
+def test_what_is_not_wrapped_stays():
+    error = caught(Trainer, accelerator="cpu", devices=1, precision="nonsense")
+    assert unwrapped(error) is error
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys; import lightning_ups.tools.errors; assert not {'torch', 'lightning'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError, ModuleNotFoundError, FileNotFoundError])
+def test_kinds_of_ours(kind):
+    namespace = {"__name__": "lightning_ups.x", "__package__": "lightning_ups", "kind": kind}
+    exec("def fail(): raise kind('what, why, cure')", namespace)
+    assert shortened(caught(namespace["fail"])) == "error: what, why, cure"
+
+
+def test_another_kind_is_no_explanation():
+    namespace = {"__name__": "lightning_ups.x", "__package__": "lightning_ups"}
+    exec("def fail(): raise AssertionError('broken')", namespace)
+    assert shortened(caught(namespace["fail"])) is None

@@ -1,0 +1,99 @@
+import pytest
+
+import lightning_ups.strategies  # noqa: F401
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.precision import BF16Precision
+from lightning_ups.tools.asked import Asked, run_of
+from lightning_ups.tools.explain import show
+from tests.cli_toys import Late, Toy
+from tests.tools.test_asked import DEFAULTS
+
+
+@pytest.fixture
+def lines(capsys):
+    def lines(*callbacks, module=None, optimizer=None, preset=None, notes=(), **settings):
+        run = run_of(module or Toy(), DEFAULTS | settings, callbacks)
+        asked = Asked(
+            run=run, optimizer=optimizer, config={"trainer": DEFAULTS}, slots={}, preset=preset, notes=notes
+        )
+        code = show(asked)
+        return code, capsys.readouterr().out.splitlines()
+
+    return lines
+
+
+def row(lines, name):
+    return next(line for line in lines if line[10:].startswith(name))[27:]
+
+
+def test_essentials(lines):
+    code, out = lines(accelerator="gpu", devices=8, strategy="fsdp2", plugins=[BF16Precision()], preset="a100")
+    assert code == 0
+    assert out[0] == "run       tests.cli_toys.Toy, 288 parameters"
+    assert out[1].strip() == "FSDP2Strategy, 8 x cuda"
+    assert out[2].strip().startswith("BF16Precision (bf16-mixed): computes in bfloat16, reduces in float32")
+    assert out[3].strip() == "over the preset a100"
+    assert out[4] == "blocks    2 x Sequential: blocks.0 to blocks.1"
+    assert out[-1] == "refused   nothing"
+
+
+def test_the_one_order_whatever_the_order_of_the_list(lines):
+    _, out = lines(Compile(backend="eager"), ActivationCheckpoint(), strategy="fsdp2", devices=2)
+    names = [line[10:26].strip() for line in out[out.index(next(x for x in out if x.startswith("order"))) : -1]]
+    assert names == [
+        "configure_model",
+        "convert",
+        "tensor_parallel",
+        "recompute",
+        "compile",
+        "shard",
+        "materialise",
+        "optimizers",
+    ]
+    assert row(out, "recompute").startswith("ActivationCheckpoint")
+    assert row(out, "compile").startswith("Compile")
+    assert row(out, "shard") == "FSDP2Strategy"
+    assert row(out, "tensor_parallel") == "-"
+
+
+def test_who_makes_the_optimizer(lines):
+    assert row(lines()[1], "optimizers") == "Toy.configure_optimizers"
+    assert row(lines(optimizer="torch.optim.AdamW")[1], "optimizers") == "AdamW of the section 'optimizer'"
+
+
+def test_configure_model_is_named(lines):
+    module = Late()
+    module.configure_model()
+    _, out = lines(module=module)
+    assert row(out, "configure_model") == "Late"
+    assert "blocks    3 x Sequential: blocks.0 to blocks.2" in out
+
+
+def test_every_refusal_and_exit_code_2(lines):
+    code, out = lines(
+        Compile(scope="model"),
+        Compile(blocks=["blocs.*"]),
+        strategy="fsdp2",
+        devices=2,
+        precision="16-mixed",
+    )
+    text = " ".join(" ".join(out).split())
+    assert code == 2
+    refused = text[text.index("refused") :]
+    assert "Two callbacks of one class are given" in refused
+    assert "precision='16-mixed' is given with FSDP2Strategy" in refused
+    assert "Use scope='blocks'." in refused
+    assert "Compile: The pattern 'blocs.*' matches no" in refused
+    assert max(map(len, out)) <= 110
+
+
+def test_notes(lines):
+    _, out = lines(notes=["something could not be known"])
+    assert "notes     something could not be known" in out
+
+
+def test_frozen_parameters_and_large_numbers(lines):
+    module = Toy(width=100_000)
+    module.blocks[0].requires_grad_(False)
+    _, out = lines(module=module)
+    assert out[0] == "run       tests.cli_toys.Toy, 3.4 M parameters, 1.7 M of them frozen"

@@ -1,0 +1,162 @@
+import pytest
+import yaml
+from jsonargparse import get_loader
+
+from lightning_ups.tools.layers import Layer, items, option_layer, options, preset_layer, read
+
+CLASSES = ("model", "trainer.strategy")
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="run.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write
+
+
+def test_each_value_has_a_place(write):
+    layer = read(write("trainer:\n  callbacks:\n    - class_path: A\n      init_args: {x: 1}\n"), command="fit")
+    assert layer.place("trainer") == "run.yaml:1"
+    assert layer.place("trainer", "callbacks", 0, "init_args", "x") == "run.yaml:4"
+    assert layer.place("trainer", "callbacks", 0, "nowhere") == "run.yaml:3"
+    assert layer.place("nowhere") == "run.yaml"
+
+
+def test_a_section_for_the_command(write):
+    layer = read(write("fit:\n  trainer:\n    max_epochs: 1\ntest:\n  trainer: {}\n"), command="fit")
+    assert layer.tree == {"trainer": {"max_epochs": 1}}
+    assert layer.place("trainer", "max_epochs") == "run.yaml:3"
+
+
+def test_a_section_in_a_file_of_its_own(write):
+    write("max_epochs: 3\n", "parts/trainer.yaml")
+    assert read(write("trainer: trainer.yaml\n", "parts/run.yaml"), command="fit").tree == {
+        "trainer": {"max_epochs": 3}
+    }
+
+
+def test_yaml_in_place_of_a_file():
+    assert read("{trainer: {max_epochs: 1}}", command="fit").tree == {"trainer": {"max_epochs": 1}}
+
+
+def test_no_such_file(write):
+    write("", "run.yaml")
+    with pytest.raises(FileNotFoundError, match=r"There is no file 'rum.yaml'.*Did you mean 'run.yaml'\?$"):
+        read("rum.yaml", command="fit")
+    with pytest.raises(FileNotFoundError, match=r"Check the path\.$"):
+        read("nowhere/run.yaml", command="fit")
+
+
+def test_no_yaml(write):
+    with pytest.raises(ValueError, match=r"^run.yaml:3:1: this is no YAML: .*a wrong indent\.$"):
+        read(write("trainer:\n  callbacks: [\n"), command="fit")
+
+
+def test_no_settings(write):
+    with pytest.raises(ValueError, match=r"^run.yaml holds no settings, but 'hello'.*--print_config\.$"):
+        read(write("hello"), command="fit")
+
+
+def test_a_key_given_twice(write):
+    with pytest.raises(ValueError, match=r"^run.yaml:4: trainer.max_epochs is given twice, on line 2 too.*Keep one\.$"):
+        read(write("trainer:\n  max_epochs: 1\n  min_epochs: 1\n  max_epochs: 2\n"), command="fit")
+
+
+def test_anchors_and_merges_are_no_repetition(write):
+    layer = read(write("a: &a {x: 1}\nb: {<<: *a, y: 2}\n"), command="fit")
+    assert layer.tree["b"] == {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize(
+    "value", ["1e-3", 0.001, "true", True, None, "null", "3", 3, "a: b", float("inf"), [1, "x"], {}]
+)
+def test_the_text_says_what_the_tree_says(value):
+    tree = {"key": value}
+    assert get_loader("yaml")(Layer(name="", tree=tree).text) == tree
+
+
+def test_the_layer_of_a_preset():
+    layer = preset_layer("cpu")
+    assert layer.name == "preset cpu"
+    assert layer.tree["trainer"]["accelerator"] == "cpu"
+
+
+def test_items():
+    assert items(None) == []
+    assert items("A") == ["A"]
+    assert items(["A", "B"]) == ["A", "B"]
+    assert items({"class_path": "A"}) == [{"class_path": "A"}]
+
+
+def test_options():
+    words = ["--a=1", "--b", "2", "--flag", "--c", "--d=x=y", "stray"]
+    assert [(key, value) for key, value, _ in options(words)] == [
+        ("a", "1"),
+        ("b", "2"),
+        ("flag", ""),
+        ("c", ""),
+        ("d", "x=y"),
+        ("", ""),
+    ]
+    assert [word for _, _, spelled in options(words) for word in spelled] == words
+
+
+def test_a_negative_number_is_a_value():
+    assert [(key, value) for key, value, _ in options(["--a", "-1", "--b"])] == [("a", "-1"), ("b", "")]
+
+
+def test_options_as_a_tree():
+    layer, spared = option_layer(
+        ["--trainer.max_epochs=3", "--model", "mine.M", "--model.width", "4", "--model.init_args.act=relu"],
+        classes=CLASSES,
+    )
+    assert layer.tree == {
+        "trainer": {"max_epochs": "3"},
+        "model": {"class_path": "mine.M", "init_args": {"width": "4", "act": "relu"}},
+    }
+    assert spared == [
+        "--trainer.max_epochs=3",
+        "--model",
+        "mine.M",
+        "--model.width",
+        "4",
+        "--model.init_args.act=relu",
+    ]
+
+
+def test_options_about_lists():
+    words = [
+        "--trainer.callbacks=A",
+        "--trainer.callbacks.x=1",
+        "--trainer.callbacks+=B",
+        "--trainer.callbacks.y",
+        "[2]",
+    ]
+    layer, spared = option_layer([*words, "--trainer.plugins+=P", "--trainer.callbacks.help=A"], classes=CLASSES)
+    assert layer.tree["trainer"] == {
+        "callbacks": [{"class_path": "A", "init_args": {"x": "1"}}],
+        "callbacks+": [{"class_path": "B", "init_args": {"y": [2]}}],
+        "plugins+": ["P"],
+    }
+    assert spared == ["--trainer.callbacks.help=A"]
+
+
+def test_an_option_about_an_element_of_a_file_stays():
+    layer, spared = option_layer(["--trainer.callbacks.x=1"], classes=CLASSES)
+    assert layer.tree == {}
+    assert spared == ["--trainer.callbacks.x=1"]
+
+
+def test_yaml_in_an_option():
+    layer, _ = option_layer(['--trainer.callbacks=[{"class_path": "A"}, B]'], classes=CLASSES)
+    assert layer.tree["trainer"]["callbacks"] == [{"class_path": "A"}, "B"]
+
+
+def test_the_tree_is_plain_yaml(write):
+    layer = read(write("trainer: {max_epochs: 1}\nmodel: {class_path: M}\n"), command="fit")
+    assert yaml.safe_load(layer.text) == layer.tree

@@ -1,0 +1,46 @@
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from lightning_ups.tools import presets
+
+
+def test_each_has_a_comment_and_settings():
+    assert {"a100", "cpu", "h100"} <= {*presets.names()}
+    for name in presets.names():
+        assert presets.text(name).startswith("# ")
+        assert 20 < len(presets.comment(name)) < 120
+        assert isinstance(yaml.safe_load(presets.text(name)), dict)
+
+
+def test_one_line_each(capsys):
+    assert presets.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(presets.names()) + 1
+    for line, name in zip(lines, ["auto", *presets.names()], strict=True):
+        assert line.startswith(name)
+    assert presets.comment("cpu") in lines[presets.names().index("cpu") + 1]
+
+
+def test_the_yaml_of_one(capsys):
+    assert presets.main(["cpu"]) == 0
+    assert capsys.readouterr().out == presets.text("cpu")
+
+
+def test_unknown():
+    with pytest.raises(ValueError, match=r"Did you mean 'h100'\?$"):
+        presets.text("h10")
+    with pytest.raises(ValueError, match=r"Use one of: a100, auto, cpu, h100.*\.$"):
+        presets.text("zebra")
+
+
+def test_a_path_is_no_name():
+    with pytest.raises(ValueError, match="There is no preset"):
+        presets.text("../presets/cpu")
+
+
+def test_torch_is_not_imported():
+    code = "import sys; from lightning_ups.tools.presets import main; main([]); assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
