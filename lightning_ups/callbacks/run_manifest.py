@@ -12,6 +12,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -27,6 +28,7 @@ from lightning_ups._compat.environment import (
     without_secrets,
     working_tree,
 )
+from lightning_ups._compat.hyperparameters import logged_hyperparameters
 from lightning_ups.order import Report, Step, applied, apply_declared, finish_optimizers
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
@@ -99,7 +101,7 @@ class RunManifest(Callback):
         if trainer.is_global_zero:
             self._look(trainer)
             if self.log_hyperparams and trainer.enable_autolog_hparams:
-                self._log(trainer, pl_module)
+                self._log(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -194,11 +196,11 @@ class RunManifest(Callback):
                 " Make room or the folder writable, or give the Trainer another default_root_dir."
             )
 
-    def _log(self, trainer: Trainer, module: LightningModule) -> None:
+    def _log(self, trainer: Trainer) -> None:
         flat = _hyperparameters(self.manifest, self._report)
         for logger in trainer.loggers:
             # With the module's own, which Lightning logs next: TensorBoard would leave those out.
-            own = _hyperparameters_of(trainer, module) if isinstance(logger, TensorBoardLogger) else {}
+            own = logged_hyperparameters(trainer) if isinstance(logger, TensorBoardLogger) else {}
             logger.log_hyperparams({**own, **flat})
 
 
@@ -247,7 +249,8 @@ def _precision(trainer: Trainer) -> dict[str, Any]:
 def _strategy(trainer: Trainer) -> dict[str, Any]:
     context = applied(trainer.strategy)
     mesh = context.mesh if context is not None else None
-    mesh = mesh if mesh is not None else getattr(trainer.strategy, "_device_mesh", None)
+    if mesh is None and isinstance(trainer.strategy, ModelParallelStrategy):
+        mesh = trainer.strategy.device_mesh
     names = getattr(mesh, "mesh_dim_names", None)
     return {
         "class": _name(trainer.strategy),
@@ -316,15 +319,6 @@ def _hyperparameters(manifest: Mapping[str, Any], report: Report) -> dict[str, A
         flat |= {f"manifest/{part}/{name}": fact for name, fact in facts.items() if not isinstance(fact, Mapping)}
     flat = {name: value for name, value in flat.items() if not name.endswith("/lines")}
     return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flat.items()}
-
-
-def _hyperparameters_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    datamodule = getattr(trainer, "datamodule", None)
-    for holder in (module, datamodule):
-        if holder is not None and holder._log_hyperparams:
-            found |= {name: value for name, value in holder.hparams_initial.items() if name != "_class_path"}
-    return found
 
 
 def _name(thing: Any) -> str:
