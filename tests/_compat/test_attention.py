@@ -28,7 +28,7 @@ def test_a_missing_package_is_said_without_importing_it():
 
 def test_fa3_says_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(compat, "find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match="python setup.py install"):
+    with pytest.raises(ModuleNotFoundError, match=r"python setup\.py install"):
         compat.load_fa3(feature="This")
 
 

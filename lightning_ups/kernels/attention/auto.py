@@ -22,7 +22,18 @@ import torch
 from lightning_ups.kernels.attention.kind import Kind
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName, refusal
 
-__all__ = ["Choice", "Row", "Table", "choose", "decisions", "parse_table", "predict", "tables"]
+__all__ = [
+    "Choice",
+    "Row",
+    "Table",
+    "choose",
+    "decide",
+    "decisions",
+    "parse_table",
+    "predict",
+    "rounded",
+    "tables",
+]
 
 _logger = logging.getLogger(__name__)
 _RULE_HOPPER_ON: tuple[KernelName, ...] = ("cudnn", "fa4", "flash", "flex", "efficient", "math", "reference")
@@ -88,6 +99,15 @@ def decisions() -> list[dict[str, Any]]:
 _decisions: list[dict[str, Any]] = []
 
 
+def rounded(*, seq: int, work: int) -> tuple[float, float]:
+    """Return the length and amount of work that `choose` decides for, in the place of these."""
+    return _centre(_cell(seq, _SEQ_EDGES), _cell(work, _WORK_EDGES))
+
+
+def _centre(seq_cell: int, work_cell: int) -> tuple[float, float]:
+    return 2 ** (_SEQ_FROM + seq_cell / _FINE), 2 ** (_WORK_FROM + work_cell / _COARSE)
+
+
 def _cell(value: int, edges: Sequence[int]) -> int:
     # By comparisons alone: `value` may be symbolic, and must not become a constant.
     low, high = 0, len(edges)
@@ -107,7 +127,7 @@ def _chosen(kind: tuple[Any, ...], seq_cell: int, work_cell: int) -> KernelName:
 
 @cache
 def _choice(kind: Kind, seq_cell: int, work_cell: int) -> KernelName:
-    seq, work = 2 ** (_SEQ_FROM + seq_cell / _FINE), 2 ** (_WORK_FROM + work_cell / _COARSE)
+    seq, work = _centre(seq_cell, work_cell)
     backend, why = decide(kind, seq=seq, work=work)
     decision = {"backend": backend, "why": why, "seq": round(seq), **kind._asdict(), "dtype": str(kind.dtype)}
     _decisions.append(decision)
@@ -140,7 +160,7 @@ def predict(
     sums: dict[KernelName, float] = {}
     weights: dict[KernelName, float] = {}
     for row in table.rows:
-        times = row.training if kind.trains else row.forward
+        times = row.training if kind.trains or not row.forward else row.forward
         known: dict[KernelName, float] = {name: time for name, time in times.items() if name in among}
         if not known:
             continue

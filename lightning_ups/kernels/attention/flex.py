@@ -113,4 +113,4 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)  # which raises where it would otherwise run eagerly

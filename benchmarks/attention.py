@@ -1,0 +1,438 @@
+"""Attention on this GPU: is every backend right, how fast is it, and how far behind the best is `auto`.
+
+    python benchmarks/attention.py --out DIR [--install] [--minutes 8]
+
+Parts run in processes of their own, each with a share of the time, so that one that fails costs only itself: the
+``correct`` ones, all at once, compare outputs and gradients with the reference in float64; ``64``, ``128``, ``256``
+time the table's shapes and the held-out ones for that width of heads; ``masked`` times windows and documents. Every
+measurement is a line of JSON in DIR/attention.jsonl. From them come the table that `auto` reads, DIR/<device>.json
+(``--install`` also puts it into the package), and auto's regret: its time over the best time, on shapes that are in
+the table and on others. The whole report is DIR/attention.txt, its short form is printed.
+
+Times are the device's, medians over rounds in which the backends take turns: a sleeping kernel goes first, so that the
+host has queued everything before the first call begins. TFLOP/s count causal attention as half, and forward plus
+backward as 3.5 times the forward pass.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+
+from lightning_ups.kernels.attention import Documents, attention, reference_attention
+from lightning_ups.kernels.attention import auto as selection
+from lightning_ups.kernels.attention.kind import Kind, kind_of
+from lightning_ups.kernels.attention.support import BACKENDS, KernelName, refusal
+
+CHECKED: dict[str, tuple[KernelName, ...]] = {
+    "correct-torch": ("math", "efficient", "flash", "cudnn", "fa3"),
+    "correct-fa4": ("fa4",),
+    "correct-flex": ("flex",),
+}
+SHARES = {**dict.fromkeys(CHECKED, 0.24), "64": 0.2, "128": 0.22, "256": 0.22, "masked": 0.12}
+TIMED: tuple[KernelName, ...] = ("cudnn", "flash", "fa3", "fa4")
+ROUNDS = 3
+TOLERANCE = 1.5e-2  # bfloat16 has 8 bits
+
+
+class Shape(NamedTuple):
+    """One shape: ``held`` shapes are not in the table."""
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    seq: int
+    batch: int
+    causal: bool = True
+    held: bool = False
+
+
+def shapes(head_dim: int) -> Iterator[Shape]:
+    """Yield what is timed for one width of heads: the table's shapes, then those held out."""
+    lengths = [1 << exponent for exponent in range(10, 16)]
+    for seq in lengths:
+        yield Shape(head_dim, 32, 8, seq, 32768 // seq)
+    for seq in lengths:
+        yield Shape(head_dim, 32, 32, seq, max(16384 // seq, 1))
+    for seq in (1024, 2048, 4096):
+        yield Shape(head_dim, 32, 8, seq, max(4096 // seq, 1))
+    for seq in (1024, 4096, 16384):
+        yield Shape(head_dim, 32, 8, seq, 16384 // seq, causal=False)
+    held = [
+        (32, 8, 1536, 16), (32, 8, 6144, 4), (32, 8, 12288, 2), (32, 8, 1536, 2), (32, 8, 4096, 2), (32, 8, 8192, 8),
+        (32, 4, 1536, 16), (32, 4, 4096, 4), (32, 4, 6144, 4), (32, 4, 12288, 2), (64, 8, 2048, 8), (64, 8, 8192, 1),
+        (32, 32, 6144, 2), (32, 32, 1536, 8), (16, 16, 3072, 4),
+    ]  # fmt: skip
+    for heads, kv_heads, seq, batch in held:
+        yield Shape(head_dim, heads, kv_heads, seq, batch, held=True)
+
+
+def main() -> None:
+    """Run one part, or all of them in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
+    parser.add_argument("--install", action="store_true", help="put the table into the package")
+    parser.add_argument("--minutes", type=float, default=7.8)
+    parser.add_argument("--part", choices=SHARES)
+    parser.add_argument("--seconds", type=float, default=100.0, help="of one part")
+    options = parser.parse_args()
+    if options.part:
+        run_part(options.part, deadline=time.monotonic() + options.seconds)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    lines = run_all(seconds=options.minutes * 60, log=options.out / "attention.jsonl")
+    table = make_table(lines)
+    folders = [options.out]
+    if options.install:
+        folders.append(Path(selection.__file__).parent / "measured")
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        (folder / f"{table['device'].replace(' ', '_')}.json").write_text(dump(table))
+    with (options.out / "attention.txt").open("w") as file:
+        report(lines, table, file)
+
+
+def run_all(*, seconds: float, log: Path) -> list[dict[str, Any]]:
+    """Run each part in a process of its own and return all their measurements."""
+    lines = []
+    with log.open("w") as file:
+        for together in (list(CHECKED), ["64"], ["128"], ["256"], ["masked"]):
+            begun = time.monotonic()
+            processes = {part: start(part, seconds=seconds * SHARES[part]) for part in together}
+            for part, process in processes.items():
+                found, trouble = outcome(process, seconds=seconds * SHARES[part] - (time.monotonic() - begun))
+                took = round(time.monotonic() - begun)
+                lines += found
+                print(f"part {part}: {len(found)} measurements in {took} s{trouble}", flush=True)
+                file.writelines(json.dumps(line) + "\n" for line in found)
+                file.flush()
+    return lines
+
+
+def start(part: str, *, seconds: float) -> subprocess.Popen[str]:
+    """Start one part, which ends by itself before ``seconds`` are over."""
+    command = [sys.executable, __file__, "--part", part, "--seconds", str(seconds - 18)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def outcome(process: subprocess.Popen[str], *, seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """Wait for a part; return its measurements and, where it did not end well, how."""
+    try:
+        out, err = process.communicate(timeout=max(seconds, 1))
+        trouble = "" if process.returncode == 0 else f", exit code {process.returncode}: {err[-1500:]}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        trouble = f", stopped after {seconds:.0f} s: {err[-300:]}"
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")], trouble
+
+
+def run_part(part: str, *, deadline: float) -> None:
+    """Print the measurements of one part as lines of JSON."""
+    say(part="device", **device())
+    if part in CHECKED:
+        correct(CHECKED[part], deadline=deadline)
+    elif part == "masked":
+        masked(deadline=deadline)
+    else:
+        timed(list(shapes(int(part))), deadline=deadline)
+
+
+def say(**line: Any) -> None:
+    """Print one measurement."""
+    print(json.dumps(line), flush=True)
+
+
+def device() -> dict[str, Any]:
+    """Return what the measurements depend on beside the shape."""
+    versions = {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+    for package in ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "triton"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "versions": versions,
+    }
+
+
+# --- correctness
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal, odd length": {"seq": 1001},
+    "window 100": {"seq": 1001, "window": 100},
+    "documents": {"seq": 1001, "documents": True},
+    "documents, window 100": {"seq": 1001, "documents": True, "window": 100},
+    "full": {"seq": 1001, "causal": False},
+    "softcap 30": {"seq": 512, "softcap": 30.0},
+    "8 query heads to 1": {"seq": 512, "kv_heads": 1},
+    "multi-head": {"seq": 512, "kv_heads": 8},
+}
+
+
+def correct(backends: Sequence[KernelName], *, deadline: float) -> None:
+    """Compare backends with the reference in float64."""
+    for backend in backends:
+        for name, case in CASES.items():
+            for head_dim in (128, 64, 256):
+                if head_dim != 128 and name != "causal, odd length":
+                    continue
+                if time.monotonic() > deadline:
+                    say(part="correct", backend=backend, case=name, head_dim=head_dim, skipped="no time left")
+                    continue
+                say(part="correct", backend=backend, case=name, head_dim=head_dim, **compare(backend, head_dim, **case))
+
+
+def compare(
+    backend: KernelName,
+    head_dim: int,
+    *,
+    seq: int,
+    kv_heads: int = 2,
+    causal: bool = True,
+    window: int | None = None,
+    documents: bool = False,
+    softcap: float | None = None,
+) -> dict[str, Any]:
+    """Return the largest errors of output and gradients, relative to the largest true value."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, seq, heads, head_dim, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for heads in (8, kv_heads, kv_heads)
+    )
+    packed = None
+    if documents:
+        ids = torch.zeros(2, seq, dtype=torch.int64)
+        ids[0, 300:] = 1
+        ids[0, 301:] = 2
+        ids[1, 900:] = 1
+        packed = Documents.from_ids(ids).to("cuda")
+    options: dict[str, Any] = {"causal": causal, "window": window, "documents": packed, "softcap": softcap}
+    kind = kind_of(q, k, v, causal=causal, window=window is not None, documents=documents, softcap=softcap is not None)
+    if refused := refusal(backend, kind):
+        return {"refused": refused[0]}
+    weight = torch.randn(q.shape, device="cuda", generator=generator)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    wanted = with_gradients(lambda *tensors: reference_attention(*tensors, **options), doubles, weight.double())
+    try:
+        found = with_gradients(lambda *t: attention(*t, **options, backend=backend), (q, k, v), weight.bfloat16())
+    except Exception as error:  # noqa: BLE001  (a backend that fails is a result)
+        return {"error": f"{type(error).__name__}: {error}"[:400]}
+    errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)]
+    return {"errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)), "ok": max(errors) < TOLERANCE}
+
+
+def with_gradients(function: Callable[..., Any], tensors: Sequence[Any], weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output and the gradients of ``tensors``."""
+    out = function(*tensors)
+    return [out.detach(), *torch.autograd.grad(out, tensors, weight)]
+
+
+# --- speed
+
+
+def timed(these: Iterable[Shape], *, deadline: float) -> None:
+    """Time each shape by each backend, forward alone and with backward."""
+    for shape in these:
+        if time.monotonic() > deadline:
+            say(part="speed", **shape._asdict(), skipped="no time left")
+            continue
+        say(part="speed", **shape._asdict(), **measure(shape, TIMED))
+
+
+def masked(*, deadline: float) -> None:
+    """Time windows and documents, FlexAttention among them."""
+    among: tuple[KernelName, ...] = ("flash", "fa4", "fa3", "flex")
+    ids = (torch.arange(2 * 8192) // 1111).view(2, 8192)
+    for name, options in {
+        "window 1024": {"window": 1024},
+        "documents of 1111": {"documents": Documents.from_ids(ids).to("cuda")},
+        "causal": {},
+    }.items():
+        for head_dim in (128, 64):
+            shape = Shape(head_dim, 32, 8, 8192, 2)
+            if time.monotonic() > deadline:
+                say(part="masked", mask=name, **shape._asdict(), skipped="no time left")
+                continue
+            say(part="masked", mask=name, **shape._asdict(), **measure(shape, among, **options))
+
+
+def measure(shape: Shape, among: Sequence[KernelName], **options: Any) -> dict[str, Any]:
+    """Return the milliseconds of each backend."""
+    torch.cuda.empty_cache()
+    q, k, v = (
+        torch.randn(shape.batch, shape.seq, heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
+    grad = torch.randn_like(q)
+    kind = kind_of(q, k, v, causal=shape.causal, window="window" in options, documents="documents" in options)
+
+    def forward(backend: KernelName) -> torch.Tensor:
+        return attention(q, k, v, causal=shape.causal, backend=backend, **options)
+
+    def train(backend: KernelName) -> None:
+        torch.autograd.grad(forward(backend), tensors, grad)
+
+    def evaluate(backend: KernelName) -> None:
+        with torch.no_grad():
+            forward(backend)
+
+    able: list[KernelName] = []
+    trouble: dict[str, str] = {}
+    first: dict[str, float] = {}
+    for backend in among:
+        if refused := refusal(backend, kind):
+            trouble[backend] = f"refused: {refused[0]}"
+            continue
+        begun = time.monotonic()
+        try:
+            train(backend)
+            evaluate(backend)
+            torch.cuda.synchronize()
+            able.append(backend)
+            first[backend] = round(time.monotonic() - begun, 2)
+        except Exception as error:  # noqa: BLE001  (a backend that fails is a result)
+            trouble[backend] = f"{type(error).__name__}: {error}"[:300]
+    training = rounds({backend: lambda b=backend: train(b) for backend in able})
+    forwards = rounds({backend: lambda b=backend: evaluate(b) for backend in able})
+    return {"training": training, "forward": forwards, "first_call_s": first, "trouble": trouble}
+
+
+def rounds(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Return the median milliseconds of each call; they take turns, so that clock and heat are alike."""
+    lasts: dict[str, list[float]] = {name: [] for name in calls}
+    repeats = {name: min(max(math.ceil(12 / max(burst(call, 2), 1e-3)), 1), 10) for name, call in calls.items()}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            lasts[name].append(burst(call, repeats[name]))
+    return {name: round(statistics.median(values), 5) for name, values in lasts.items()}
+
+
+def burst(call: Callable[[], None], repeats: int) -> float:
+    """Return the device's milliseconds for one of ``repeats`` calls, all queued behind a sleep."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(2e6 * repeats))  # about a millisecond for each call that the host queues
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+# --- table and report
+
+
+def make_table(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `auto` reads."""
+    machine = next(line for line in lines if line["part"] == "device")
+    names = ("head_dim", "heads", "kv_heads", "seq", "batch", "causal", "forward", "training")
+    rows = [
+        {name: line[name] for name in names}
+        for line in lines
+        if line["part"] == "speed" and not line["held"] and line.get("training")
+    ]
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return {**{name: machine[name] for name in ("device", "capability", "versions")}, "date": date, "rows": rows}
+
+
+def dump(table: dict[str, Any]) -> str:
+    """Return the table as JSON, a row a line."""
+    head = {name: value for name, value in table.items() if name != "rows"}
+    rows = ",\n".join("    " + json.dumps(row) for row in table["rows"])
+    return json.dumps(head, indent=2)[:-2] + ',\n  "rows": [\n' + rows + "\n  ]\n}\n"
+
+
+def regret(table: selection.Table, line: dict[str, Any], part: str) -> tuple[str, float]:
+    """Return what `auto` takes by ``table``, and by which part it is slower than the best that was measured."""
+    times = line[part]
+    kind = Kind(
+        "cuda",
+        torch.bfloat16,
+        line["heads"],
+        line["kv_heads"],
+        line["head_dim"],
+        line["head_dim"],
+        line["causal"],
+        trains=part == "training",
+    )
+    seq, work = selection.rounded(seq=line["seq"], work=line["batch"] * line["seq"] * line["heads"])
+    behind = selection.predict(table, kind, seq=seq, work=work, among=list(times))
+    chosen = min(behind, key=behind.__getitem__, default="")
+    return chosen, math.nan if not chosen else times[chosen] / min(times.values()) - 1
+
+
+def teraflops(line: dict[str, Any], milliseconds: float, part: str) -> float:
+    """Return the speed that a time means; windows and documents are not taken into account."""
+    pairs = line["seq"] ** 2 / (2 if line["causal"] else 1)
+    products = 4 * line["batch"] * line["heads"] * line["head_dim"] * pairs
+    return products * (3.5 if part == "training" else 1) / milliseconds / 1e9
+
+
+def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextIO) -> None:
+    """Write correctness, speed and regret to ``file``, and print them without the rows where all is well."""
+
+    def write(text: str, *, short: bool = True) -> None:
+        file.write(text + "\n")
+        if short:
+            print(text)
+
+    write(json.dumps({name: content[name] for name in ("device", "versions", "date")}))
+    checked = [line for line in lines if line["part"].startswith("correct")]
+    wrong = [line for line in checked if not (line.get("ok") or "refused" in line)]
+    right = [line for line in checked if line.get("ok")]
+    write(f"\ncorrect: {len(right)} right, {len(wrong)} wrong, failed or left out")
+    for backend in BACKENDS:
+        errors = [max(line["errors"].values()) for line in right if line["backend"] == backend]
+        if errors:
+            write(f"  {backend:10s} {len(errors):3d} cases, largest error {max(errors):.2e}")
+    for line in wrong:
+        write(f"  NOT {json.dumps(line)}")
+    table = selection.parse_table(json.loads(json.dumps(content)))
+    for part in ("training", "forward"):
+        write(f"\n{part}: TFLOP/s by backend; auto's choice and regret (* is held out)")
+        worst: dict[bool, float] = {False: 0.0, True: 0.0}
+        for line in lines:
+            if line["part"] == "speed" and line.get(part):
+                chosen, behind = regret(table, line, part)
+                worst[line["held"]] = max(worst[line["held"]], behind)
+                told = part == "training" or behind > 0.01
+                write(row_text(line, part, f"{chosen:6s}{behind:5.1%}"), short=told)
+        write(f"largest regret, {part}: {worst[False]:.1%} in the table, {worst[True]:.1%} held out")
+    write("\nmasked: milliseconds, forward and backward; auto's choice and regret")
+    for line in lines:
+        if line["part"] == "masked" and line.get("training"):
+            chosen, behind = regret(table, line, "training")
+            times = "  ".join(f"{name} {time:.2f}" for name, time in line["training"].items())
+            write(f"  {line['mask']:18s} D={line['head_dim']:3d} {times}  auto {chosen} {behind:.1%}")
+    for line in lines:
+        failed = {name: why for name, why in line.get("trouble", {}).items() if not why.startswith("refused")}
+        if "skipped" in line or failed:
+            shape = {name: line[name] for name in ("head_dim", "kv_heads", "seq", "batch") if name in line}
+            write(f"  left out or failed: {line['part']} {shape} {line.get('skipped') or failed}")
+
+
+def row_text(line: dict[str, Any], part: str, choice: str) -> str:
+    """Return a line of the speed table."""
+    speeds = "".join(f" {name} {teraflops(line, line[part][name], part):4.0f}" for name in line[part])
+    heads = f"{line['heads']}/{line['kv_heads']}"
+    shape = f"D={line['head_dim']:3d} {heads:5s} S={line['seq']:5d} B={line['batch']:2d}"
+    return f"{'*' if line['held'] else ' '} {shape} {'causal' if line['causal'] else 'full  '}{speeds}  {choice}"
+
+
+if __name__ == "__main__":
+    main()
