@@ -179,6 +179,26 @@ def test_a_trial_inside_a_checkpoint_recomputes_nothing():
     assert torch.equal(x.grad, other.grad)
 
 
+def test_the_backward_of_a_trial_is_outside_autocast_as_that_of_a_step_is():
+    seen = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return grad
+
+    run, _ = compiled(lambda x: x.sinh(), Caller(), change=lambda graph: lambda x: (Looks.apply(x),))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(torch.ones(2, requires_grad=True))
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]
+
+
 def test_an_anomaly_of_made_up_gradients_is_none():
     run, _ = compiled(lambda x: x.sqrt(), Caller())
     with torch.autograd.set_detect_anomaly(True):
