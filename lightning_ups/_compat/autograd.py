@@ -2,15 +2,24 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._functorch import config
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["activation_memory_budget", "cached_by_selection", "saves_seen_by", "storages"]
+__all__ = [
+    "activation_memory_budget",
+    "cached_by_selection",
+    "has_values",
+    "hidden_from_dynamo",
+    "outside_modes",
+    "saves_seen_by",
+    "storages",
+]
 
 
 def activation_memory_budget(budget: float) -> AbstractContextManager[Any]:
@@ -42,6 +51,24 @@ def cached_by_selection(mode: Any) -> list[torch.Tensor]:
     entries = [entry for kept in storage.values() for entry in (kept.values() if isinstance(kept, dict) else kept)]
     values = [getattr(leaf, "val", leaf) for leaf in tree_leaves(entries)]
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether there is something in ``tensor``, as there is not on the meta device or in a simulation."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` and all that it calls as Dynamo leaves it, even between two graphs of one function.
+
+    Unlike ``torch.compiler.disable`` it imports Dynamo when it is called first, and not before.
+    """
+    return cast(Callable[..., Any], torch._disable_dynamo(function))
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no mode of dispatch, such as that of a selective checkpoint, sees what is run."""
+    return _disable_current_modes()
 
 
 def storages(tensor: torch.Tensor) -> Iterator[tuple[StorageWeakRef, int]]:

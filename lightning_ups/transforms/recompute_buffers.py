@@ -3,15 +3,15 @@
 Batch norm moves its running statistics at each forward, and spectral norm goes one step further in its iteration.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["Buffers", "Rewound", "Taken"]
+from lightning_ups._compat.autograd import has_values, outside_modes
+
+__all__ = ["Buffers", "Taken"]
 
 
 class Taken(NamedTuple):
@@ -30,45 +30,46 @@ class Buffers:
         self._all = [(module, name) for module in block.modules() for name, _ in module.named_buffers(recurse=False)]
         self._changing: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
 
-    def take(self) -> list[Taken]:
-        """Return what is in the buffers now; those that the forward is known to leave alone are left out."""
+    def run(self, before: list[Taken], forward: Callable[[], Any]) -> Any:
+        """Run ``forward`` for the first time, if ``before`` is empty, or once more.
+
+        Args:
+            before: What was in the buffers at the first time, filled then, to be passed again.
+            forward: What to run.
+        """
+        if not self._all:
+            return forward()
+        return self._run_again(before, forward) if before else self._run_first(before, forward)
+
+    def _run_first(self, before: list[Taken], forward: Callable[[], Any]) -> Any:
+        # A selective checkpoint counts every operator of both runs, and must not see those of ours.
+        with outside_modes():
+            before += self._take()
+        result = forward()
+        with outside_modes():
+            if self._mode not in self._changing:
+                # By value: a version does not count what is done to `.data`, and a buffer may be another tensor now.
+                before[:] = [taken for taken in before if not _is_as_it_was(taken)]
+                self._changing[self._mode] = [(taken.module, taken.name) for taken in before]
+        return result
+
+    def _run_again(self, before: Sequence[Taken], forward: Callable[[], Any]) -> Any:
+        with outside_modes():
+            now = self._take()
+            _put(before)
+        try:
+            return forward()
+        finally:
+            with outside_modes():
+                _put(now)
+
+    def _take(self) -> list[Taken]:
         buffers = ((m, name, m._buffers[name]) for m, name in self._changing.get(self._mode, self._all))
         return [Taken(m, name, buffer, buffer.clone()) for m, name, buffer in buffers if buffer is not None]
-
-    def learn(self, before: list[Taken]) -> None:
-        """Compare with ``before`` a forward, and take out of it what the forward left alone.
-
-        The first forward of each mode waits for the device.
-        """
-        if self._mode not in self._changing:
-            # By value: a version does not count what is done to `.data`, and a buffer may be another tensor now.
-            before[:] = [taken for taken in before if not _is_as_it_was(taken)]
-            self._changing[self._mode] = [(taken.module, taken.name) for taken in before]
 
     @property
     def _mode(self) -> tuple[bool, ...]:
         return tuple(module.training for module, _ in self._all)
-
-
-class Rewound(AbstractContextManager[Any]):
-    """A context with the buffers of ``before`` and, inside it, ``inner``; it may be entered again."""
-
-    def __init__(self, buffers: Buffers, before: Sequence[Taken], inner: AbstractContextManager[Any]) -> None:
-        self._buffers, self._before, self._inner = buffers, before, inner
-        self._now: list[Taken] = []
-
-    def __enter__(self) -> Any:
-        self._now = self._buffers.take()
-        _put(self._before)
-        return self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        try:
-            return self._inner.__exit__(kind, error, trace)
-        finally:
-            _put(self._now)
 
 
 def _put(values: Sequence[Taken]) -> None:
@@ -80,4 +81,6 @@ def _put(values: Sequence[Taken]) -> None:
 
 def _is_as_it_was(taken: Taken) -> bool:
     now = taken.module._buffers[taken.name]
-    return now is not None and now.shape == taken.value.shape and torch.equal(now, taken.value)
+    if now is None or not has_values(now):
+        return False  # who knows
+    return now.shape == taken.value.shape and torch.equal(now, taken.value)

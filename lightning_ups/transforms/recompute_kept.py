@@ -20,7 +20,8 @@ class Kept:
     """What blocks keep for backward, as far as they have run.
 
     The first eager forward of a block that has something to keep is measured, at the cost of a call for each tensor
-    that autograd saves. Of a compiled one it is only known that it was traced with its recomputation.
+    that autograd saves. Of a compiled one it is only known that its code was traced with its recomputation, in this
+    process: equal blocks, and later fits, share that code.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,8 @@ class Kept:
     @property
     def num_ran(self) -> int:
         """How many blocks ran so that backward recomputes them."""
-        return sum(block in self.measured or forward in TRACED for block, forward in self.forwards.items())
+        compiled = (block for block, forward in self.forwards.items() if forward in TRACED and block not in self.idle)
+        return len(self.measured.union(compiled))
 
     @property
     def bytes_without(self) -> int:
