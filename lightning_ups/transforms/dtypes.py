@@ -28,8 +28,8 @@ def layer_dtypes(
 ) -> dict[str, dict[str, int]]:
     """Count the layers that hold parameters, by class and by the types of parameters and computation.
 
-    A layer of ``torch.nn`` is described by what its operation returns in ``context`` for an input of its own type. Of a
-    class that is not torch's only the policy is known, which reads ``autocast bfloat16`` or ``cast bfloat16``.
+    A layer with the forward of one of ``torch.nn`` is described by what that operation returns in ``context`` for an
+    input of its own type. Of any other only the policy is known, which reads ``autocast bfloat16`` or ``cast bfloat16``.
 
     Args:
         model: Whose layers are counted; a layer is a module with parameters of its own.
@@ -90,7 +90,7 @@ def _description(
     if isinstance(target, torch.dtype):  # torchao's Float8Linear
         return f"{said}, compute {shown(target)}"
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    if (operation := _OPERATIONS.get(_kind(module))) and len(floating) == 1:
+    if (operation := _operation(_kind(module))) and len(floating) == 1:
         make = {"device": device, "dtype": cast or floating[0]}
         return f"{said}, compute {shown(operation(make).dtype)}"
     if cast is not None:
@@ -100,11 +100,19 @@ def _description(
     return said
 
 
+def _operation(kind: type[nn.Module]) -> "_Operation | None":
+    # A subclass that only initialises in its own way computes as its base; one with a forward of its own as it likes.
+    return next((run for base, run in _OPERATIONS.items() if kind.forward is base.forward), None)
+
+
+_Operation = Callable[[Mapping[str, Any]], Tensor]
+
+
 def _ones(make: Mapping[str, Any], *shape: int) -> Tensor:
     return torch.ones(shape, **make)
 
 
-def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[[Mapping[str, Any]], Tensor]:
+def _convolution(function: Callable[..., Tensor], dims: int) -> _Operation:
     return lambda make: function(_ones(make, *[1] * (dims + 2)), _ones(make, *[1] * (dims + 2)))
 
 
@@ -112,8 +120,7 @@ def _batch_norm(make: Mapping[str, Any]) -> Tensor:
     return F.batch_norm(_ones(make, 2, 1), _ones(make, 1), _ones(make, 1), _ones(make, 1), _ones(make, 1))
 
 
-# By the class itself: a subclass may compute as it likes.
-_OPERATIONS: dict[type[nn.Module], Callable[[Mapping[str, Any]], Tensor]] = {
+_OPERATIONS: dict[type[nn.Module], _Operation] = {
     nn.Linear: lambda make: F.linear(_ones(make, 1, 1), _ones(make, 1, 1)),
     nn.Bilinear: lambda make: F.bilinear(_ones(make, 1, 1), _ones(make, 1, 1), _ones(make, 1, 1, 1)),
     nn.Embedding: lambda make: F.embedding(torch.zeros(1, dtype=torch.long, device=make["device"]), _ones(make, 1, 1)),

@@ -53,11 +53,24 @@ def test_layers_of_one_class_with_several_types():
     }
 
 
-def test_a_subclass_is_not_taken_for_what_it_inherits():
-    class Mine(nn.Linear):
-        pass
+class Initialised(nn.Linear):
+    """Starts differently, and computes as torch does."""
 
-    assert layer_dtypes(Mine(2, 2), device=CPU, context=autocast) == {"Mine": {"param float32, autocast bfloat16": 1}}
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.double()) * 2
+
+
+def test_a_subclass_is_taken_for_its_base_only_if_it_computes_like_it():
+    net = nn.Sequential(Initialised(2, 2), Doubled(2, 2))
+    assert layer_dtypes(net, device=CPU, context=autocast) == {
+        "Doubled": {"param float32, autocast bfloat16": 1},
+        "Initialised": {"param float32, compute bfloat16": 1},
+    }
 
 
 def test_a_tied_layer_counts_once_and_nothing_is_drawn_or_changed():
