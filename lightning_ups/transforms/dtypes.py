@@ -29,7 +29,7 @@ def layer_dtypes(
     """Count the layers that hold parameters, by class and by the types of parameters and computation.
 
     A layer with the forward of one of ``torch.nn`` is described by what that operation returns in ``context`` for an
-    input of its own type. Of any other only the policy is known, which reads ``autocast bfloat16`` or ``cast bfloat16``.
+    input of its own type. Of any other only the policy is known: ``autocast bfloat16`` or ``cast bfloat16``.
 
     Args:
         model: Whose layers are counted; a layer is a module with parameters of its own.
