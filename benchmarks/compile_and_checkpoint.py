@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from cases import main
 from lightning.pytorch import Callback, Trainer, seed_everything
-from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.data import RandomTokens
-from lightning_ups.models import GPTModule
+from lightning_ups.models import GPT, SIZES, GPTModule
 from lightning_ups.precision import BF16Precision
+from lightning_ups.transforms.flops import count_flops
+from lightning_ups.transforms.recompute import recompute
 
 SIZE = os.environ.get("UPS_BENCH_SIZE", "1B")
 TINY = SIZE == "tiny"
-SEQ, BATCH, STEPS, WARM = (32, 2, 8, 3) if TINY else (4096, 4, 24, 8)
+SEQ, BATCH, STEPS, WARM = (32, 2, 8, 3) if TINY else (4096, 4, 20, 8)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "aot_eager" if TINY else "inductor"
 CHECKPOINTS = {
@@ -42,6 +44,7 @@ class Clock(Callback):
         self.events: list[torch.cuda.Event] = []
         self.losses: list[torch.Tensor] = []
 
+    @override
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
         if DEVICE == "cuda":
@@ -49,17 +52,21 @@ class Clock(Callback):
             self.events[-1].record()
 
     def figures(self) -> dict[str, Any]:
+        """Return losses, the median time of a step, tokens a second and the peak of memory."""
         losses = [loss.item() for loss in self.losses]
         found: dict[str, Any] = {"losses": losses, "loss_first": losses[0], "loss_last": losses[-1]}
         if DEVICE == "cuda":
-            times = [a.elapsed_time(b) for a, b in zip(self.events[WARM:], self.events[WARM + 1 :], strict=False)]
-            found["step_ms"] = round(statistics.median(times), 2)
-            found["tok_s"] = round(BATCH * SEQ / statistics.median(times) * 1e3)
             found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            times = [a.elapsed_time(b) for a, b in zip(self.events[WARM:], self.events[WARM + 1 :], strict=False)]
+            if times:
+                found["step_ms"] = round(statistics.median(times), 2)
+                found["tok_s"] = round(BATCH * SEQ / statistics.median(times) * 1e3)
         return found
 
 
-def train(*callbacks: Callback, steps: int = STEPS, save: Path | None = None, load: Path | None = None) -> dict[str, Any]:
+def train(
+    *callbacks: Callback, steps: int = STEPS, save: Path | None = None, load: Path | None = None
+) -> dict[str, Any]:
     seed_everything(0, verbose=False)
     module, clock = GPTModule(size=SIZE, lr=3e-4, warmup_steps=2, max_seq_len=SEQ), Clock()
     data = RandomTokens(vocab_size=256 if TINY else 128256, seq_len=SEQ, batch_size=BATCH)
@@ -87,52 +94,33 @@ def case(*make: Any) -> dict[str, Any]:
     """Train once, and count bytes and FLOPs of one eager step with the same checkpointing."""
     callbacks = [part() for part in make]
     figures = train(*callbacks)
-    return {**figures, **counted(next((c for c in callbacks if isinstance(c, ActivationCheckpoint)), None))}
+    checkpoint = next((c for c in callbacks if isinstance(c, ActivationCheckpoint)), None)
+    return {**figures, **counted(checkpoint)}
 
 
 def counted(checkpoint: ActivationCheckpoint | None) -> dict[str, Any]:
-    """Count what one eager step saves for backward, and the FLOPs of its backward."""
-    torch.cuda.empty_cache() if DEVICE == "cuda" else None
-    seed_everything(0, verbose=False)
-    module = GPTModule(size=SIZE, max_seq_len=SEQ)
-    found: dict[str, Any] = {}
+    """Count what one eager step of one sequence saves for backward, and the FLOPs of its backward."""
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    with torch.device(DEVICE):
+        model = GPT(SIZES[SIZE]).to(torch.bfloat16)
+        tokens = torch.randint(model.config.vocab_size, (1, SEQ + 1))
+    blocks = list(model.layers)[:: checkpoint.every_k] if checkpoint else []
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, tuple[int, torch.UntypedStorage]] = {}  # held, so that no address is used twice
 
-    class Count(Callback):
-        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-            step = pl_module.training_step
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            seen[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
 
-            def training_step(batch: Any, batch_idx: int) -> Any:
-                seen: dict[tuple[int, int], int] = {}
-                parameters = {p.untyped_storage().data_ptr() for p in pl_module.parameters()}
-
-                def pack(t: torch.Tensor) -> torch.Tensor:
-                    storage = t.untyped_storage()
-                    if storage.data_ptr() not in parameters:
-                        seen[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
-                    return t
-
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                    loss = step(batch, batch_idx)
-                found["saved_gib"] = round(sum(seen.values()) / 2**30, 3)
-                return loss
-
-            pl_module.training_step = training_step
-
-        def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-            self.counter = FlopCounterMode(display=False)
-            self.counter.__enter__()
-
-        def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-            self.counter.__exit__(None, None, None)
-            found["backward_tflop"] = round(self.counter.get_total_flops() / 1e12, 2)
-
-    data = RandomTokens(vocab_size=256 if TINY else 128256, seq_len=SEQ, batch_size=1)
-    Trainer(
-        accelerator=DEVICE.replace("cuda", "gpu"), devices=1, max_steps=1, plugins=[BF16Precision()],
-        callbacks=[Count(), *([checkpoint] if checkpoint else [])], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    ).fit(module, data)  # fmt: skip
-    return found
+    with recompute(blocks, save=checkpoint.save if checkpoint else "nothing"):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        saved = sum(size for size, _ in seen.values())
+        flops = count_flops(loss.backward)
+    return {"saved_gib": round(saved / 2**30, 3), "backward_tflop": round(flops.total / 1e12, 3)}
 
 
 def interchange() -> dict[str, Any]:
