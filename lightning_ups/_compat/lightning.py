@@ -52,7 +52,7 @@ def class_settings(kind: type) -> dict[str, Any]:
 
     parser = LightningArgumentParser(exit_on_error=False)
     # What an optimizer and a scheduler are given by the command line itself.
-    given = {"params", "optimizer"} & {*inspect.signature(kind).parameters}
+    given: set[str | int] = {name for name in ("params", "optimizer") if name in inspect.signature(kind).parameters}
     parser.add_class_arguments(kind, "it", fail_untyped=False, skip=given)
     return {key.removeprefix("it."): hint for key, hint in setting_types(parser).items()}
 

@@ -13,21 +13,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from enum import Enum
-from os import PathLike
 from traceback import extract_tb
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
+from torch import Tensor
 
 from lightning_ups._compat.lightning import class_settings
-from lightning_ups.tools.layers import Keys, Layer, Tree
+from lightning_ups.tools.layers import Keys, Layer, Tree, items
 from lightning_ups.tools.spelling import nearest, suggestion
 
 __all__ = ["diagnosis", "find_class"]
 
 _SPEC = ("class_path", "init_args", "dict_kwargs")
-_PLAIN = (int, float, complex, str, bool, bytes, list, tuple, dict, set, frozenset, NoneType, object, type)
+_PLAIN = (int, float, complex, str, bool, bytes, list, tuple, dict, set, frozenset, NoneType, object, type, Tensor)
 
 
 def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exception, *, required: Sequence[str]) -> str:
@@ -114,7 +114,7 @@ class _Look:
             faults = [*self._class(value, bases, keys, layer)]
             yield from faults or _lacking(find_class(value, bases), (), keys, layer)
         else:
-            near = nearest(str(value), _choices(hint))
+            near = _choice(value, hint)
             cure = f"Did you mean {near!r}?" if near else f"It takes {_described(hint)}."
             yield f"{layer.place(*keys)}: {_dotted(keys)} is {value!r}. {cure}"
 
@@ -231,9 +231,9 @@ def _classes(hint: Any) -> list[type]:
         return [kind for each in hint for kind in _classes(each)]
     if get_args(hint) and get_origin(hint) is not Literal:
         return list(dict.fromkeys(kind for each in get_args(hint) for kind in _classes(each)))
-    if not isinstance(hint, type) or hint in _PLAIN or issubclass(hint, Enum | PathLike) or is_dataclass(hint):
+    if not isinstance(hint, type) or hint in _PLAIN or issubclass(hint, Enum):
         return []
-    return [hint]
+    return [] if hasattr(hint, "__fspath__") or is_dataclass(hint) else [hint]
 
 
 def _takes_text(hint: Any) -> bool:
@@ -282,8 +282,19 @@ def _flat(hint: Any) -> Iterator[str]:
         yield re.sub(r"\b(\w+\.)+", "", str(hint))
 
 
-def _choices(hint: Any) -> list[str]:
-    return [each.strip("'") for each in _flat(hint) if each.startswith("'")]
+def _choice(value: Any, hint: Any) -> str | None:
+    """Return the choice that was probably meant by ``value``, or by the first wrong one in it."""
+    choices = _choices(hint)
+    wrong = [item for item in items(value) if item not in choices]
+    return nearest(str(wrong[0]), map(str, choices)) if wrong else None
+
+
+def _choices(hint: Any) -> list[Any]:
+    if get_origin(hint) is Literal:
+        return [*get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return [each.name for each in hint]
+    return [choice for each in get_args(hint) for choice in _choices(each)]
 
 
 def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:

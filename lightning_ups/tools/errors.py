@@ -63,8 +63,9 @@ def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bo
 
 def _made(frames: list[tuple[FrameType, int]]) -> str:
     """Return the class that was being made, as far as can be seen."""
-    makers = [frame.f_code.co_qualname for frame, _ in frames if frame.f_code.co_name == "__init__"]
-    return next((name.partition(".")[0] for name in makers if name != "UpsCLI.__init__"), "Lightning")
+    names = [frame.f_code.co_qualname.rpartition(".") for frame, _ in frames]
+    start = max((index for index, name in enumerate(names) if name[2] == _CONSTRUCTS), default=0)
+    return next((owner for owner, _, name in names[start:] if name == "__init__"), "Lightning")
 
 
 def _text(message: str) -> str:

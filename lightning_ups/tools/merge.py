@@ -114,9 +114,9 @@ class _Merge:
         merged = []
         for index, (item, kind) in enumerate(zip(mine, kinds, strict=True)):
             base = next((other for other in standing if kind is not None and self._kind(other) is kind), None)
-            # Who lists a class twice means these two, with nothing of the preset's.
-            alone = base is None or kinds.count(kind) > 1
-            merged.append(item if alone else self._merged(base, item, layer, ("trainer", key, index)))
+            if base is not None and kinds.count(kind) == 1:
+                item = self._merged(base, item, layer, ("trainer", key, index))
+            merged.append(item)  # who lists a class twice means these two, with nothing of the preset's
         standing[:] = [other for other in standing if (kind := self._kind(other)) is None or kind not in kinds]
         return merged
 
@@ -139,10 +139,12 @@ class _Merge:
             if not isinstance(value, dict):
                 if not _same(value, tree[key]):
                     self._say_value(layer, keys, tree[key], value)
-            elif isinstance(tree[key], str | dict) and self._kind(tree[key]) is self._kind(value):
-                tree[key] = self._merged(value, tree[key], layer, keys)
-            elif not isinstance(tree[key], dict) or "class_path" in tree[key]:
-                self._say_value(layer, keys, tree[key], value)
+                continue
+            theirs, kind = tree[key], self._kind(value)
+            if kind is not None and self._kind(theirs) is kind:
+                tree[key] = self._merged(value, theirs, layer, keys)
+            elif not isinstance(theirs, dict) or "class_path" in theirs:
+                self._say_value(layer, keys, theirs, value)
                 del _inside(preset.tree, keys[:-1])[key]
 
     def _say_value(self, layer: Layer, keys: tuple[str, ...], mine: Any, value: Any) -> None:

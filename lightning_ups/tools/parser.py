@@ -41,10 +41,11 @@ class UpsParser(LightningArgumentParser):
     texts: Mapping[str, Layer] = {}
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"formatter_class": _Help} | options)
+        options.setdefault("formatter_class", _Help)
+        super().__init__(*args, **options)
 
     @override
-    def format_help(self, *args: Any) -> str:
+    def format_help(self, *args: Any, **options: Any) -> str:
         for action in self._actions:
             if any(option.endswith(".help") for option in action.option_strings):
                 action.help = SUPPRESS  # one line below says that they are there
@@ -52,8 +53,8 @@ class UpsParser(LightningArgumentParser):
             group.title = _TITLES.get(key, group.title)
         rank = {title: index for index, title in enumerate(_TITLES.values())}
         first, rest = self._action_groups[:2], self._action_groups[2:]
-        self._action_groups = [*first, *sorted(rest, key=lambda group: rank.get(group.title, len(rank)))]
-        return super().format_help(*args)
+        self._action_groups = [*first, *sorted(rest, key=lambda group: rank.get(str(group.title), len(rank)))]
+        return super().format_help(*args, **options)
 
 
 class ReadConfig(ActionConfigFile):

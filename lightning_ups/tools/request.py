@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_ups.tools import presets
 from lightning_ups.tools.diagnosis import find_class
-from lightning_ups.tools.layers import LISTS, Layer, items, option_layer, options, preset_layer, read
+from lightning_ups.tools.layers import LISTS, Layer, Tree, items, option_layer, options, preset_layer, read
 from lightning_ups.tools.merge import over_preset
 
 __all__ = ["Request", "ask", "preset_of_device"]
@@ -134,9 +134,10 @@ def _is_class_of_strategy(name: str) -> bool:
 
 
 def _tidied(layer: Layer, slots: Mapping[str, type]) -> Layer:
-    """Return ``layer`` as the parser wants it: ``manifest: false`` written out, callbacks of a slot in their slot."""
+    """Return ``layer`` as the parser wants it: ``manifest: false`` written out, callbacks of a slot in it."""
     layer = replace(layer, tree=deepcopy(layer.tree))
     layer.tree.pop("preset", None)
+    _without_empty(layer.tree)
     for slot in slots:
         if slot in layer.tree and (layer.tree[slot] is None or isinstance(layer.tree[slot], bool)):
             layer.tree[slot] = {"enabled": bool(layer.tree[slot])}
@@ -147,12 +148,22 @@ def _tidied(layer: Layer, slots: Mapping[str, type]) -> Layer:
         trainer["strategy"] = {"class_path": strategy}
     for key in ("callbacks", "callbacks+"):
         for item in items(trainer.get(key)):
-            spec = {"class_path": item} if isinstance(item, str) else item
+            spec: Tree = {"class_path": item} if isinstance(item, str) else item
             slot = next((slot for slot, kind in slots.items() if _find(spec.get("class_path")) is kind), None)
             if slot is not None:
                 trainer[key] = [other for other in items(trainer[key]) if other is not item]
-                layer.tree[slot] = dict(spec.get("init_args") or {}) | dict(layer.tree.get(slot) or {})
+                layer.tree[slot] = (spec.get("init_args") or {}) | (layer.tree.get(slot) or {})
     return layer
+
+
+def _without_empty(tree: Any) -> None:
+    """Take out ``init_args`` below which nothing is left, as when all of it is commented out."""
+    if isinstance(tree, dict):
+        if "init_args" in tree and tree["init_args"] is None:
+            del tree["init_args"]
+        tree = [*tree.values()]
+    for inner in tree if isinstance(tree, list) else ():
+        _without_empty(inner)
 
 
 def _find(name: Any) -> type | None:

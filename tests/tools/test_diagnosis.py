@@ -1,3 +1,6 @@
+from collections.abc import Sequence
+from typing import Literal
+
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import Callback, LightningModule
@@ -77,6 +80,18 @@ def test_a_wrong_choice(faults):
     assert faults(f"{MODEL}  init_args: {{act: zebra}}\n") == [
         "run.yaml:3: model.init_args.act is 'zebra'. It takes 'gelu' or 'relu'."
     ]
+
+
+def test_a_wrong_choice_in_a_list(tmp_path):
+    (tmp_path / "run.yaml").write_text("flags: {attention: [flash, cudn]}\n")
+    types = {"flags.attention": Sequence[Literal["cudnn", "flash"]] | None}
+    text = diagnosis(types, [read(str(tmp_path / "run.yaml"), command="fit")], ArgumentError(None, ""), required=[])
+    assert text.endswith(":1: flags.attention is ['flash', 'cudn']. Did you mean 'cudnn'?")
+
+
+def test_a_tuple_of_numbers_is_no_list_of_classes(faults):
+    (fault,) = faults(f"{MODEL}optimizer:\n  class_path: Adam\n  init_args: {{betas: [0.9]}}\n")
+    assert fault.startswith("run.yaml:5: optimizer.init_args.betas is [0.9]. It takes tuple[")
 
 
 def test_a_class_misspelled(faults):

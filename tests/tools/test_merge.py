@@ -194,6 +194,13 @@ def test_a_registered_name_replaces_a_class():
     assert said == ["0.yaml: trainer.strategy ddp instead of FSDPStrategy"]
 
 
+def test_two_classes_that_cannot_be_found_are_not_the_same():
+    (base, mine), said = merge(trainer(strategy=spec("Unknown", x=1)), trainer(strategy="ddp"))
+    assert "strategy" not in base.tree["trainer"]
+    assert mine.tree["trainer"]["strategy"] == "ddp"
+    assert said == ["0.yaml: trainer.strategy ddp instead of Unknown"]
+
+
 def test_settings_without_a_class_are_for_the_presets():
     (base, mine), said = merge(
         trainer(strategy=spec("FSDPStrategy", cpu_offload=True)),

@@ -143,6 +143,15 @@ def test_a_strategy_by_the_name_of_its_class(folder):
     assert ask(["fit", "--trainer.strategy", "fsdp2"], slots=SLOTS).words == ["fit", "--trainer.strategy", "fsdp2"]
 
 
+def test_settings_that_are_all_commented_out(folder):
+    tree = {
+        "model": {"class_path": "M", "init_args": None},
+        "trainer": {"callbacks": [{"class_path": "C", "init_args": None}]},
+    }
+    asked = ask(["fit", "--config", write(folder, tree)], slots=SLOTS)
+    assert wanted(asked, "run.yaml") == {"model": {"class_path": "M"}, "trainer": {"callbacks": [{"class_path": "C"}]}}
+
+
 def test_what_is_typed_comes_after_the_files(folder):
     first, second = write(folder, {}, "1.yaml"), write(folder, {}, "2.yaml")
     asked = ask(["fit", "--model.width=3", f"--config={first}", "stray", "--config", second], slots=SLOTS)
