@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_ups._compat.products import add_product, product
+
 __all__ = ["Backend", "Reduction", "linear_cross_entropy", "reference_linear_cross_entropy"]
 
 Reduction = Literal["mean", "sum", "none"]
@@ -207,13 +209,13 @@ def _chunks(
         hidden_ND, weight_VD = _operand(hidden, dtype), _operand(weight, dtype)
         per_row = per_row.to(precise)
         for rows in _slices(hidden.shape[0], weight.shape[0], chunk=chunk, device=hidden.device.type):
-            logits_CV = _product(hidden_ND[rows], weight_VD.t(), precise)
+            logits_CV = product(hidden_ND[rows], weight_VD.t(), dtype=precise)
             loss_N[rows], lse_N[rows], grad_CV = _step_function(hidden.device.type)(
                 logits_CV, targets[rows], per_row[rows], *step, hidden_ND.dtype
             )
             del logits_CV
             if grad_CV is not None and want_hidden:
-                grad_hidden[rows] = _product(grad_CV, weight_VD, grad_hidden.dtype)
+                grad_hidden[rows] = product(grad_CV, weight_VD, dtype=grad_hidden.dtype)
             if grad_CV is not None and total is not None:
                 total.add(grad_CV, hidden_ND[rows])
     return _Losses(loss_N, lse_N, grad_hidden, weight.new_empty(0) if total is None else total.result())
@@ -274,15 +276,10 @@ class _WeightGradient:
         self._empty = True
 
     def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        total = self._total
-        grad_VC = grad_CV.t()
-        narrow = grad_VC.dtype != total.dtype
         if self._empty:
-            torch.mm(grad_VC, hidden_CD, **({"out_dtype": total.dtype} if narrow else {}), out=total)
-        elif narrow:
-            torch.addmm(total, grad_VC, hidden_CD, out_dtype=total.dtype, out=total)
+            product(grad_CV.t(), hidden_CD, dtype=self._total.dtype, out=self._total)
         else:
-            total.addmm_(grad_VC, hidden_CD)
+            add_product(self._total, grad_CV.t(), hidden_CD)
         self._empty = False
 
     def result(self) -> Tensor:
@@ -293,14 +290,6 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     # CPUs cannot sum products of halves in float32, so there they are widened after rounding.
     tensor = tensor.to(dtype)
     return tensor if tensor.is_cuda else tensor.to(torch.promote_types(dtype, torch.float32))
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if a.dtype == dtype:
-        return torch.mm(a, b)
-    if a.is_cuda and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
 
 
 def _slices(num_rows: int, vocab: int, *, chunk: int, device: str) -> Iterator[slice]:

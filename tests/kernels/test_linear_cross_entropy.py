@@ -202,7 +202,7 @@ def test_leading_axes_stay():
 
 def peak_bytes(call):
     """Return by how much memory grew at its highest, by the allocator's own account."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     total = highest = 0

@@ -27,6 +27,7 @@ class Kind(NamedTuple):
         mask_trains: And a gradient of it is wanted.
         dropout: Weights are dropped; likewise.
         square: There are as many queries as keys.
+        one_key: There is a single key.
         trains: Gradients are wanted.
     """
 
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
     mask_trains: bool = False
     dropout: bool = False
     square: bool = True
+    one_key: bool = False
     trains: bool = True
 
 
@@ -75,5 +77,6 @@ def kind_of(
         mask is not None and mask.requires_grad,
         dropout,
         q_BSHD.shape[1] == k_BTKD.shape[1],
+        k_BTKD.shape[1] == 1,
         torch.is_grad_enabled() and (q_BSHD.requires_grad or k_BTKD.requires_grad or v_BTKE.requires_grad),
     )

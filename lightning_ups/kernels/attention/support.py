@@ -73,6 +73,12 @@ _RULES = (
         "Use backend 'fa4', 'flash' or 'flex'",
     ),
     _Rule(
+        ("cudnn",),
+        lambda kind: kind.one_key,
+        "It takes two keys at least",
+        "Use backend 'flash'",
+    ),
+    _Rule(
         ("fa3", "fa4", "flex"),
         lambda kind: kind.mask,
         "It takes no mask tensor",

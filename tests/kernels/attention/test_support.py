@@ -54,6 +54,7 @@ EVERYTHING = set(BACKENDS)
         (9, {}, set()),
         (9, {"dtype": torch.float32}, {"flash", "cudnn", "fa3", "fa4"}),
         (9, {"window": True}, {"cudnn"}),
+        (9, {"one_key": True}, {"cudnn"}),
         (9, {"documents": True, "head_dim": 60, "value_dim": 60}, {"cudnn", "flash", "fa3", "fa4"}),
         (9, {"softcap": True}, {"cudnn", "flash", "efficient", "math"}),
         (9, {"mask": True}, {"reference", "flash", "flex", "fa3", "fa4"}),
