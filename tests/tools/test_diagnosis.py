@@ -95,8 +95,8 @@ def test_a_tuple_of_numbers_is_no_list_of_classes(faults):
 
 
 def test_a_class_misspelled(faults):
-    assert faults("model:\n  class_path: tests.cli_toys.Toi\n") == [
-        "run.yaml:2: the module tests.cli_toys has no 'Toi'. Did you mean 'Toy'?"
+    assert faults("model:\n  class_path: tests.cli_toys.Toyy\n") == [
+        "run.yaml:2: the module tests.cli_toys has no 'Toyy'. Did you mean 'Toy'?"
     ]
 
 

@@ -72,7 +72,7 @@ def test_configure_model_is_named(lines):
 def test_every_refusal_and_exit_code_2(lines):
     code, out = lines(
         Compile(scope="model"),
-        Compile(blocks=["blocs.*"]),
+        Compile(blocks=["blockz.*"]),
         strategy="fsdp2",
         devices=2,
         precision="16-mixed",
@@ -83,7 +83,7 @@ def test_every_refusal_and_exit_code_2(lines):
     assert "Two callbacks of one class are given" in refused
     assert "precision='16-mixed' is given with FSDP2Strategy" in refused
     assert "Use scope='blocks'." in refused
-    assert "Compile: The pattern 'blocs.*' matches no" in refused
+    assert "Compile: The pattern 'blockz.*' matches no" in refused
     assert max(map(len, out)) <= 110
 
 
