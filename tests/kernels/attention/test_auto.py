@@ -68,17 +68,26 @@ def test_forward_alone_has_times_of_its_own():
     assert best(GPU._replace(trains=False), 16384) == "cudnn"
 
 
-def test_the_nearest_width_and_grouping_decide():
-    table = CROSSING._replace(
-        rows=(
-            row(4096, {"cudnn": 1.0, "fa4": 2.0}, dim=64),
-            row(4096, {"cudnn": 2.0, "fa4": 1.0}, dim=128, kv_heads=32),
-            row(4096, {"cudnn": 1.0, "fa4": 2.0}, dim=128, kv_heads=8),
-        )
-    )
+def test_the_nearest_width_decides():
+    rows = (row(4096, {"cudnn": 1.0, "fa4": 2.0}, dim=64), row(4096, {"cudnn": 2.0, "fa4": 1.0}, dim=128))
+    table = CROSSING._replace(rows=rows)
     assert best(GPU._replace(head_dim=72), 4096, table=table) == "cudnn"
+    assert best(GPU._replace(head_dim=120), 4096, table=table) == "fa4"
+    assert best(GPU._replace(head_dim=64), 6144, table=table) == "cudnn"
+
+
+def test_the_nearest_grouping_decides():
+    rows = (row(4096, {"cudnn": 2.0, "fa4": 1.0}, kv_heads=32), row(4096, {"cudnn": 1.0, "fa4": 2.0}, kv_heads=8))
+    table = CROSSING._replace(rows=rows)
     assert best(GPU._replace(kv_heads=32), 4096, table=table) == "fa4"
     assert best(GPU._replace(kv_heads=4), 4096, table=table) == "cudnn"
+
+
+def test_full_attention_has_times_of_its_own():
+    rows = (row(4096, {"cudnn": 2.0, "fa4": 1.0}), row(16384, {"cudnn": 1.0, "fa4": 2.0}, causal=False))
+    table = CROSSING._replace(rows=rows)
+    assert best(GPU, 12288, table=table) == "fa4"
+    assert best(GPU._replace(causal=False), 6144, table=table) == "cudnn"
 
 
 def test_a_backend_that_failed_nearby_has_no_say_from_afar():

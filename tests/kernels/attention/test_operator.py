@@ -131,6 +131,8 @@ def shards(placements):
     out = by_operator(*parts, causal=True)
     assert isinstance(out, DTensor)
     out.sum().backward()
+    lse = attention_forward(*parts, None, 24, True, 0, 0.0, 0.25, "eager")[1]
+    torch.testing.assert_close(lse.full_tensor(), attention_forward(*tensors, None, 24, True, 0, 0.0, 0.25, "eager")[1])
     whole = [tensor.requires_grad_() for tensor in tensors]
     wanted = by_operator(*whole, causal=True)
     wanted.sum().backward()
