@@ -63,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if debug:
             traceback.print_exception(error)
-        print(message if debug else f"{message}\n(--debug shows the traceback.)", file=sys.stderr)
+        elif (rank := os.environ.get("LOCAL_RANK", "0")) != "0":  # the other ranks mostly say the same
+            message = f"[rank {rank}] {message.partition(chr(10))[0]}"
+        else:
+            message += "\n(--debug shows the traceback.)"
+        print(message, file=sys.stderr)
         return 2
 
 

@@ -68,6 +68,13 @@ def test_debug_keeps_the_exit_code(capsys):
     assert err.splitlines()[-1].endswith("Did you mean 'h100'?")
 
 
+def test_other_ranks_say_it_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert main(["presets", "zebra"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[rank 3] error: There is no preset 'zebra'.")
+
+
 def test_an_error_that_is_not_ours_is_raised(monkeypatch):
     monkeypatch.setattr(command_line, "_run", lambda words: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
