@@ -64,8 +64,8 @@ def versions() -> dict[str, str]:
     found["torch"] = str(torch.__version__)  # the build, such as 2.11.0+cu130, which the metadata may leave out
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-        with suppress(RuntimeError):  # built for a cuDNN that is not this machine's
-            found["cudnn"] = str(torch.backends.cudnn.version())
+        if cudnn := getattr(torch._C, "_cudnn", None):  # torch.backends.cudnn.version() would initialise CUDA
+            found["cudnn"] = _dotted(cudnn.getVersionInt())
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if driver := _driver():
@@ -272,6 +272,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def _processor() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return found.group(1) if found else platform.processor() or sys.platform
+
+
+def _dotted(cudnn: int) -> str:
+    return f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}"
 
 
 def _number(path: str) -> int | None:

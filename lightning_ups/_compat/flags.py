@@ -196,8 +196,12 @@ def write_attention(state: AttentionState) -> None:
 
 def forget_graphs() -> None:
     """Drop compiled graphs, which have what held when they were made baked in and no guard on it."""
-    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import would cost a second
+    if "torch._dynamo" not in sys.modules or not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        return  # nothing was compiled
+    if "torch._inductor.cudagraph_trees" in sys.modules:
         torch.compiler.reset()
+    else:  # `reset` would import all of Inductor for the sake of CUDA graphs that there cannot be
+        torch._dynamo.reset_code_caches()
 
 
 @contextmanager

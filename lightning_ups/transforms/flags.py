@@ -54,6 +54,7 @@ _BACKENDS: dict[AttentionBackend, SDPBackend] = {
 _NAMES = {backend: name for name, backend in _BACKENDS.items()}
 _GPU_ONLY = frozenset({"cudnn", "efficient"})
 _TF32_CAPABILITY = (8, 0)
+_FROZEN_BY_PYTHON = 5_000  # since 3.12 the interpreter freezes some hundreds of its own objects when it starts
 _MB = 1 << 20
 
 
@@ -270,7 +271,7 @@ class PacedCollection(AbstractContextManager["PacedCollection"]):
         if self._batches == 1:
             gc.collect()
             # One pool for the process: thawing ours would thaw what a caller has frozen, so theirs stays alone.
-            if gc.get_freeze_count() == 0:
+            if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
                 gc.freeze()
                 self._froze = True
         elif self._batches % self._interval == 0:

@@ -192,6 +192,8 @@ def test_a_driver_that_does_not_answer_is_none(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_real_gpu_answers():
+    cudnn = [int(part) for part in versions()["cudnn"].split(".")]
+    assert cudnn[0] * 10000 + cudnn[1] * 100 + cudnn[2] == torch.backends.cudnn.version()
     assert environment.gpus()[0]["memory"] > 1 << 30
     states = gpu_states()
     if states is None:

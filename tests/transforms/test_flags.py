@@ -37,17 +37,23 @@ def attend(x):
 def kernels(function, x):
     """Not by a dispatch mode: nothing compiles under one."""
     function(x)  # what is traced runs as well
-    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU]) as seen:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        function(x).sum().backward()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            function(x).sum().backward()
     return {event.key for event in seen.key_averages()}
+
+
+def flags():
+    """Thawing thaws the some hundred objects as well that Python froze when it started."""
+    return current_flags() | {"gc_frozen": gc.get_freeze_count() > 5_000}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    before = current_flags()
+    before = flags()
     yield
-    assert current_flags() == before
+    assert flags() == before
 
 
 # TF32 and cuDNN
@@ -102,7 +108,7 @@ def test_tf32_rounds_and_its_absence_does_not():
 
 @pytest.mark.gpu(capability=(8, 0))
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # Inductor's own, of several kinds
 def test_autotuning_compiles_under_tf32():
     """Inductor's autotuning asks the legacy getter, which raises where fp32_precision alone was set."""
     with tf32(enabled=True):
@@ -304,7 +310,7 @@ def test_cycles_wait_for_their_batch():
         first = cycle()
         collection.after_batch()
         assert first() is None, "the first batch collects, and freezes the rest"
-        assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > 5_000
         second = cycle()
         collection.after_batch()
         assert second() is not None
@@ -356,9 +362,9 @@ def test_none_leaves_a_switch_as_the_user_had_it():
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        before = current_flags()
+        before = flags()
         with accelerated(Flags(gc_interval=2), device=CPU):
-            assert current_flags() == before | {"gc_enabled": False}
+            assert flags() == before | {"gc_enabled": False}
     finally:
         torch.backends.cudnn.benchmark = False
         torch.backends.cuda.matmul.allow_tf32 = False
