@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "allocate",
     "begin_forward",
     "end_forward",
     "expect_backward",
@@ -37,6 +39,11 @@ def sharding_policy(module: FSDPModule) -> MixedPrecisionPolicy:
 def initialise(root: FSDPModule) -> None:
     """Make ``root`` the root of all sharded modules inside it, which otherwise the first to run becomes."""
     root._get_fsdp_state()._lazy_init()
+    for state in _states(root):
+        for group in _groups(state):
+            types = {(held.orig_dtype, held.reduce_dtype) for held in group.fsdp_params}
+            if group._orig_dtype is None and len(types) == 1:  # all frozen now; a callback may unfreeze them
+                ((group._orig_dtype, group._reduce_dtype),) = types
 
 
 def begin_forward(root: FSDPModule) -> None:
@@ -225,6 +232,17 @@ def move_own_tensors(module: nn.Module, device: torch.device) -> None:
     """Move what ``module`` holds itself, and not what its children hold, to ``device``."""
     if any(t is not None and t.device != device and not t.is_meta for t in _own(module)):
         module._apply(lambda t: t if t.is_meta else t.to(device), recurse=False)
+
+
+def allocate(root: nn.Module, *, shards_on: torch.device, rest_on: torch.device) -> None:
+    """Give memory to every tensor in ``root`` that is on the meta device; what it holds is undefined."""
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device=shards_on if isinstance(tensor, DTensor) else rest_on)
+
+    root._apply(real)
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], into: str) -> DeviceMesh:

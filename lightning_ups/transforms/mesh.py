@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.fsdp import flattened
 
-__all__ = ["DATA", "TENSOR", "MeshSizes", "build_mesh", "data_mesh"]
+__all__ = ["DATA", "TENSOR", "MeshSizes", "build_mesh", "data_mesh", "local_part"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may know
 _REPLICATE, _SHARD = "replicate", "shard"
@@ -62,3 +65,19 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if _REPLICATE in (mesh.mesh_dim_names or ()):
         return mesh[_REPLICATE, _SHARD]
     return mesh[DATA]
+
+
+def local_part(whole: Tensor, like: DTensor) -> Tensor:
+    """Return the part of ``whole`` that this rank keeps if it is sharded as ``like`` is, a view where it can be."""
+    mesh = like.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    # The last dimension of the mesh cuts first: tensor parallelism came before FSDP2, which cuts what that left.
+    for dim in reversed(range(mesh.ndim)):
+        placement = like.placements[dim]
+        axis = getattr(placement, "dim", None)  # of a shard, strided or not
+        if axis is not None:
+            parts = torch.chunk(whole, mesh.size(dim), dim=axis)
+            place = coordinate[dim]
+            whole = parts[place] if place < len(parts) else whole.narrow(axis, 0, 0)
+    return whole

@@ -195,7 +195,32 @@ class Configured(Case):
     def configure_model(self):
         if not hasattr(self, "head"):
             torch.manual_seed(0)
-            super().build()
+            Case.build(self)
+
+
+class Meta(Configured):
+    """The same under the meta device, with initialisations that no ``reset_parameters`` does."""
+
+    def configure_model(self):
+        if hasattr(self, "head"):
+            return
+        torch.manual_seed(0)  # Lightning seeds anew where there are several processes
+        with torch.device("meta" if self.trainer.world_size > 1 else "cpu"):
+            Case.build(self)
+            self.embed = nn.Embedding(3, WIDTH)
+            self.gain = nn.Parameter(torch.randn(WIDTH))
+            self.scale = nn.Parameter(torch.tensor(0.7))
+            self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
+            self.layers[1].up.weight = self.layers[0].up.weight
+            self.apply(self.init)
+            nn.init.trunc_normal_(self.layers[0].down.weight, std=0.2)
+
+    def init(self, module):
+        if isinstance(module, nn.Linear):
+            module.bias.data.normal_(0, 0.1)
+
+    def run(self, x):
+        return super().run(self.scale * x * self.gain + self.shift + self.embed.weight[0])
 
 
 class ChannelsLast(Case):
@@ -215,6 +240,46 @@ class Normed(Case):
         self.head = nn.Linear(WIDTH, 1)
 
 
+class Gpt(Case):
+    """Our GPT on tokens made of the samples."""
+
+    norms, tie = False, True
+
+    def build(self):
+        from lightning_ups.models.gpt import GPT, GPTConfig
+
+        self.model = GPT(
+            GPTConfig(
+                dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=32, vocab_size=32, max_seq_len=WIDTH,
+                tie=self.tie, qk_norm=self.norms,
+            )
+        )  # fmt: skip
+
+    def loss(self, x):
+        tokens = (x * 8).long() % 32
+        return self.model(tokens, tokens.roll(-1, 1))
+
+
+class GptNormed(Gpt):
+    norms, tie = True, False
+
+
+class Llama(Case):
+    def build(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, vocab_size=32, max_position_embeddings=WIDTH,
+            )
+        )  # fmt: skip
+
+    def loss(self, x):
+        tokens = (x * 8).long() % 32
+        return self.model(tokens, labels=tokens, use_cache=False).loss
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -229,8 +294,12 @@ CASES = {
         MixedTypes,
         Manual,
         Configured,
+        Meta,
         ChannelsLast,
         Normed,
+        Gpt,
+        GptNormed,
+        Llama,
     )
 }
 

@@ -40,3 +40,30 @@ OPTIONS = {
 @pytest.mark.parametrize("strategy", [{}, {"sharding": "gradients"}, {"sharding": "none"}], ids=repr)
 def test_options_of_the_trainer(ranks, tmp_path, strategy, options):
     check(ranks(on_ranks, "Scalar", tmp_path, strategy, 2, options), expected("Scalar", tmp_path, options))
+
+
+LAYOUTS = {
+    "full": {},
+    "copies": {"replicate_size": 2},
+    "copies, kept": {"replicate_size": 2, "sharding": "gradients"},
+    "spread over two": {"reshard_after_forward": 2},
+    "reduced each time": {"replicate_size": 2, "sync": "every"},
+    "prefetched": {"prefetch": 1},
+}
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS.values(), ids=LAYOUTS)
+def test_four_ranks_are_one_device(four_ranks, tmp_path, strategy):
+    options = {"accumulate": 2, "gradient_clip_val": 0.1}
+    check(four_ranks(on_ranks, "Scalar", tmp_path, strategy, 4, options), expected("Scalar", tmp_path, options))
+
+
+def gpt_case(tmp_path, plan, ranks, model):
+    return on_ranks(model, tmp_path, plan, ranks, {"data_ranks": max(1, ranks // 2)})
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize(("model", "plan"), [("Gpt", "gpt"), ("GptNormed", "gpt"), ("Llama", "llama")])
+def test_tensor_parallel_is_one_device(four_ranks, tmp_path, model, plan, replicate):
+    strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": plan, "replicate_size": replicate}
+    check(four_ranks(gpt_case, tmp_path, strategy, 4, model), expected(model, tmp_path, {}), rel=1e-5)

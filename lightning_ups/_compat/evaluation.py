@@ -1,0 +1,36 @@
+"""Lightning's private ways of evaluating and of moving a module, where sharding needs others."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["move_all_but_parameters", "without_inference_mode"]
+
+
+@contextmanager
+def without_inference_mode(trainer: Trainer) -> Iterator[None]:
+    """Evaluate under ``no_grad`` while the context is open.
+
+    Under ``inference_mode`` FSDP2 would make its buffers for gathered parameters inference tensors, for good, and the
+    next fit could not write to them.
+    """
+    loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    before = [loop.inference_mode for loop in loops]
+    for loop in loops:
+        loop.inference_mode = False
+    try:
+        yield
+    finally:
+        for loop, mode in zip(loops, before, strict=True):
+            loop.inference_mode = mode
+
+
+def move_all_but_parameters(module: LightningModule, device: torch.device) -> None:
+    """Move metrics and whatever else holds no parameters to ``device``, and let ``module.device`` be it."""
+    for child in module.modules():
+        if next(child.parameters(), None) is None:
+            child.to(device)
+    _update_properties(module, device=device)

@@ -1,0 +1,84 @@
+"""Stopping all ranks together on SIGTERM, without a broadcast and a wait in every step.
+
+Lightning 2.6.6 broadcasts rank 0's flag before each batch and reads it with ``.item()``, which waits for the device,
+and its handler broadcasts once more, from within the signal, on whatever rank got it. Here a flag on the CPU is
+reduced over gloo in the background, every few steps, and read when the next one is due, so that all ranks read the
+same at the same step.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+__all__ = ["SigtermPoll"]
+
+_GROUPS: dict[Any, Any] = {}  # one for each process group of the world: a Trainer more need not open another
+
+
+class SigtermPoll:
+    """Polls, over all ranks, whether any of them got SIGTERM.
+
+    Args:
+        trainer: Whose loop and signal handler are changed.
+        every: Steps between two polls; a signal stops the run after at most twice as many.
+    """
+
+    def __init__(self, trainer: Trainer, *, every: int) -> None:
+        self._trainer, self._every = trainer, every
+        self._asked, self._count = False, 0
+        self._flag = torch.zeros((), dtype=torch.int32)
+        self._pending: Any = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Stand in for Lightning's own way while the context is open; a run of one rank needs neither."""
+        if self._trainer.world_size == 1:
+            yield
+            return
+        loop, connector = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
+        loop._broadcast_sigterm_tensor = self.poll  # type: ignore[method-assign]
+        connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn
+            if self._pending is not None:
+                self._pending = None
+
+    def poll(self) -> None:
+        """Count a step, and stop the run if at the last poll any rank had been asked to.
+
+        Raises:
+            SIGTERMException: On every rank, at the same step.
+        """
+        if self._trainer.world_size == 1:
+            return
+        self._count += 1
+        if self._count % self._every:
+            return
+        if self._pending is not None:
+            self._pending.wait()  # it had some steps to arrive
+            if self._flag.item():  # on the CPU
+                self._trainer._signal_connector.received_sigterm = True
+                raise SIGTERMException
+        self._flag = torch.tensor(int(self._asked), dtype=torch.int32)
+        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=_cpu_group(), async_op=True)
+
+    def _note(self, signum: Any, _: Any) -> None:
+        # Nothing is sent from here: a signal arrives in the midst of anything. Nor is `received_sigterm` set, on which
+        # loops of this rank alone would stop.
+        if not self._asked and (launcher := self._trainer.strategy.launcher) is not None:
+            launcher.kill(signum)
+        self._asked = True
+
+
+def _cpu_group() -> Any:
+    world = dist.group.WORLD
+    if world not in _GROUPS:
+        _GROUPS[world] = dist.new_group(backend="gloo", group_desc="sigterm")  # its own: others wait in theirs
+    return _GROUPS[world]
