@@ -1,18 +1,20 @@
 """What this machine is: processors, GPUs, packages that load, and variables, as the checks of ``doctor`` read them."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from lightning_ups._compat.environment import gpu_states, gpus, host, installed, relevant_variables
 
@@ -85,24 +87,46 @@ class Machine:
 
 
 def look() -> Machine:
-    """Describe the machine that this process is on; packages load in processes of their own, and at the same time."""
-    with tempfile.TemporaryDirectory() as folder:
-        # Before CUDA is initialised: a process that was forked later could not use it.
-        loading = [_Loading(known, Path(folder)) for known in KNOWN if _is_installed(known)]
-        states = {state["index"]: state for state in gpu_states() or []}
-        found = [gpu | states.get(gpu["index"], {}) for gpu in gpus()]
-        unlinked = _unlinked(len(found))
-        packages = {each.known.name: each.package() for each in loading}
+    """Describe the machine that this process is on.
+
+    Packages load in processes of their own, all at the same time; asking for one waits for it.
+    """
+    # Before CUDA is initialised: a process that was forked later could not use it.
+    packages = _Packages()
+    states = {state["index"]: state for state in gpu_states() or []}
+    found = [gpu | states.get(gpu["index"], {}) for gpu in gpus()]
     return Machine(
         host=host(),
         gpus=found,
         cuda=torch.version.cuda,
         has_nvidia=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
-        packages={"torch": Package(version=str(torch.__version__))} | packages,  # noqa: TID251  (shown, not compared)
+        packages=packages,
         environment=relevant_variables(),
         threads=torch.get_num_threads(),
-        unlinked=unlinked,
+        unlinked=_unlinked(len(found)),
     )
+
+
+class _Packages(Mapping[str, Package]):
+    """The installed packages; those that are still being imported are waited for when they are asked for."""
+
+    def __init__(self) -> None:
+        self._found = {"torch": Package(version=str(torch.__version__))}  # noqa: TID251  (shown, not compared)
+        self._loading = {known.name: _Loading(known) for known in KNOWN if _is_installed(known)}
+
+    @override
+    def __getitem__(self, name: str) -> Package:
+        if name not in self._found:
+            self._found[name] = self._loading[name].package()
+        return self._found[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter({"torch": None} | self._loading)
+
+    @override
+    def __len__(self) -> int:
+        return 1 + len(self._loading)
 
 
 def _is_installed(known: Known) -> bool:
@@ -113,9 +137,11 @@ def _is_installed(known: Known) -> bool:
 class _Loading:
     """A package while a process of its own imports it: a wheel for another torch may take the interpreter with it."""
 
-    def __init__(self, known: Known, folder: Path) -> None:
-        self.known, self._said = known, folder / known.name
-        self._said.touch()
+    def __init__(self, known: Known) -> None:
+        self.known = known
+        handle, said = tempfile.mkstemp()
+        os.close(handle)
+        self._said = Path(said)
         # Forked where that is possible, it has torch already.
         method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
         context: Any = multiprocessing.get_context(method)
@@ -126,6 +152,12 @@ class _Loading:
 
     def package(self, *, patience_s: float = 90) -> Package:
         """Wait, and return what became of it."""
+        try:
+            return self._result(patience_s)
+        finally:
+            self._said.unlink()
+
+    def _result(self, patience_s: float) -> Package:
         self._process.join(patience_s)
         code = self._process.exitcode
         version = installed(self.known.name)
@@ -146,6 +178,7 @@ def _import(module: str, said: str) -> None:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = file
+    faulthandler.disable()
     importlib.import_module(module)
 
 

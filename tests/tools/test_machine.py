@@ -1,5 +1,4 @@
 import sys
-import types
 
 import pytest
 import torch
@@ -32,30 +31,28 @@ def modules(tmp_path, monkeypatch):
     }.items():
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    known = {name: Known(name, name, "") for name in ("ups_good", "ups_bad", "ups_dead", "ups_slow", "ups_absent")}
-    return types.SimpleNamespace(known=known, folder=tmp_path)
+    return {name: Known(name, name, "") for name in ("ups_good", "ups_bad", "ups_dead", "ups_slow", "ups_absent")}
 
 
 def test_a_package_that_fails_to_load_says_why_and_harms_nothing(modules, capfd):
-    loading = {
-        name: machine._Loading(modules.known[name], modules.folder) for name in ("ups_good", "ups_bad", "ups_dead")
-    }
+    loading = {name: machine._Loading(modules[name]) for name in ("ups_good", "ups_bad", "ups_dead")}
     found = {name: each.package() for name, each in loading.items()}
     assert found["ups_good"].loads
     assert found["ups_bad"].error == "ImportError: undefined symbol: _ZN5torch"
     assert found["ups_dead"].error == "importing it ends the interpreter by signal 11"
     assert "ups_good" not in sys.modules
     assert capfd.readouterr() == ("", "")
+    assert not any(each._said.exists() for each in loading.values())
 
 
 def test_a_package_that_hangs_is_left(modules):
-    found = machine._Loading(modules.known["ups_slow"], modules.folder).package(patience_s=0.5)
+    found = machine._Loading(modules["ups_slow"]).package(patience_s=0.5)
     assert "takes more than" in found.error
 
 
 def test_what_is_not_there_is_not_tried(modules):
-    assert machine._is_installed(modules.known["ups_good"])
-    assert not machine._is_installed(modules.known["ups_absent"])
+    assert machine._is_installed(modules["ups_good"])
+    assert not machine._is_installed(modules["ups_absent"])
 
 
 def test_the_weakest_gpu_decides():
