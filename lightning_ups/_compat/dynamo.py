@@ -155,7 +155,12 @@ def is_compiler_error(error: Exception, start: Mark) -> bool:
     if isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)):
         return True
     # An assertion within Dynamo, or an index out of range, is passed on as it is.
-    return any(metrics.fail_type == type(error).__qualname__ for metrics in _metrics_since(start))
+    if any(metrics.fail_type == type(error).__qualname__ for metrics in _metrics_since(start)):
+        return True
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith("torch._dynamo.")
 
 
 def _metrics_since(start: Mark) -> list[Any]:

@@ -1,0 +1,85 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.transforms.cuda_graphs import OwnGradients, begin_step, copied
+
+
+def test_gradients_survive_that_their_memory_is_overwritten():
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    own, x = OwnGradients(module), torch.ones(4, 3)
+    kept = []
+    for step in range(2):
+        module(x).sum().backward()
+        graph_memory = [p.grad for p in module.parameters()]
+        expected = [grad.clone() for grad in graph_memory]
+        own.take()
+        for grad in graph_memory:
+            grad.fill_(torch.nan)  # as the next step of a graph does
+        assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected, strict=True)), step
+        kept.append([p.grad for p in module.parameters()])
+        module.zero_grad()
+    assert all(a is b for a, b in zip(*kept, strict=True))  # allocated once
+
+
+def test_a_second_backward_adds_to_them_in_place():
+    module, x = nn.Linear(3, 2), torch.ones(4, 3)
+    own = OwnGradients(module)
+    module(x).sum().backward()
+    own.take()
+    first, memory = module.weight.grad.clone(), module.weight.grad
+    module(x).sum().backward()
+    own.take()
+    assert module.weight.grad is memory
+    assert torch.equal(module.weight.grad, first * 2)
+
+
+def test_frozen_and_sparse_parameters_and_another_layout_are_no_problem():
+    module = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 2))
+    module[1].bias.requires_grad_(False)
+    own = OwnGradients(module)
+    module(torch.tensor([1, 2])).sum().backward()
+    own.take()
+    assert module[0].weight.grad.is_sparse
+    assert module[1].bias.grad is None
+    module[1].weight.grad = torch.ones(2, 2).t().contiguous().t()
+    own.take()
+    assert module[1].weight.grad.stride() == (1, 2)
+
+
+def test_scalars_are_copied_and_in_evaluation_all():
+    outputs = {"loss": torch.ones(()), "hidden": [torch.ones(2)]}
+    training = copied(outputs)
+    assert training["loss"] is not outputs["loss"]
+    assert training["hidden"][0] is outputs["hidden"][0]
+    with torch.no_grad():
+        assert copied(outputs)["hidden"][0] is not outputs["hidden"][0]
+
+
+@pytest.mark.gpu
+def test_without_it_accumulation_fails_and_with_it_it_adds():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+    x = torch.randn(8, 64, device="cuda")
+    run = torch.compile(module, mode="reduce-overhead")
+
+    def step():
+        begin_step()
+        run(x).square().sum().backward()
+
+    for _ in range(3):  # the graph is recorded in the second
+        step()
+        module.zero_grad()
+    module(x).square().sum().backward()
+    once = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    step()
+    with pytest.raises(RuntimeError, match="overwritten by a subsequent run"):
+        step()
+    module.zero_grad()
+    own = OwnGradients(module)
+    for _ in range(3):
+        step()
+        own.take()
+    for parameter, grad in zip(module.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, grad * 3, rtol=1e-4, atol=1e-4)
