@@ -4,7 +4,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 import lightning_ups.strategies  # noqa: F401
-from lightning_ups.callbacks import ActivationCheckpoint, AccelerationFlags
+from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint
 from lightning_ups.precision import BF16Precision
 from lightning_ups.tools.asked import (
     Asked,
@@ -44,7 +44,9 @@ def test_a_machine_that_is_not_here():
     assert (found.strategy.name, found.accelerator, found.num_devices, found.num_nodes) == ("DDPStrategy", "cuda", 8, 2)
 
 
-@pytest.mark.parametrize(("devices", "count"), [(3, 3), ("3", 3), ([0, 2], 2), ("0,2", 2), ("0,", 1), ("auto", 1), (-1, 1)])
+@pytest.mark.parametrize(
+    ("devices", "count"), [(3, 3), ("3", 3), ([0, 2], 2), ("0,2", 2), ("0,", 1), ("auto", 1), (-1, 1)]
+)
 def test_devices(devices, count):
     assert run(devices=devices).num_devices == count
 

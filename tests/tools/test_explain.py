@@ -13,9 +13,7 @@ from tests.tools.test_asked import DEFAULTS
 def lines(capsys):
     def lines(*callbacks, module=None, optimizer=None, preset=None, notes=(), **settings):
         run = run_of(module or Toy(), DEFAULTS | settings, callbacks)
-        asked = Asked(
-            run=run, optimizer=optimizer, config={"trainer": DEFAULTS}, slots={}, preset=preset, notes=notes
-        )
+        asked = Asked(run=run, optimizer=optimizer, config={"trainer": DEFAULTS}, slots={}, preset=preset, notes=notes)
         code = show(asked)
         return code, capsys.readouterr().out.splitlines()
 
