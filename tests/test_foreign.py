@@ -1,5 +1,7 @@
 """Modules of others train as before, with everything on."""
 
+from functools import cache
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -34,6 +36,12 @@ def fit(name, tmp_path, *callbacks):
     return module, report.parts
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Return the module after a training without anything of ours."""
+    return cache(lambda name: fit(name, tmp_path_factory.mktemp("plain"))[0])
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 def test_blocks_are_the_expected_ones(name):
     module, _ = FOREIGN[name]()
@@ -43,8 +51,8 @@ def test_blocks_are_the_expected_ones(name):
 
 @pytest.mark.parametrize("save", ["nothing", "matmuls"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_recomputed_training_is_bitwise_the_same(name, save, tmp_path):
-    plain, _ = fit(name, tmp_path)
+def test_recomputed_training_is_bitwise_the_same(name, save, tmp_path, plain):
+    plain = plain(name)
     recomputed, parts = fit(name, tmp_path, ActivationCheckpoint(save=save))
     assert len(plain.losses) == STEPS
     assert plain.losses[0] != plain.losses[-1]
@@ -61,8 +69,8 @@ COMPILED = {"lstm": ["net.embedding", "net.head"]}
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_compiled_and_recomputed_training_is_the_same(name, tmp_path):
-    plain, _ = fit(name, tmp_path)
+def test_compiled_and_recomputed_training_is_the_same(name, tmp_path, plain):
+    plain = plain(name)
     checkpoint, compile_ = ActivationCheckpoint(save="nothing"), Compile(backend="aot_eager", blocks=COMPILED.get(name))
     changed, parts = fit(name, tmp_path, compile_, checkpoint)
     torch.testing.assert_close(changed.losses, plain.losses, rtol=1e-5, atol=1e-6)

@@ -22,9 +22,36 @@ __all__ = [
 ]
 
 
-def activation_memory_budget(budget: float) -> AbstractContextManager[Any]:
-    """Return a context in which graphs are split so that they keep this share of what they would keep by default."""
-    return config.patch(activation_memory_budget=budget)
+_BUDGETS: list[float] = []  # that are open: equal ones
+_BUDGET_BEFORE = 1.0
+
+
+@contextmanager
+def activation_memory_budget(budget: float) -> Iterator[None]:
+    """Split graphs, while the context is open, so that they keep this share of what they would keep by default.
+
+    Contexts may be closed in any order.
+
+    Raises:
+        RuntimeError: If one with another share is open.
+    """
+    global _BUDGET_BEFORE
+    if _BUDGETS and _BUDGETS[0] != budget:
+        raise RuntimeError(
+            f"A memory budget of {budget} is asked for while one of {_BUDGETS[0]} is in force in this process."
+            " Torch has one for all that it compiles, and would take the wrong one for whichever compiles later."
+            " End the first fit before the second starts, or give both the same budget."
+        )
+    if not _BUDGETS:
+        _BUDGET_BEFORE = config.activation_memory_budget
+        config.activation_memory_budget = budget
+    _BUDGETS.append(budget)
+    try:
+        yield
+    finally:
+        _BUDGETS.pop()
+        if not _BUDGETS:
+            config.activation_memory_budget = _BUDGET_BEFORE
 
 
 @contextmanager

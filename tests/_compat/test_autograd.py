@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._functorch import config  # noqa: TID251
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -67,9 +68,26 @@ def test_a_dtensor_counts_what_this_rank_holds(ranks):
 
 
 def test_the_budget_is_put_back():
-    from torch._functorch import config  # noqa: TID251
-
     before = config.activation_memory_budget
-    with pytest.raises(KeyError), activation_memory_budget(0.25):
+    with pytest.raises(KeyError, match=r"0\.25"), activation_memory_budget(0.25):
         raise KeyError(config.activation_memory_budget)
     assert config.activation_memory_budget == before
+
+
+def test_equal_budgets_may_be_closed_in_any_order():
+    before = config.activation_memory_budget
+    first, second = activation_memory_budget(0.5), activation_memory_budget(0.5)
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert config.activation_memory_budget == 0.5
+    second.__exit__(None, None, None)
+    assert config.activation_memory_budget == before
+
+
+def test_a_second_budget_is_refused_and_says_what_to_do():
+    with (
+        activation_memory_budget(0.5),
+        pytest.raises(RuntimeError, match=r"of 0\.0 is asked for while one of 0\.5.*End the first fit"),
+    ):
+        activation_memory_budget(0.0).__enter__()
+    assert config.activation_memory_budget == 1.0

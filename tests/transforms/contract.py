@@ -12,6 +12,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: TID251
+import torch._functorch.config  # noqa: TID251
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -126,6 +128,15 @@ def state(module: nn.Module) -> dict[str, Any]:
     return {name: (type(m), _frozen(vars(m))) for name, m in module.named_modules()}
 
 
+def process() -> dict[str, Any]:
+    """Return the settings of the process that a change might turn and leave turned."""
+    return {
+        "types": (torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
+        "aot": torch._functorch.config.get_config_copy(),  # noqa: TID251
+        "dynamo": torch._dynamo.config.get_config_copy(),  # noqa: TID251
+    }
+
+
 def hooks(module: nn.Module) -> dict[str, int]:
     """Return how many hooks of each kind there are."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -193,7 +204,7 @@ def ties_are_kept(subject: Subject) -> None:
 
 
 def models_share_no_state(subject: Subject) -> None:
-    alone = []
+    alone, before = [], process()
     for change in (subject.change, subject.other):
         model = Model()
         with change(model):
@@ -202,7 +213,7 @@ def models_share_no_state(subject: Subject) -> None:
     first, second, third = Model(), Model(), Model()
     with ExitStack() as outer:
         with subject.change(first):
-            outer.enter_context(subject.other(second))
+            outer.enter_context(subject.other(second))  # undone later than the first
             assert_same(effects(first), alone[0])
             assert_same(effects(second), alone[1])
             assert_same(effects(third), effects(Model()))
@@ -210,6 +221,7 @@ def models_share_no_state(subject: Subject) -> None:
     plain = effects(Model())
     for model in (first, second, third):
         assert_same(effects(model), plain)
+    assert process() == before  # although the first was not the last to be undone
 
 
 def a_deepcopy_is_independent(subject: Subject) -> None:
@@ -257,14 +269,14 @@ def undo_restores_exactly(subject: Subject) -> None:
             raise StopHereError
 
     model = Model()
-    plain, before = effects(model), state(model)
+    plain, before = effects(model), (state(model), process())
     with subject.change(model):
         grads(model)
-    assert state(model) == before
+    assert (state(model), process()) == before
     assert_same(effects(model), plain)
     with suppress(StopHereError):
         fail(model)
-    assert state(model) == before
+    assert (state(model), process()) == before
     assert_same(effects(model), plain)
 
 

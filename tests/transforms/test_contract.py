@@ -15,7 +15,6 @@ from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.recompute import memory_budget, recompute
 from tests.transforms.contract import CLAUSES, Subject
 
-
 # Raised while inductor's decompositions are imported, inside torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 
@@ -84,7 +83,13 @@ SUBJECTS = {
             rtol=1e-5,
         ),
         Subject(name="recompute compiled", change=partial(both, "matmuls"), other=partial(both, "nothing"), rtol=1e-5),
-        Subject(name="memory_budget", change=partial(budgeted, 0.5), other=partial(budgeted, 0.0), rtol=1e-5),
+        Subject(
+            name="memory_budget",
+            change=partial(budgeted, 0.5),
+            other=partial(budgeted, 0.0),
+            rtol=1e-5,
+            excused={"models_share_no_state": "torch has one budget for a process, and a second is refused"},
+        ),
         Subject(
             name="without_kv_cache",
             change=all_caches,
