@@ -42,10 +42,11 @@ def test_speed_counts_what_is_predicted(quickstart, monkeypatch):
 
 @pytest.mark.slow
 def test_both_sides_run_at_the_same_shapes(tmp_path):
+    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "quickstart.py"), "--cases", "bare 1", "trainer 1", "--output", "out"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "UPS_BENCH_STEPS": "2", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": path, "UPS_BENCH_STEPS": "2", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
