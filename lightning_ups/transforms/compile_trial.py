@@ -58,12 +58,11 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
         nonlocal new
         new = False  # before the trial, which may call the graph: a checkpoint around the block recomputes it
         try:
-            if asker is not None and torch.is_grad_enabled() and asker.wants_trial():
-                if reason := collectives or _uncopyable(args, placeholders):
-                    asker.not_tried(reason)
-                else:
-                    _try(run, args, placeholders)
             if asker is not None:
+                tries = torch.is_grad_enabled() and asker.wants_trial()
+                reason = (collectives or _try(run, args, placeholders)) if tries else None
+                if reason is not None:
+                    asker.not_tried(reason)
                 asker.runs_graph()
             return run(*args)
         except torch.OutOfMemoryError:
@@ -95,7 +94,18 @@ def _random_kept() -> Iterator[None]:
             yield
 
 
-def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node]) -> None:
+def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node]) -> str | None:
+    """Run it on copies, forward and backward, or return why that cannot be."""
+    if reason := _uncopyable(args, placeholders):
+        return reason
+    try:
+        _forward_and_backward(run, args, placeholders)
+    except torch.OutOfMemoryError:  # the call needs less, and raises itself if that is too much
+        return "it ran out of memory"
+    return None
+
+
+def _forward_and_backward(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node]) -> None:
     inputs = _copies(args, placeholders)
     with _random_kept(), torch.autograd.set_detect_anomaly(mode=False), _own_saved_tensors():
         outputs = run(*inputs)

@@ -106,6 +106,24 @@ def test_running_out_of_memory_is_no_failure_of_the_graph():
         run(torch.ones(2, requires_grad=True))
 
 
+def test_a_trial_that_runs_out_of_memory_is_left_out():
+    caller, calls = Caller(), []
+
+    def at_first(graph):
+        def run(*args):
+            calls.append(1)
+            if len(calls) == 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return graph(*args)
+
+        return run
+
+    run, _ = compiled(lambda x: x.sin(), caller, change=at_first)
+    run(torch.ones(2, requires_grad=True)).sum().backward()
+    assert caller.skipped == ["it ran out of memory"]
+    assert caller.runs == 1
+
+
 def test_what_the_graph_writes_to_is_copied_and_still_overlaps():
     def f(x, view):
         x.relu_()  # an activation, which wants a gradient
