@@ -70,7 +70,19 @@ class OutsideReads(TorchFunctionMode):
         if _asks(func):
             return func(*args, **kwargs)
         if torch.is_grad_enabled():
-            return func(*self._gathered(args), **self._gathered(kwargs))
+            args, kwargs = self._gathered(args), self._gathered(kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                if "dtype" not in str(error) or not (names := self._names((args, kwargs))):
+                    raise
+                raise RuntimeError(
+                    f"{', '.join(names)} is read outside the forward of its module, together with a tensor of another"
+                    f" type: {error}."
+                    " Weights are gathered in the type of the precision, and only modules that are called get their"
+                    " inputs cast to it."
+                    " Cast there, as in F.linear(x.to(weight.dtype), weight), or call the module."
+                ) from error
         try:
             return func(*args, **kwargs)  # a norm of a shard, say, needs nothing from us
         except RuntimeError as error:
@@ -87,6 +99,12 @@ class OutsideReads(TorchFunctionMode):
             return type(value)(self._gathered(inner) for inner in value)
         return value
 
+    def _names(self, value: Any) -> list[str]:
+        if isinstance(value, nn.Parameter):
+            return [self._homes[value][1]] if value in self._homes else []
+        inner = value.values() if isinstance(value, dict) else value if type(value) in (tuple, list) else ()
+        return [name for each in inner for name in self._names(each)]
+
     def _gathered_parameter(self, parameter: nn.Parameter) -> Tensor:
         if parameter not in self._homes:
             self._learn()
@@ -97,6 +115,7 @@ class OutsideReads(TorchFunctionMode):
         whole = gather_with_root(self._root, handle)
         for alias in [p for p, (_, _, its) in self._homes.items() if its is handle]:
             self._homes[alias] = (self._root, name, handle)  # type: ignore[assignment]
+        self._homes[whole] = (self._root, name, handle)  # type: ignore[assignment]
         return whole
 
     def _learn(self) -> None:

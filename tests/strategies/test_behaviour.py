@@ -1,0 +1,284 @@
+"""What a user of FSDP2Strategy meets beside the losses: evaluation, callbacks, errors, precision, offload."""
+
+import signal
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_ups.order import applied
+from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.shard import unsharded
+from tests.strategies import cases
+from tests.strategies.cases import CASES, data, losses_of, on_ranks, train, weights_of, whole
+from tests.strategies.test_parity import check, expected
+from tests.toys import trainer
+
+
+def loader(size=8):
+    return DataLoader(data(), batch_size=size)
+
+
+def made(tmp_path, *, name="Case", strategy=None, **options):
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    strategy = FSDP2Strategy(**(strategy or {})) if dist.is_initialized() else "auto"
+    return CASES[name](), trainer(tmp_path, strategy=strategy, devices=ranks, **options)
+
+
+def evaluated_first(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        # Lightning avoids inference mode where it reads "gloo", so that CPU tests would not see what GPUs do.
+        namespace = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_backend=lambda: "nccl")
+        patch.setattr("lightning.pytorch.loops.utilities.dist", namespace)
+        model, lightning = made(tmp_path)
+        modes = []
+        model.on_validation_start = lambda: modes.append(torch.is_inference_mode_enabled())
+        lightning.validate(model, loader(), verbose=False)
+        before = lightning.callback_metrics["val_loss"].item()
+        left = unsharded(model)
+        lightning.fit(model, loader())
+        lightning.validate(model, loader(), verbose=False)
+        predictions = lightning.predict(model, loader(5))  # the last batch is smaller
+        inference = [loop.inference_mode for loop in (lightning.validate_loop, lightning.predict_loop)]
+        return losses_of(model, 5), before, left, modes, [len(p) for p in predictions], inference
+
+
+def test_evaluation_before_and_after_fit(ranks, tmp_path):
+    losses, before, left, modes, sizes, inference = ranks(evaluated_first, tmp_path)
+    right = expected("Case", tmp_path, {})["losses"]
+    assert losses == pytest.approx(right, rel=1e-5)
+    assert before == pytest.approx(right[0], rel=1e-5)
+    assert left == []
+    assert modes == [False, False]
+    assert sizes == [5, 3]
+    assert inference == [True, True]  # the user's own again
+
+
+def validated_within(tmp_path, every):
+    model, lightning = made(tmp_path, epochs=5, accumulate_grad_batches=4, val_check_interval=every)
+    lightning.fit(model, loader(2), loader(3))
+    return {"losses": losses_of(model, 5), "weights": weights_of(model)}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_validation_within_an_accumulation_changes_nothing(ranks, tmp_path, every):
+    check(ranks(validated_within, tmp_path, every), expected("Case", tmp_path, {"accumulate": 4}))
+
+
+def after_an_exception(tmp_path, where):
+    model, lightning = made(tmp_path)
+    run, seen = model.layers[1].up.forward, []
+
+    def fail(x):
+        if not seen:
+            seen.append(None)
+            raise RuntimeError("stop here")
+        return run(x)
+
+    model.layers[1].up.forward = fail
+    with pytest.raises(RuntimeError, match="stop here"):
+        lightning.fit(model, loader())
+    model.losses.clear()
+    again = trainer(tmp_path, strategy=FSDP2Strategy(), devices=2)
+    again.fit(model, loader())
+    return losses_of(model, 5)
+
+
+def test_a_fit_after_an_exception_within_a_forward(ranks, tmp_path):
+    losses = ranks(after_an_exception, tmp_path, "forward")
+    assert losses == pytest.approx(expected("Case", tmp_path, {})["losses"], rel=1e-5)
+
+
+def types_seen(tmp_path, precision):
+    model, lightning = made(tmp_path, name="Case", precision=precision, epochs=1)
+    seen = {}
+    model.layers[0].up.register_forward_hook(lambda m, _, out: seen.update(weight=m.weight.dtype, inside=out.dtype))
+    # Registered after FSDP2's own, whose last act is to cast.
+    model.on_train_start = lambda: model.head.register_forward_hook(lambda m, _, out: seen.update(root=out.dtype))
+    model.on_before_optimizer_step = lambda *_: seen.update(gradient=model.head.weight.grad.dtype)
+    lightning.fit(model, loader())
+    return {**seen, "loss": model.losses[0].dtype, "master": model.head.weight.dtype}
+
+
+def test_bf16_computes_in_blocks_and_gives_float32_outside(ranks, tmp_path):
+    half, full = torch.bfloat16, torch.float32
+    assert ranks(types_seen, tmp_path, "bf16-mixed") == {
+        "weight": half, "inside": half, "root": full, "gradient": full, "loss": full, "master": full,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Normed", "Recurrent", "Scalar", "Manual", "Gpt"])
+def test_bf16_trains_whatever_ddp_trains(ranks, tmp_path, name):
+    options = {"precision": "bf16-mixed"}
+    ours, ddp = (ranks(on_ranks, name, tmp_path, s, 2, options) for s in ({}, "ddp_find_unused_parameters_true"))
+    assert ours["losses"] == pytest.approx(ddp["losses"], rel=0.03)
+
+
+def normed(tmp_path, strategy):
+    made_ = FSDP2Strategy(**strategy) if isinstance(strategy, dict) else strategy
+    model, _, result = train("Normed", tmp_path, strategy=made_, ranks=2, accumulate=2)
+    return result, {name: b.clone() for name, b in model.named_buffers()}
+
+
+def test_buffers_are_those_of_ddp(ranks, tmp_path):
+    (ours, mine), (ddp, theirs) = ranks(normed, tmp_path, {}), ranks(normed, tmp_path, "ddp")
+    check(ours, ddp)
+    for name, buffer in theirs.items():
+        torch.testing.assert_close(mine[name], buffer, msg=name)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate": 2}], ids=repr)
+def test_offload(ranks, tmp_path, options):
+    check(ranks(on_ranks, "Scalar", tmp_path, {"offload": True}, 2, options), expected("Scalar", tmp_path, options))
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.layers)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.layers, optimizer, lr=0.01)
+
+
+CALLBACKS = {
+    "average": lambda: EMAWeightAveraging(decay=0.5),
+    "swa": lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2),
+    "unfreeze": Unfreeze,
+}
+
+
+def with_callback(tmp_path, name):
+    model, lightning = made(tmp_path, callbacks=[CALLBACKS[name]()])
+    lightning.fit(model, loader(8 if dist.is_initialized() else 16), loader(8))
+    return {"losses": losses_of(model, 5), "weights": weights_of(model)}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_that_touch_weights(ranks, tmp_path, name):
+    check(ranks(with_callback, tmp_path, name), with_callback(tmp_path, name))
+
+
+def copied(tmp_path):
+    model, lightning = made(tmp_path, epochs=1)
+    lightning.fit(model, loader())
+    made(tmp_path, epochs=1, callbacks=[EMAWeightAveraging()])[1].fit(model, loader())
+
+
+def test_a_copy_of_a_sharded_module_is_refused_with_the_cure(ranks, tmp_path):
+    with pytest.raises(AssertionError, match=r"(?s)Case is sharded and cannot be copied.*build the module anew"):
+        ranks(copied, tmp_path)
+
+
+class Terminate(Callback):
+    def __init__(self):
+        self.stopped = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.stopped.append((trainer.global_step, type(exception)))
+
+
+def terminated(tmp_path):
+    watch = Terminate()
+    model, lightning = made(tmp_path, epochs=50, callbacks=[watch], strategy={"sigterm_every": 2})
+    with pytest.raises(SIGTERMException):
+        lightning.fit(model, loader())
+    stopped = [None] * 2
+    dist.all_gather_object(stopped, watch.stopped)
+    return stopped
+
+
+def test_all_ranks_stop_together_when_one_gets_sigterm(ranks, tmp_path):
+    first, second = ranks(terminated, tmp_path)
+    assert first == second
+    assert first[0][0] in range(4, 9)
+    assert first[0][1] is SIGTERMException
+
+
+def found(tmp_path):
+    model, lightning = made(tmp_path, name="ReadOutside", epochs=1)
+    notes = []
+    model.on_train_batch_end = lambda *_: notes.append(applied(lightning.strategy).report.parts["FSDP2Strategy"])
+    lightning.fit(model, loader())
+    return notes[0]["gathered_for_the_step"]
+
+
+def test_what_is_read_outside_is_reported(ranks, tmp_path):
+    assert ranks(found, tmp_path) == ["embed.weight", "layers.0.up.weight"]
+
+
+def test_a_read_in_another_type_says_where_to_cast(ranks, tmp_path):
+    with pytest.raises(AssertionError, match=r"(?s)embed.weight is read outside.*Cast there, as in F.linear"):
+        ranks(on_ranks, "ReadOutside", tmp_path, {}, 2, {"precision": "bf16-mixed"})
+
+
+def named(tmp_path):
+    model, lightning = made(tmp_path, name="ReadOutside", strategy={"outside": ["embed.weight", "layers.0.up.weight"]})
+    lightning.fit(model, loader())
+    return losses_of(model, 5), sorted(model.state_dict())
+
+
+def test_what_is_read_outside_may_be_named(ranks, tmp_path):
+    losses, keys = ranks(named, tmp_path)
+    right = expected("ReadOutside", tmp_path, {})
+    assert losses == pytest.approx(right["losses"], rel=1e-5)
+    assert keys == sorted(right["weights"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"sharding": "half"}, "Use one of .*'full'"),
+        ({"sync": "never"}, "Use one of .*'last'"),
+        ({"initialise_on": "gpu"}, "Use one of .*'device'"),
+        ({"sharding": "none", "replicate_size": 2}, "Leave the two others out"),
+        ({"tensor_parallel_size": 2}, "Give both"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt", "reshard_after_forward": 2}, "Use True or False"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments, text):
+    with pytest.raises(ValueError, match=rf"(?s){text}"):
+        FSDP2Strategy(**arguments)
+
+
+def branch(tmp_path, unused):
+    class Branch(cases.Case):
+        def build(self):
+            super().build()
+            self.gain = nn.Parameter(torch.tensor(1.0))
+
+        def run(self, x):
+            x = self.layers[0](x)
+            return self.head(x * self.gain if dist.get_rank() == 0 else x)
+
+    warnings.simplefilter("ignore")
+    model = Branch()
+    trainer(tmp_path, strategy=FSDP2Strategy(unused_parameters=True), devices=2).fit(model, loader())
+    gathered = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(gathered, model.gain.detach())
+    return (
+        [g.item() for g in gathered],
+        all(isinstance(p, DTensor) for p in model.layers.parameters()),
+        whole(model.head.bias).shape,
+    )
+
+
+def test_a_gradient_on_one_rank_only(ranks, tmp_path):
+    (first, second), sharded, _ = ranks(branch, tmp_path, True)
+    assert first == second != 1.0
+    assert sharded
