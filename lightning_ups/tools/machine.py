@@ -39,7 +39,7 @@ KNOWN = (
     Known("tensorboard", "tensorboard", "pip install tensorboard"),
     Known("triton", "triton", "install a build of torch for CUDA, which brings it"),
     Known("torchao", "torchao.float8", _extra("float8")),
-    Known("transformer-engine", "transformer_engine.pytorch", _extra("te")),
+    Known("transformer-engine", "transformer_engine.pytorch", _extra("te")),  # codespell:ignore te
     Known("flash-attn-3", "flash_attn_interface", "build the folder 'hopper' of the flash-attention repository"),
     Known("flash-attn-4", "flash_attn.cute.interface", _extra("flash")),
     Known("transformers", "transformers", _extra("hf")),
