@@ -1,33 +1,40 @@
 """Letting Hugging Face models initialise themselves on the meta device, where they would skip it."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["initialising_on_meta"]
+__all__ = ["InitialisingOnMeta"]
 
 
-@contextmanager
-def initialising_on_meta() -> Iterator[None]:
-    """Let ``PreTrainedModel.init_weights`` do its work on any device while the context is open.
+class InitialisingOnMeta:
+    """Lets ``PreTrainedModel.init_weights`` do its work on any device, from ``ensure`` until ``end``.
 
-    Only if ``transformers`` is imported already, as it is where a module of the user's imports it at its top.
+    ``transformers`` may be imported at any moment, and is never imported from here.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        yield
-        return
-    kind = modeling.PreTrainedModel
-    original = kind.init_weights
 
-    def init_weights(self: Any) -> None:
-        if hasattr(self, "initialize_weights"):
-            self.initialize_weights()
-        original(self)  # on meta it only ties
+    def __init__(self) -> None:
+        self._kind: Any = None
+        self._original: Any = None
 
-    kind.init_weights = init_weights
-    try:
-        yield
-    finally:
-        kind.init_weights = original
+    def ensure(self) -> None:
+        """Begin, if ``transformers`` is there by now."""
+        if self._kind is not None or (modeling := sys.modules.get("transformers.modeling_utils")) is None:
+            return
+        kind = getattr(modeling, "PreTrainedModel", None)
+        if kind is None:  # it is being imported
+            return
+        original = kind.init_weights
+
+        def init_weights(model: Any) -> None:
+            if hasattr(model, "initialize_weights"):
+                model.initialize_weights()
+            original(model)  # on meta it only ties
+
+        self._kind, self._original = kind, original
+        kind.init_weights = init_weights
+
+    def end(self) -> None:
+        """Put back what was there."""
+        if self._kind is not None:
+            self._kind.init_weights = self._original
+            self._kind = None

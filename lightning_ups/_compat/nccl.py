@@ -1,9 +1,13 @@
 """What NCCL's process groups read from the environment when they are made."""
 
+import atexit
 import os
+from functools import cache
 from pathlib import Path
 
-__all__ = ["prepare_nccl"]
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+
+__all__ = ["destroy_at_exit", "prepare_nccl"]
 
 
 def prepare_nccl(*, high_priority: bool, flight_recorder: Path | None) -> dict[str, str]:
@@ -26,3 +30,9 @@ def prepare_nccl(*, high_priority: bool, flight_recorder: Path | None) -> dict[s
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     return {name: os.environ[name] for name in wanted}
+
+
+@cache  # once for each process
+def destroy_at_exit() -> None:
+    """Close the process groups when the process ends; Lightning does where NCCL is the only backend."""
+    atexit.register(_destroy_dist_connection)

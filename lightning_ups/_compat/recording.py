@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ups._compat.hf_init import initialising_on_meta
+from lightning_ups._compat.hf_init import InitialisingOnMeta
 
 __all__ = ["Place", "Recording", "record_resets", "recording", "replay"]
 
@@ -101,8 +101,13 @@ class Recording:
 def recording(*, made_here: bool = True) -> Iterator[Recording]:
     """Record what is done to tensors on the meta device while the context is open."""
     record = Recording([torch.get_rng_state()], made_here)
-    with _Above(record), _Operations(record), initialising_on_meta():
-        yield record
+    hugging_face = InitialisingOnMeta()
+    hugging_face.ensure()
+    try:
+        with _Above(record, hugging_face), _Operations(record):
+            yield record
+    finally:
+        hugging_face.end()
 
 
 def record_resets(model: nn.Module) -> tuple[Recording, list[str]]:
@@ -181,11 +186,12 @@ class _Above(TorchFunctionMode):
 
     _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
-    def __init__(self, record: Recording) -> None:
+    def __init__(self, record: Recording, hugging_face: InitialisingOnMeta) -> None:
         super().__init__()
-        self._record = record
+        self._record, self._hugging_face = record, hugging_face
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._hugging_face.ensure()  # it is imported in the midst of a `configure_model`, say
         out = func(*args, **(kwargs or {}))
         if func in self._FROM_VALUES and isinstance(out, Tensor) and out.is_meta:
             real = func(*args, **{**(kwargs or {}), "device": "cpu"})

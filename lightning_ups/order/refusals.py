@@ -85,6 +85,35 @@ REFUSALS = (
         cure="Keep the strategy of the earlier run, or build the module anew and load a checkpoint.",
         holds=lambda run: not run.strategy.shards and is_sharded(run.module),
     ),
+    Refusal(
+        what=lambda run: f"torch.compile({type(run.module).__name__}) was given to {run.strategy.name}.",
+        why="The strategy gathers parameters in hooks of each block, and these would break the one graph.",
+        cure="Pass the module as it is, with the callback Compile().",
+        # Without Compile(), which has a row of its own.
+        holds=lambda run: (
+            run.compiled_by_user
+            and _shards_itself(run)
+            and not any(step.stage is Stage.COMPILE for step in run.declarations)
+        ),
+    ),
+    Refusal(
+        what=lambda run: f"{_wrapped(run, 'OptimizedModule')[0]} is what torch.compile returned.",
+        why="It renames every parameter inside: checkpoints would fit models that are compiled, and no others.",
+        cure="Put the module itself there, with the callback Compile(blocks=[...]).",
+        holds=lambda run: _shards_itself(run) and bool(_wrapped(run, "OptimizedModule")),
+    ),
+    Refusal(
+        what=lambda run: (
+            f"{(_wrapped(run, 'FullyShardedDataParallel') + _wrapped(run, 'DistributedDataParallel'))[0]}"
+            " is wrapped for data parallelism already."
+        ),
+        why="Its gradients would be reduced twice, by two ways that do not know of each other.",
+        cure="Put the module itself there, and let the strategy shard it.",
+        holds=lambda run: (
+            _shards_itself(run)
+            and bool(_wrapped(run, "FullyShardedDataParallel") or _wrapped(run, "DistributedDataParallel"))
+        ),
+    ),
 )
 
 
@@ -106,6 +135,15 @@ def _twice(run: Run) -> list[str]:
 
 def _owners(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.owns_optimizer_state]
+
+
+def _shards_itself(run: Run) -> bool:
+    return run.strategy.ours and run.strategy.shards
+
+
+def _wrapped(run: Run, kind: str) -> list[str]:
+    # By name: asking for the class would import the compiler, or a parallelism that nobody uses.
+    return [name for name, m in run.module.named_modules() if name and type(m).__name__ == kind]
 
 
 def _whole(run: Run) -> list[str]:

@@ -23,6 +23,12 @@ _ASKS = frozenset((
     "__reduce_ex__",
 ))
 # fmt: on
+# fmt: off
+_SHAPES = frozenset((  # what they give is read next
+    "t", "transpose", "permute", "view", "reshape", "squeeze", "unsqueeze", "flatten", "unflatten", "chunk", "split",
+    "narrow", "expand", "select", "__getitem__",
+))
+# fmt: on
 _VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # of all properties, those that compute
 
 
@@ -83,6 +89,8 @@ class OutsideReads(TorchFunctionMode):
                     " inputs cast to it."
                     " Cast there, as in F.linear(x.to(weight.dtype), weight), or call the module."
                 ) from error
+        if _gives_part(func):
+            return func(*self._gathered(args), **self._gathered(kwargs))
         try:
             return func(*args, **kwargs)  # a norm of a shard, say, needs nothing from us
         except RuntimeError as error:
@@ -146,3 +154,8 @@ def _asks(func: Callable[..., Any]) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
     return name in _ASKS
+
+
+def _gives_part(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _SHAPES or (name == "__get__" and getattr(func.__self__, "__name__", "") in _VIEWS)  # type: ignore[attr-defined]

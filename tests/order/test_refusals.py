@@ -52,6 +52,16 @@ class Budget(Whole):
     needs_compile = True
 
 
+class FullyShardedDataParallel(torch.nn.Module):
+    """Stands for torch's, which needs a process group to be made."""
+
+
+def holding(module):
+    net = Net()
+    net.inner = module
+    return net
+
+
 REFUSED = {
     "two of a class": (
         run(callbacks=(Compile(), Compile())),
@@ -75,6 +85,18 @@ REFUSED = {
     "compiled twice": (
         run(compiled_by_user=True, callbacks=(Compile(),)),
         r"torch.compile\(Net\) was given to the Trainer, and Compile\(\) as well.*Pass the module as it is",
+    ),
+    "compiled whole": (
+        run(strategy=FSDP2, compiled_by_user=True),
+        r"torch.compile\(Net\) was given to FSDP2Strategy.*with the callback Compile\(\)",
+    ),
+    "compiled in part": (
+        run(strategy=FSDP2, module=holding(torch.compile(torch.nn.Linear(2, 2), backend="eager"))),
+        r"inner is what torch.compile returned.*with the callback Compile\(blocks",
+    ),
+    "wrapped": (
+        run(strategy=FSDP2, module=holding(FullyShardedDataParallel())),
+        "inner is wrapped for data parallelism already.*let the strategy shard it",
     ),
 }
 

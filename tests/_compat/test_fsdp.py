@@ -1,0 +1,116 @@
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_ups._compat.fsdp import (
+    allocate,
+    begin_forward,
+    end_forward,
+    expect_backward,
+    gather_with_root,
+    held_parameters,
+    initialise,
+    settle,
+    sharding_policy,
+    unreduced,
+)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.own = nn.Parameter(torch.ones(4))
+
+
+def pair(mesh=None):
+    model = Pair()
+    mesh = mesh or init_device_mesh("cpu", (2,))
+    for module in (model.a, model.b, model):
+        fully_shard(module, mesh=mesh)
+    initialise(model)
+    return model
+
+
+def types(model):
+    return {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
+
+
+def steps():
+    model = pair()
+    begin_forward(model)
+    during = types(model)
+    loss = (model.b(model.a(torch.ones(2, 4))) * model.own).sum()
+    end_forward(model)
+    expect_backward(model, loss)
+    loss.backward()
+    return during["own"], types(model), model.own.grad is not None, unreduced(model)
+
+
+def test_a_step_is_a_forward_of_the_root(ranks):
+    during, after, reduced, left = ranks(steps)
+    assert not during
+    assert all(after.values())
+    assert reduced
+    assert left == []
+
+
+def aborted(discard):
+    model = pair()
+    model.set_requires_gradient_sync(False)
+    begin_forward(model)
+    model.a(torch.ones(2, 4)).sum().backward()
+    begin_forward(model)
+    model.a(torch.ones(2, 4))
+    settle(model, discard=discard)
+    kept = [h._unsharded_param.grad is not None for _, _, g, n, h in held_parameters(model) if n == "a.weight"]
+    return types(model), kept
+
+
+@pytest.mark.parametrize("discard", [True, False])
+def test_settling_leaves_shards_and_keeps_gradients_unless_told(ranks, discard):
+    after, kept = ranks(aborted, discard)
+    assert all(after.values())
+    assert kept == [not discard]
+
+
+def moved():
+    model, expected = pair(), Pair()
+    for m in (model, expected):
+        if m is model:
+            begin_forward(m)
+        x = torch.ones(2, 4)
+        weight = m.b.weight
+        if m is model:
+            (handle,) = [h for _, _, _, name, h in held_parameters(m) if name == "b.weight"]
+            before = handle.sharded_param
+            weight = gather_with_root(m, handle)
+        loss = (m.b(m.a(x) @ weight) * m.own).sum()
+        if m is model:
+            end_forward(m)
+            expect_backward(m, loss)
+        loss.backward()
+    same = model.b.weight is before
+    return same, torch.allclose(model.b.weight.grad.full_tensor(), expected.b.weight.grad), unreduced(model)
+
+
+def test_a_parameter_that_the_root_takes_over_is_the_same_and_reduced_once(ranks):
+    assert ranks(moved) == (True, True, [])
+
+
+def from_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    allocate(model, shards_on=torch.device("cpu"), rest_on=torch.device("cpu"))
+    devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
+    return devices, types(model)["0.weight"], sharding_policy(model).param_dtype
+
+
+def test_memory_for_shards_and_buffers(ranks):
+    assert ranks(from_meta) == ({"cpu"}, True, torch.bfloat16)

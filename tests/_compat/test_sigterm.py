@@ -1,0 +1,51 @@
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_ups._compat.sigterm import SigtermPoll
+from tests.toys import trainer
+
+
+def polled(tmp_path, who):
+    loop = SimpleNamespace()
+    connector = SimpleNamespace(received_sigterm=False)
+    fake = SimpleNamespace(
+        world_size=2,
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        _signal_connector=connector,
+        strategy=SimpleNamespace(launcher=None),
+    )
+    poll = SigtermPoll(fake, every=3)
+    with poll.installed():
+        for step in range(1, 20):
+            if step == 4 and dist.get_rank() == who:
+                connector._sigterm_notifier_fn(signal.SIGTERM, None)
+                assert not connector.received_sigterm  # nobody else knows yet
+            try:
+                loop._broadcast_sigterm_tensor()
+            except SIGTERMException:
+                break
+    steps = [None] * 2
+    dist.all_gather_object(steps, (step, connector.received_sigterm))
+    return steps, vars(loop)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_every_rank_stops_at_the_same_step(ranks, tmp_path, who):
+    steps, left = ranks(polled, tmp_path, who)
+    assert steps == [(9, True), (9, True)]  # asked for at 4, sent at 6, read at 9
+    assert left == {}
+
+
+def test_nobody_asked_nobody_stops(ranks, tmp_path):
+    steps, _ = ranks(polled, tmp_path, None)
+    assert steps == [(19, False), (19, False)]
+
+
+def test_one_process_keeps_lightnings_own_way(tmp_path):
+    lightning = trainer(tmp_path)
+    with SigtermPoll(lightning, every=1).installed():
+        assert "_broadcast_sigterm_tensor" not in vars(lightning.fit_loop.epoch_loop)
