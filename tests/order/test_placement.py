@@ -1,0 +1,26 @@
+import pytest
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+
+from lightning_ups.order import Placement
+from lightning_ups.strategies import FSDP2Strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shards", "ours"),
+    [
+        (SingleDeviceStrategy, False, False),
+        (DDPStrategy, False, False),
+        (DeepSpeedStrategy, True, False),
+        (FSDPStrategy, True, False),
+        (ModelParallelStrategy, True, False),
+        (FSDP2Strategy, True, True),
+    ],
+)
+def test_where_parameters_are(strategy, shards, ours):
+    assert Placement.of(strategy) == Placement(name=strategy.__name__, shards=shards, ours=ours)
