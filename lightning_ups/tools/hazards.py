@@ -162,8 +162,8 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
     Hazard(
         found=_two_allocator_settings,
-        why="They say different things, and torch reads the first only.",
-        cure="Keep PYTORCH_ALLOC_CONF.",
+        why="They say different things, and which of them counts depends on the version of torch.",
+        cure="Keep one of them.",
     ),
     Hazard(
         found=_too_many_threads,

@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
@@ -113,9 +114,9 @@ def test_a_float8_layer_says_its_type():
 
 
 def sharded():
-    net = model()
-    fully_shard(net[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard(net, mp_policy=MixedPrecisionPolicy())
+    net, mesh = model(), init_device_mesh("cpu", (2,))  # by itself it would take the GPUs of a machine that has them
+    fully_shard(net[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     return layer_dtypes(net, device=CPU, context=nullcontext)
 
 
