@@ -5,7 +5,7 @@ Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +49,12 @@ def initialise(root: FSDPModule) -> None:
 def begin_forward(root: FSDPModule) -> None:
     """Gather what ``root`` itself holds, as a call of it would."""
     # One argument that is no tensor: torch 2.11 cannot move an empty tuple to a GPU.
-    root._get_fsdp_state()._pre_forward(root, (0,), {})
+    root._get_fsdp_state()._pre_forward(cast("nn.Module", root), (0,), {})
 
 
 def end_forward(root: FSDPModule) -> None:
     """End what ``begin_forward`` began."""
-    root._get_fsdp_state()._post_forward(root, (), None)
+    root._get_fsdp_state()._post_forward(cast("nn.Module", root), (), None)
 
 
 def expect_backward(root: FSDPModule, loss: Tensor) -> None:
@@ -97,15 +97,14 @@ def _wait_for_collectives(communication: Any) -> None:
             current.wait_event(gathered.event)
         communication.all_gather_state = None
     # One state in torch 2.11, a list of them in 2.13.
-    reducing = getattr(communication, "reduce_scatter_states", None)
-    single = getattr(communication, "reduce_scatter_state", None)
-    for reduced in reducing if reducing is not None else [single] * (single is not None):
-        if reduced.event is not None:
-            current.wait_event(reduced.event)
-    if reducing is not None:
-        reducing.clear()
-    elif single is not None:
+    reducing: list[Any] | None = getattr(communication, "reduce_scatter_states", None)
+    if reducing is None:
+        reducing = [communication.reduce_scatter_state]
         communication.reduce_scatter_state = None
+    for reduced in reducing:
+        if reduced is not None and reduced.event is not None:
+            current.wait_event(reduced.event)
+    reducing.clear()
 
 
 def _settle_group(group: Any) -> None:
@@ -260,5 +259,29 @@ def _states(root: FSDPModule) -> list[Any]:
     return root._get_fsdp_state()._state_ctx.all_states
 
 
-def _groups(state: Any) -> list[Any]:
-    return state._fsdp_param_groups
+def _groups(state: Any) -> Any:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return _OnlyGroup(state) if groups is None else groups
+
+
+class _OnlyGroup:
+    """The groups of a state as a list, where torch has at most one."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(() if self._state._fsdp_param_group is None else (self._state._fsdp_param_group,))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, index: int) -> Any:
+        return [*self][index]
+
+    def append(self, group: Any) -> None:
+        self._state._fsdp_param_group = group
+
+    def remove(self, group: Any) -> None:
+        if self._state._fsdp_param_group is group:
+            self._state._fsdp_param_group = None

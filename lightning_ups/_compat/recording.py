@@ -326,7 +326,9 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> Place:
-    return Place(_memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return Place(
+        _memory(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+    )
 
 
 def _place_of_meta(value: Any) -> Any:

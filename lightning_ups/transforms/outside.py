@@ -132,7 +132,7 @@ class OutsideReads(TorchFunctionMode):
             if gathered is not None:  # made when it is first gathered
                 self._homes[gathered] = (home, name, handle)
 
-    def _follow(self, module: nn.Module, hooks: ExitStack) -> None:
+    def _follow(self, module: Any, hooks: ExitStack) -> None:
         inside = any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
 
         def enter(*_: Any) -> None:

@@ -142,7 +142,7 @@ def parallelize(model: nn.Module, *, plan: Mapping[str, Style], mesh: DeviceMesh
     modules = {name: m for name, m in model.named_modules() if name and not isinstance(m, nn.Identity)}
     chosen = {pattern: style for pattern, style in plan.items() if not _only_identities(model, pattern)}
     matched = select_names(modules, list(chosen), kind="submodule", of=type(model).__name__)
-    styles = {name: chosen[pattern] for name, pattern in matched.items()}
+    styles: dict[str, Style] = {name: chosen[pattern] for name, pattern in matched.items()}
     ties = _ties(model)
     for name, style in styles.items():
         _check_divides(name, modules[name], style, mesh.size())

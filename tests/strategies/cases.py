@@ -280,6 +280,44 @@ class Llama(Case):
         return self.model(tokens, labels=tokens, use_cache=False).loss
 
 
+class Bert(Case):
+    def build(self):
+        from transformers import BertConfig, BertForMaskedLM
+
+        self.model = BertForMaskedLM(
+            BertConfig(
+                hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32,
+                max_position_embeddings=WIDTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        )  # fmt: skip
+
+    def loss(self, x):
+        tokens = (x * 8).long() % 32
+        return self.model(tokens, labels=tokens).loss
+
+
+class Clip(Case):
+    """A scalar that scales logits, and two towers; its loss is computed here, since its own is of one rank's batch."""
+
+    def build(self):
+        from transformers import CLIPConfig, CLIPModel
+
+        tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.model = CLIPModel(
+            CLIPConfig(
+                text_config={**tower, "vocab_size": 32, "max_position_embeddings": WIDTH, "eos_token_id": 31},
+                vision_config={**tower, "image_size": 8, "patch_size": 4},
+                projection_dim=8,
+            )
+        )
+
+    def loss(self, x):
+        tokens = (x * 8).long() % 32
+        images = x.view(-1, 1, 1, WIDTH).expand(-1, 3, WIDTH, WIDTH)
+        out = self.model(input_ids=tokens, pixel_values=images)
+        return (out.logits_per_image.diagonal() - 1).square().mean()
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -300,6 +338,8 @@ CASES = {
         Gpt,
         GptNormed,
         Llama,
+        Bert,
+        Clip,
     )
 }
 
@@ -342,7 +382,9 @@ def whole(tensor):
 
 def on_ranks(name, tmp_path, strategy, size, options):
     from lightning_ups.strategies import FSDP2Strategy
+    from lightning_ups.transforms.shard import sharded
 
     made = FSDP2Strategy(**strategy) if isinstance(strategy, dict) else strategy
-    _, _, result = train(name, tmp_path, strategy=made, ranks=size, **options)
-    return result
+    model, _, result = train(name, tmp_path, strategy=made, ranks=size, **options)
+    done = sharded(model)
+    return result | {"share": done and done.share_of_blocks}

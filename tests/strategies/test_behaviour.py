@@ -282,3 +282,17 @@ def test_a_gradient_on_one_rank_only(ranks, tmp_path):
     (first, second), sharded, _ = ranks(branch, tmp_path, True)
     assert first == second != 1.0
     assert sharded
+
+
+def norm_logged(tmp_path):
+    model, lightning = made(tmp_path, epochs=1, gradient_clip_val=0.1)
+    lightning.fit(model, loader())
+    return lightning.callback_metrics["grad_norm"].item()
+
+
+def test_the_norm_before_clipping_is_logged(ranks, tmp_path):
+    whole_model = CASES["Case"]()
+    whole_model.loss(data()).backward()
+    expected_norm = torch.nn.utils.get_total_norm([p.grad for p in whole_model.parameters()]).item()
+    assert ranks(norm_logged, tmp_path) == pytest.approx(expected_norm, rel=1e-5)
+    assert expected_norm > 0.1
