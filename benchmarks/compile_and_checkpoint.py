@@ -131,7 +131,8 @@ def interchange() -> dict[str, Any]:
     """Train 3 steps, save the weights, and go on for 3, each part compiled or eager: all four tell the same losses."""
     make = {"compiled": lambda: [Compile(backend=BACKEND)], "eager": list}
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
+    memory = Path("/dev/shm")  # six gigabytes, twice: a disk may take longer than the training
+    with tempfile.TemporaryDirectory(dir=memory if memory.exists() else None) as folder:
         for first in make:
             path = Path(folder) / f"{first}.ckpt"
             before = train(*make[first](), steps=3, save=path)["losses"]

@@ -66,6 +66,12 @@ REFUSALS = (
         holds=lambda run: run.strategy.shards and bool(_whole(run)),
     ),
     Refusal(
+        what=lambda run: f"{_graphed(run)[0]} would replay CUDA graphs under {run.strategy.name}.",
+        why="A graph reads its weights at fixed addresses, and gathered parameters lie elsewhere each time.",
+        cure="Use mode='default' or 'max-autotune-no-cudagraphs'.",
+        holds=lambda run: run.strategy.shards and bool(_graphed(run)),
+    ),
+    Refusal(
         what=lambda run: f"{_uncompiled(run)[0]} has a setting that acts only on compiled code, and nothing compiles.",
         why="It is a choice that the compiler makes when it splits a graph into forward and backward.",
         cure="Add Compile() to the callbacks, or choose a setting that works without it.",
@@ -148,6 +154,10 @@ def _wrapped(run: Run, kind: str) -> list[str]:
 
 def _whole(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.compiles_whole]
+
+
+def _graphed(run: Run) -> list[str]:
+    return [type(step).__name__ for step in run.declarations if step.replays_cuda_graphs]
 
 
 def _uncompiled(run: Run) -> list[str]:

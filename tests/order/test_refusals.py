@@ -81,6 +81,10 @@ REFUSED = {
         "Whole would compile whole models under FSDP2.*scope='blocks'",
     ),
     "whole, stock": (run(strategy=FSDP1, callbacks=(Whole(),)), "Whole would compile whole models under FSDPStrategy"),
+    "CUDA graphs": (
+        run(strategy=FSDP2, callbacks=(Compile(mode="reduce-overhead"),)),
+        "Compile would replay CUDA graphs under FSDP2Strategy.*max-autotune-no-cudagraphs",
+    ),
     "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
     "compiled twice": (
         run(compiled_by_user=True, callbacks=(Compile(),)),
@@ -114,6 +118,7 @@ ALLOWED = {
     "whole on one device": run(callbacks=(Whole(), ActivationCheckpoint())),
     "a budget with a compiler": run(callbacks=(Budget(), Compile())),
     "a budget outside fit": run(callbacks=(Budget(),), training=False),
+    "CUDA graphs on one device": run(callbacks=(Compile(mode="reduce-overhead"),)),
     "one owner": run(callbacks=(Owner(),)),
 }
 
