@@ -140,7 +140,9 @@ def parallelize(model: nn.Module, *, plan: Mapping[str, Style], mesh: DeviceMesh
         ValueError: If a pattern matches nothing, if a weight does not divide, or if tied weights are split in two ways.
     """
     modules = {name: m for name, m in model.named_modules() if name and not isinstance(m, nn.Identity)}
-    chosen = {pattern: style for pattern, style in plan.items() if not _only_identities(model, pattern)}
+    chosen: dict[str, Style] = {
+        pattern: style for pattern, style in plan.items() if not _only_identities(model, pattern)
+    }
     matched = select_names(modules, list(chosen), kind="submodule", of=type(model).__name__)
     styles: dict[str, Style] = {name: chosen[pattern] for name, pattern in matched.items()}
     ties = _ties(model)

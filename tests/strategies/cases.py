@@ -101,6 +101,13 @@ class Scalar(Case):
         return super().run(self.scale * x + self.layers[0].gain * self.bias)
 
 
+class Fused(Scalar):
+    """One kernel for all parameters, sharded and whole."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3, fused=True)
+
+
 class ReadOutside(Case):
     """Weights read where their own module does not run: before, after, and of a block."""
 
@@ -326,6 +333,7 @@ CASES = {
         Frozen,
         LoRA,
         Scalar,
+        Fused,
         ReadOutside,
         Recurrent,
         NestedRecurrent,
