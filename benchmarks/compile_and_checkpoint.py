@@ -119,10 +119,12 @@ def counted(checkpoint: ActivationCheckpoint | None) -> dict[str, Any]:
             seen[storage.data_ptr()] = (storage.nbytes(), storage)
         return tensor
 
-    with recompute(blocks, save=checkpoint.save if checkpoint else "nothing"):
+    with recompute(blocks, save=checkpoint.save if checkpoint else "nothing") as kept:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(tokens[:, :-1], tokens[:, 1:])
-        saved = sum(size for size, _ in seen.values())
+        # Selective checkpointing keeps what it saves in a store of its own, which the hooks above do not see.
+        arguments = len(blocks) * tokens[:, 1:].numel() * model.config.dim * 2
+        saved = sum(size for size, _ in seen.values()) + max(kept.bytes_kept - arguments, 0)
         flops = count_flops(loss.backward)
     return {"saved_gib": round(saved / 2**30, 3), "backward_tflop": round(flops.total / 1e12, 3)}
 
