@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("strategy", [{}, {"sharding": "gradients"}, {"sharding": "none"}], ids=repr)
+@pytest.mark.parametrize("strategy", [{}, {"sync": "every"}, {"sharding": "gradients"}, {"sharding": "none"}], ids=repr)
 def test_options_of_the_trainer(ranks, tmp_path, strategy, options):
     check(ranks(on_ranks, "Scalar", tmp_path, strategy, 2, options), expected("Scalar", tmp_path, options))
 
@@ -69,6 +69,12 @@ def test_four_ranks_are_one_device(four_ranks, tmp_path, strategy):
     check(four_ranks(on_ranks, "Scalar", tmp_path, strategy, 4, options), expected("Scalar", tmp_path, options))
 
 
+@pytest.mark.parametrize("strategy", [{}, {"replicate_size": 2}], ids=repr)
+@pytest.mark.parametrize("name", ["Case", "Tied", "Frozen", "LoRA", "Manual", "Meta"])
+def test_four_ranks_train_what_two_do(four_ranks, tmp_path, name, strategy):
+    check(four_ranks(on_ranks, name, tmp_path, strategy, 4, {}), expected(name, tmp_path, {}))
+
+
 def gpt_case(tmp_path, plan, ranks, model):
     return on_ranks(model, tmp_path, plan, ranks, {"data_ranks": max(1, ranks // 2)})
 
@@ -78,3 +84,8 @@ def gpt_case(tmp_path, plan, ranks, model):
 def test_tensor_parallel_is_one_device(four_ranks, tmp_path, model, plan, replicate):
     strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": plan, "replicate_size": replicate}
     check(four_ranks(gpt_case, tmp_path, strategy, 4, model), expected(model, tmp_path, {}), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [{"meta_device": True}, {"meta_device": True, "offload": True}], ids=repr)
+def test_what_is_built_on_the_meta_device_unasked_is_one_device_too(ranks, tmp_path, strategy):
+    check(ranks(on_ranks, "Configured", tmp_path, strategy, 2, {}), expected("Configured", tmp_path, {}))
