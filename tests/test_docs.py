@@ -123,6 +123,7 @@ def test_the_checks_can_fail():
         resolve("lightning_ups.callbacks.Nothing")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # two batches are fewer than one logs
 def test_readmes_python_runs(tmp_path, monkeypatch):
     (code,) = blocks((ROOT / "README.md").read_text(), "python")
     monkeypatch.chdir(tmp_path)
