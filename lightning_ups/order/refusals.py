@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
 from lightning_ups.order.policy import STOCK_POLICIES, policy_of
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
@@ -38,6 +40,12 @@ REFUSALS = (
         why="Each replaces the optimizer by one whose state lies elsewhere, and state can lie in one place only.",
         cure="Keep one of them.",
         holds=lambda run: len(_owners(run)) > 1,
+    ),
+    Refusal(
+        what=lambda run: f"{_averaging(run)[0]} is given with {type(run.precision).__name__}(weights='masters').",
+        why="It would average bfloat16 copies of the weights, and write the result where the masters replace it.",
+        cure="Use weights='autocast' in the precision.",
+        holds=lambda run: run.training and _has_masters(run) and bool(_averaging(run)),
     ),
     Refusal(
         what=lambda run: f"precision={run.precision.precision!r} is given with {run.strategy.name}.",
@@ -141,6 +149,16 @@ def _twice(run: Run) -> list[str]:
 
 def _owners(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.owns_optimizer_state]
+
+
+def _averaging(run: Run) -> list[str]:
+    return [type(c).__name__ for c in run.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+
+
+def _has_masters(run: Run) -> bool:
+    policy = policy_of(run.precision)
+    lowered = policy is not None and policy.param is not None
+    return lowered and getattr(run.precision, "weights", None) == "masters" and not run.strategy.shards
 
 
 def _shards_itself(run: Run) -> bool:

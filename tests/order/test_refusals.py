@@ -2,10 +2,12 @@ import dataclasses
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, check, refusals
+from lightning_ups.precision import BF16Precision
 from tests.toys import Net, loader, trainer
 
 SINGLE = Placement(name="SingleDeviceStrategy", shards=False, ours=False)
@@ -66,6 +68,10 @@ REFUSED = {
     "two of a class": (
         run(callbacks=(Compile(), Compile())),
         "Two callbacks of one class are given: Compile. .*Keep one",
+    ),
+    "averages of masters": (
+        run(callbacks=(EMAWeightAveraging(),), precision=BF16Precision()),
+        r"EMAWeightAveraging is given with BF16Precision\(weights='masters'\). .*Use weights='autocast'",
     ),
     "two owners": (run(callbacks=(Owner(), SecondOwner())), "Owner and SecondOwner would both keep .*Keep one of them"),
     "fp16": (
