@@ -47,7 +47,8 @@ class RunManifest(Callback):
     ``manifest-2.json`` and so on that is free, so that none is ever overwritten. It is written after the first
     optimizer step, at the end, and after an exception, each time as a whole. Values are read back from torch and from
     the trainer, not copied from the settings. What is known before the first step goes to the loggers'
-    hyperparameters too. Rank zero writes; training is not slowed, and no random number is drawn.
+    hyperparameters too. ``fast_dev_run`` and ``barebones`` leave no file, as with Lightning's own. Rank zero writes;
+    training is not slowed, and no random number is drawn.
 
     Args:
         log_hyperparams: Whether the loggers get a flat copy, under names that begin with ``manifest/``.
@@ -184,6 +185,8 @@ class RunManifest(Callback):
             "steps": trainer.global_step,
             "epochs": trainer.current_epoch,
         }
+        if trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+            return  # a trial of the code leaves nothing behind; its folder would be the one that the user is in
         try:
             if "://" in self._folder:
                 raise OSError("it is not a folder of this machine")
@@ -262,12 +265,18 @@ def _strategy(trainer: Trainer) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    settings = {
-        name: value
-        for name, value in getattr(optimizer, "defaults", {}).items()
-        if isinstance(value, (bool, int, float, str, tuple, list)) or value is None
-    }
-    return {"class": _name(optimizer), "groups": len(optimizer.param_groups), "settings": settings}
+    # What the groups have: `defaults` are what a group would have that says nothing. Rates before any schedule.
+    groups = [
+        {**group, **({"lr": group["initial_lr"]} if "initial_lr" in group else {})} for group in optimizer.param_groups
+    ]
+    settings = {}
+    for name in dict.fromkeys(name for group in groups for name in group if name not in ("params", "initial_lr")):
+        values = [group.get(name) for group in groups]
+        if all(isinstance(value, (bool, int, float, str, tuple, list)) or value is None for value in values):
+            settings[name] = values[0] if all(value == values[0] for value in values) else values
+    stepped = getattr(optimizer, "inner", optimizer)
+    found = {"class": _name(stepped), "groups": len(groups), "settings": settings}
+    return found if stepped is optimizer else found | {"by": _name(optimizer)}
 
 
 def _training(trainer: Trainer) -> dict[str, Any]:

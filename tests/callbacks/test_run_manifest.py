@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, RunManifest
+from lightning_ups.precision import BF16Precision
 from lightning_ups.transforms.manifest import difference, read
 from tests.toys import Net, data, loader, trainer
 
@@ -251,6 +252,26 @@ def test_two_runs_are_told_apart_by_what_took_effect(tmp_path):
     assert difference(one, fit(tmp_path, AccelerationFlags())) == {}
 
 
+def test_an_optimizer_is_described_by_what_its_groups_have(tmp_path):
+    class Grouped(Net):
+        def configure_optimizers(self):
+            groups = [
+                {"params": [*self.layers.parameters()], "weight_decay": 0.1},
+                {"params": [*self.head.parameters()], "weight_decay": 0.0},
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=7.0)
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)]
+
+    for plugins in ([], [BF16Precision()]):
+        found = fit(tmp_path, model=Grouped(), plugins=plugins)["optimizers"][0]
+        assert found["class"] == "torch.optim.adamw.AdamW"
+        assert found["groups"] == 2
+        assert found["settings"]["weight_decay"] == [0.1, 0.0]
+        assert found["settings"]["lr"] == 1e-2, "not what the schedule makes of it at this moment"
+        assert found["settings"]["betas"] == [0.9, 0.999]
+        assert found.get("by", "").endswith("MasteredOptimizer") == bool(plugins)
+
+
 # The loggers
 
 
@@ -323,6 +344,16 @@ def test_who_wants_no_hyperparameters_gets_none(tmp_path):
 
 
 # Where
+
+
+def test_a_trial_of_the_code_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for options in ({"fast_dev_run": True}, {"barebones": True, "max_epochs": 1}):
+        manifest = RunManifest()
+        Trainer(accelerator="cpu", callbacks=[manifest], enable_progress_bar=False, **options).fit(Net(), loader())
+        assert manifest.path is None
+        assert manifest.manifest["run"]["status"] == "finished", "and it is known all the same"
+    assert not [*tmp_path.rglob("manifest*.json")]
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_training(tmp_path):
