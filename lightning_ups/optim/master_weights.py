@@ -12,6 +12,7 @@ low-precision copy, written once a step by the optimizer:
 State dicts of the module, and of any module around it, hold the masters under the same names, and load into them.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
@@ -31,7 +32,7 @@ class MasterWeights:
 
     Parameters of float32 are turned into ``dtype`` in place, but for those of modules that keep floating-point
     statistics beside their weights, such as BatchNorm, whose kernels want both of one kind. Tied parameters have one
-    master. Buffers stay as they are.
+    master. Buffers stay as they are. A copy or a pickle of the module has full-precision parameters of its own.
 
     Args:
         module: The module, with its float32 parameters.
@@ -44,6 +45,7 @@ class MasterWeights:
         for parameter in _convertible(module):
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
+            _copy_as(parameter, self.of[parameter])
         self._handles: list[RemovableHandle] = [
             module.register_state_dict_post_hook(partial(self._show)),  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(self._read),
@@ -69,7 +71,13 @@ class MasterWeights:
         for parameter, master in self.of.items():
             parameter.grad = None  # of the low precision, which a full-precision parameter cannot have
             parameter.data = master.data.to(parameter.device)
+            for name in _COPYING:
+                vars(parameter).pop(name, None)
         self.of.clear()
+
+    def __reduce__(self) -> Any:
+        # What is copied with the module has nothing to do there.
+        return partial(MasterWeights, dtype=self.dtype), (nn.Identity(),)
 
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -243,3 +251,21 @@ def _convertible(module: nn.Module) -> list[nn.Parameter]:
 
 def _has_statistics(module: nn.Module) -> bool:
     return any(buffer.is_floating_point() for _, buffer in module._buffers.items() if buffer is not None)
+
+
+_COPYING = ("__deepcopy__", "__reduce_ex__")
+
+
+def _copy_as(parameter: nn.Parameter, master: nn.Parameter) -> None:
+    """Let a copy and a pickle of ``parameter`` be those of its master: nobody would undo the low precision there."""
+
+    def like(value: nn.Parameter) -> nn.Parameter:
+        return value.requires_grad_(parameter.requires_grad)  # it may have been frozen since
+
+    # Both are looked up on the object, and not on its class, by `copy` and `pickle`.
+    for name, function in zip(
+        _COPYING,
+        (lambda memo: copy.deepcopy(like(master), memo), lambda protocol: like(master).__reduce_ex__(protocol)),
+        strict=True,
+    ):
+        setattr(parameter, name, function)

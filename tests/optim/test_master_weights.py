@@ -1,5 +1,6 @@
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -223,3 +224,23 @@ def test_a_copy_made_meanwhile_shows_its_own_masters():
         masters.of[model[0].weight].zero_()
     assert model.state_dict()["0.weight"].abs().sum() == 0
     assert torch.equal(twin.state_dict()["0.weight"], make_model()[0].weight)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_made_meanwhile_is_the_float32_module(clone):
+    model = make_model()
+    model[2].weight = model[0].weight = nn.Parameter(torch.randn(8, 8))
+    model[0].bias = nn.Parameter(torch.randn(8))
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    model[3].requires_grad_(False)
+    twin = clone(model)
+    assert all(torch.equal(t, masters.of[p]) for p, t in zip(model.parameters(), twin.parameters(), strict=True))
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert twin[0].weight is twin[2].weight
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert not twin.state_dict()["0.weight"].any(), "and it shows what it has"
+    assert masters.of[model[0].weight].any()
+    masters.undo()
+    assert "__deepcopy__" not in vars(model[0].weight)
+    assert torch.equal(clone(model)[0].weight, model[0].weight)

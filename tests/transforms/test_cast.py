@@ -1,3 +1,7 @@
+import copy
+import pickle
+
+import pytest
 import torch
 from torch import nn
 
@@ -49,3 +53,38 @@ def test_the_outputs_of_transformers():
     model = Foreign(2, 2).to(torch.bfloat16)
     with cast_around([model], inputs=torch.bfloat16, outputs=torch.float32):
         assert model(torch.ones(1, 2)).last_hidden_state.dtype is torch.float32
+
+
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, pickled])
+def test_a_copy_does_not_cast_and_keeps_no_hooks(clone):
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.float64)
+    with cast_around([layer], inputs=torch.float32, outputs=torch.float64):
+        twin = clone(layer)
+        with pytest.raises(RuntimeError, match="dtype"):
+            twin(x)
+        assert twin(x.float()).dtype is torch.float32, "neither way"
+        assert not twin._forward_pre_hooks
+        assert not twin._forward_hooks
+        assert layer(x).dtype is torch.float64, "the original goes on"
+    assert not layer._forward_pre_hooks
+    assert not layer._forward_hooks
+
+
+def test_a_copy_is_cast_by_its_own():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.float64)
+    with cast_around([layer], inputs=torch.float32, outputs=torch.float64):
+        twin = copy.deepcopy(layer)
+    with cast_around([twin], inputs=torch.float32, outputs=torch.float64):
+        assert twin(x).dtype is torch.float64
+    assert twin(x.float()).dtype is torch.float32
+
+
+def test_a_copy_compiles_as_one_graph():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with cast_around([layer], inputs=torch.float32, outputs=torch.float64):
+        twin = nn.Sequential(copy.deepcopy(layer))
+    assert torch.compile(twin, backend="eager", fullgraph=True)(x).dtype is torch.float32

@@ -102,7 +102,6 @@ SUBJECTS = {
             name="cast_around",
             change=partial(cast, torch.float32),
             other=partial(cast, torch.float64),
-            excused={"a_deepcopy_is_independent": "its hooks are copied, and a copy goes on casting"},
         ),
     )
 }
