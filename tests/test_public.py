@@ -67,7 +67,9 @@ def test_every_module_states_its_public_names(name):
     assert spec.origin is not None
     with open(spec.origin) as source:
         tree = ast.parse(source.read())
-    names = {t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
+    names = {
+        t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)
+    }
     has_code = any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in tree.body)
     assert "__all__" in names or not has_code
 

@@ -214,15 +214,30 @@ class MasteredOptimizer(Optimizer):
 
     def _hand_over_gradients(self) -> None:
         if self._wrapper is None:  # where there is one, the reduction has left its sums in the masters
-            for parameter in self._mastered():
-                if parameter.grad is not None:
-                    self._move_gradient(parameter)
+            self._move_gradients()
         if self._coefficient is None:
             return
         gradients = [p.grad for group in self.inner.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, self._coefficient)
         self._coefficient = None
+
+    def _move_gradients(self) -> None:
+        # All in one kernel, where there is nothing to add to: one for each would keep a fast GPU waiting.
+        first: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter in self._mastered():
+            if (gradient := parameter.grad) is None:
+                continue
+            if self.masters.of[parameter].grad is None:
+                first.append((parameter, gradient))
+            else:
+                self._move_gradient(parameter)
+        if not first:
+            return
+        wide = [torch.empty_like(gradient, dtype=self.masters.of[parameter].dtype) for parameter, gradient in first]
+        torch._foreach_copy_(wide, [gradient for _, gradient in first])
+        for (parameter, _), gradient in zip(first, wide, strict=True):
+            self.masters.of[parameter].grad, parameter.grad = gradient, None
 
     def _move_unless_reduced(self, parameter: nn.Parameter) -> None:
         if self._wrapper is None or not self._wrapper.require_backward_grad_sync:
@@ -260,7 +275,8 @@ def _copy_as(parameter: nn.Parameter, master: nn.Parameter) -> None:
     """Let a copy and a pickle of ``parameter`` be those of its master: nobody would undo the low precision there."""
 
     def like(value: nn.Parameter) -> nn.Parameter:
-        return value.requires_grad_(parameter.requires_grad)  # it may have been frozen since
+        value.requires_grad_(parameter.requires_grad)  # it may have been frozen since
+        return value
 
     # Both are looked up on the object, and not on its class, by `copy` and `pickle`.
     for name, function in zip(
