@@ -1,5 +1,7 @@
 """Host memory that a GPU copies to at full speed, of exactly the size that is asked for."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,14 +13,18 @@ def pinned(nbytes: int) -> Tensor:
     memory = torch.empty(nbytes, dtype=torch.uint8)
     # Not `pin_memory=True`: torch's allocator rounds up to a power of two, which costs up to half of a large buffer.
     if nbytes and torch.cuda.is_available():
-        _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        _check(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
     return memory
 
 
 def unpin(memory: Tensor) -> None:
     """Undo `pinned`, before the memory is freed."""
     if memory.nbytes and torch.cuda.is_available():
-        _check(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        _check(_runtime().cudaHostUnregister(memory.data_ptr()))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def _check(error: int) -> None:

@@ -98,7 +98,7 @@ class Checkpoints:
         """Follow the training data, so that a run resumes within an epoch; a callback may have taken that over."""
         self._unfollow()
         if not any(getattr(callback, "resumes_exactly", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            self._connection = Connection(trainer, on_unreplayable=self._policy, group=lambda: self._saver.group)
+            self._connection = Connection(trainer, on_unreplayable=self._policy)
 
     def begin(self) -> None:
         """Put random numbers back as the checkpoint has them, when training begins."""

@@ -1,8 +1,8 @@
 """A checkpoint as a folder: when it is whole, which is the newest, how one takes the place of another.
 
 Note [What a kill leaves behind]. A folder is filled in this order: the file ``incomplete``, the data of all ranks, the
-rest of the state, the marker ``complete.json``; then ``incomplete`` goes. So a folder with a marker whose files have the
-sizes that it lists is whole, and one without is not, whenever the process died. A checkpoint whose path is taken is
+rest of the state, the marker ``complete.json``; then ``incomplete`` goes. So a folder with a marker whose files have
+the sizes that it lists is whole, and one without is not, whenever the process died. A checkpoint whose path is taken is
 written beside it, under the suffix ``.saving``, and takes the place by two renames when it is whole: the old one to
 ``.previous``, the new one to the path. Between the two the path is empty and both are whole beside it; `located` finds
 them. What is to be deleted is first renamed to ``.removing``, so that half a checkpoint never stands under its name.
@@ -58,7 +58,7 @@ def begin(path: Path) -> Draft:
         _delete(path)  # left by a run that died
     draft = Draft(path, _beside(path, _SAVING) if taken else path)
     draft.folder.mkdir()
-    _write(draft.folder / _STARTED, b"This checkpoint is being written, or its writer died.\n")
+    (draft.folder / _STARTED).write_text("This checkpoint is being written, or its writer died.\n")
     return draft
 
 
@@ -73,6 +73,7 @@ def finish(draft: Draft, *, files: Mapping[str, bytes], facts: dict[str, Any]) -
 def mark(draft: Draft, facts: dict[str, Any]) -> None:
     """Write the marker, with ``facts`` and the size of every file."""
     files = {entry.name: entry.stat().st_size for entry in draft.folder.iterdir() if entry.name != _STARTED}
+    _sync(draft.folder)
     marker = {"format": 1, "saved_at_ns": time.time_ns(), **facts, "files": files}
     _write(draft.folder / MARKER, json.dumps(marker, indent=1).encode())
     (draft.folder / _STARTED).unlink()
@@ -212,7 +213,6 @@ def _write(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
-    _sync(path.parent)
 
 
 def _sync(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Reading a checkpoint into a module and its optimizers, whoever wrote it and on however many ranks."""
 
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,21 @@ from lightning_ups.transforms.checkpoint.state import (
     restore_numbered,
 )
 
-__all__ = ["APART", "SHARDED", "load", "load_weights", "resolve"]
+__all__ = ["APART", "SHARDED", "lifted", "load", "load_weights", "resolve"]
 
 APART = "apart.pt"  # hyperparameters: resuming does not need them, and they may be of any class
 SHARDED = "lightning_ups.sharded"  # stands, in the rest of the state, for a DTensor that lies with the tensors
-Path_ = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    path: Path
+    module: nn.Module
+    optimizers: Sequence[Optimizer] = ()
+    strict: bool = True
+    weights_only: bool = True
+    needless: Container[str] = ()
+    group: dist.ProcessGroup | None = None
 
 
 def resolve(path: Path) -> Path:
@@ -53,7 +63,7 @@ def load(
     optimizers: Sequence[Optimizer],
     strict: bool = True,
     weights_only: bool = True,
-    needless: Sequence[str] = (),
+    needless: Container[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read the checkpoint at ``path`` into ``module`` and ``optimizers``, in place, and return the rest of it.
@@ -73,12 +83,19 @@ def load(
     Raises:
         ValueError: If names, shapes or optimizer groups do not match, or something is not trusted.
     """
+    reading = _Reading(
+        path=path,
+        module=module,
+        optimizers=optimizers,
+        strict=strict,
+        weights_only=weights_only,
+        needless=needless,
+        group=group,
+    )
     if _is_safetensors(path):
-        load_weights(module, path, strict=strict, group=group)
+        _load_module(reading, SlicedReader(safetensors_slices(path)))
         return {"state_dict": {}}, {}
-    if path.is_file():
-        return _load_file(path, module, optimizers, strict, weights_only, needless, group)
-    return _load_folder(path, module, optimizers, strict, weights_only, needless, group)
+    return _load_file(reading) if path.is_file() else _load_folder(reading)
 
 
 def load_weights(
@@ -97,138 +114,110 @@ def load_weights(
         ValueError: If names or shapes do not match.
     """
     path = Path(path)
+    if not path.is_file() and not _is_safetensors(path):
+        path = resolve(path)
+    reading = _Reading(path=path, module=module, strict=strict, needless=_Everything(), group=group)
     if _is_safetensors(path):
-        _load_module(module, SlicedReader(safetensors_slices(path)), "", strict, path, group)
+        _load_module(reading, SlicedReader(safetensors_slices(path)))
     elif path.is_file():
-        saved, _ = meta.loaded(path, mmap=_can_map(path), needless=_Everything())
-        _load_module_from(module, saved.get("state_dict", saved), strict, path, group)
+        saved, _ = _content(reading)
+        _load_module_from(reading, saved.get("state_dict", saved))
     else:
-        _load_module(module, FolderReader(resolve(path)), "state_dict.", strict, path, group)
+        _load_module(reading, FolderReader(path), prefix="state_dict.")
 
 
-class _Everything(tuple[str, ...]):
+class _Everything:
     def __contains__(self, key: object) -> bool:
         return True
 
 
-def _load_folder(
-    path: Path,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    strict: bool,  # noqa: FBT001
-    weights_only: bool,  # noqa: FBT001
-    needless: Sequence[str],
-    group: dist.ProcessGroup | None,
-) -> tuple[dict[str, Any], dict[str, str]]:
-    reader = FolderReader(path)
+def _content(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
+    path = reading.path
+    return meta.loaded(path, weights_only=reading.weights_only, needless=reading.needless, mmap=_can_map(path))
+
+
+def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
+    reader = FolderReader(reading.path)
     metadata = reader.read_metadata()
-    rest, left = meta.loaded(path / folder.META, weights_only=weights_only, needless=needless)
-    if (path / APART).exists():
+    rest, left = _content(replace(reading, path=reading.path / folder.META))
+    if (apart := reading.path / APART).exists():
         try:
-            apart, left_apart = meta.loaded(path / APART, weights_only=weights_only, needless=_Everything())
-        except (ValueError, pickle.UnpicklingError) as error:
-            apart, left_apart = {}, {"hyperparameters": str(error).partition(". ")[0]}
-        rest, left = {**rest, **apart}, {**left, **left_apart}
-    _load_module(module, reader, "state_dict.", strict, path, group)
-    for index, optimizer in enumerate(optimizers):
-        saved = _read_optimizer(f"optimizer_{index}", module, optimizer, reader, metadata, path, group)
-        restore(module, optimizer, saved)
-    return _lowered(rest, module, reader, metadata, group), left
+            more, left_apart = _content(replace(reading, path=apart, needless=_Everything()))
+        except ValueError as error:
+            more, left_apart = {}, {"hyperparameters": str(error).partition(". ")[0]}
+        rest, left = {**rest, **more}, {**left, **left_apart}
+    _load_module(reading, reader, prefix="state_dict.")
+    for index, optimizer in enumerate(reading.optimizers):
+        saved = _read_optimizer(reading, optimizer, reader, metadata, key=f"optimizer_{index}")
+        restore(reading.module, optimizer, saved)
+    return _lowered(reading, rest, reader, metadata), left
 
 
-def _load_file(
-    path: Path,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    strict: bool,  # noqa: FBT001
-    weights_only: bool,  # noqa: FBT001
-    needless: Sequence[str],
-    group: dist.ProcessGroup | None,
-) -> tuple[dict[str, Any], dict[str, str]]:
-    saved, left = meta.loaded(path, weights_only=weights_only, needless=needless, mmap=_can_map(path))
-    _load_module_from(module, saved.pop("state_dict"), strict, path, group)
+def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
+    saved, left = _content(reading)
+    _load_module_from(reading, saved.pop("state_dict"))
     states = saved.pop("optimizer_states", [])
-    if len(states) < len(optimizers):
-        raise ValueError(_no_optimizer(path))
-    for optimizer, numbered in zip(optimizers, states, strict=False):
-        tree = restore_numbered(parameter_names(module, optimizer), numbered)
-        restore(module, optimizer, _sharded_like_parameters(tree, module, group))
+    if len(states) < len(reading.optimizers):
+        raise ValueError(_no_optimizer(reading.path))
+    for optimizer, numbered in zip(reading.optimizers, states, strict=False):
+        tree = restore_numbered(parameter_names(reading.module, optimizer), numbered)
+        restore(reading.module, optimizer, _laid_out(reading, tree))
     return saved, left
 
 
-def _load_module_from(
-    module: nn.Module,
-    saved: Mapping[str, Any],
-    strict: bool,  # noqa: FBT001
-    path: Path,
-    group: dist.ProcessGroup | None,
-) -> None:
+def _load_module_from(reading: _Reading, saved: Mapping[str, Any]) -> None:
     tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
-    _load_module(module, SlicedReader(tensors), "", strict, path, group, others=others)
+    _load_module(reading, SlicedReader(tensors), others=others)
 
 
 def _load_module(
-    module: nn.Module,
-    reader: StorageReader,
-    prefix: str,
-    strict: bool,  # noqa: FBT001
-    path: Path,
-    group: dist.ProcessGroup | None,
-    *,
-    others: Mapping[str, Any] | None = None,
+    reading: _Reading, reader: StorageReader, *, prefix: str = "", others: Mapping[str, Any] | None = None
 ) -> None:
-    others = others or {}
+    module, others = reading.module, others or {}
     described = reader.read_metadata().state_dict_metadata
     there = {name.removeprefix(prefix): entry for name, entry in described.items() if name.startswith(prefix)}
     here = module.state_dict()
-    if strict:
-        _check_names(module, here.keys(), there.keys() | others.keys(), path)
+    if reading.strict:
+        _check_names(reading, here.keys(), there.keys() | others.keys())
     targets = {name: value for name, value in here.items() if name in there}
     for name, value in targets.items():
         entry = there[name]
         if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
             raise ValueError(
-                f"{name} has the shape {tuple(entry.size)} in {path}, and {tuple(value.shape)} in"
+                f"{name} has the shape {tuple(entry.size)} in {reading.path}, and {tuple(value.shape)} in"
                 f" {type(module).__name__}."
                 " Weights of another shape are those of another model."
                 " Build the model as it was built when the checkpoint was saved."
             )
     flat = {prefix + name: value for name, value in targets.items()}
-    read_into(flat, reader, group=group)
+    read_into(flat, reader, group=reading.group)
     read = {name: flat[prefix + name] for name in targets}
     module.load_state_dict({**read, **others}, strict=False)  # in place already; this is for the module's own hooks
 
 
-def _check_names(module: nn.Module, here: Any, there: Any, path: Path) -> None:
+def _check_names(reading: _Reading, here: Set[str], there: Set[str]) -> None:
     parts = [(sorted(here - there), "are missing"), (sorted(there - here), "are unknown to the module")]
     if difference := "; ".join(f"{', '.join(names[:5])} {what}" for names, what in parts if names):
         raise ValueError(
-            f"The names in {path} are not those of {type(module).__name__}: {difference}."
+            f"The names in {reading.path} are not those of {type(reading.module).__name__}: {difference}."
             " A weight under another name would be left as it was, or be lost."
             " Load it into the model that it was saved from, or set strict_loading = False on the LightningModule."
         )
 
 
 def _read_optimizer(
-    key: str,
-    module: nn.Module,
-    optimizer: Optimizer,
-    reader: StorageReader,
-    metadata: Metadata,
-    path: Path,
-    group: dist.ProcessGroup | None,
+    reading: _Reading, optimizer: Optimizer, reader: StorageReader, metadata: Metadata, *, key: str
 ) -> dict[str, Any]:
-    paths = {name: path_ for name, path_ in (metadata.planner_data or {}).items() if path_[0] == key}
+    paths = {name: place for name, place in (metadata.planner_data or {}).items() if place[0] == key}
     if not paths:
-        raise ValueError(_no_optimizer(path))
+        raise ValueError(_no_optimizer(reading.path))
     described = metadata.state_dict_metadata
     values: dict[str, Any] = {name: None for name in paths if isinstance(described[name], BytesStorageMetadata)}
-    read_into(values, reader, group=group)
-    saved: dict[str, Any] = _nested({paths[name][1:]: value for name, value in values.items()})
-    saved.setdefault("state", {})
-    check_groups(module, optimizer, saved)
-    parameters, forms = dict(module.named_parameters()), saved.get("forms", {})
+    read_into(values, reader, group=reading.group)
+    saved = _nested({paths[name][1:]: value for name, value in values.items()})
+    check_groups(reading.module, optimizer, saved)
+    parameters, forms = dict(reading.module.named_parameters()), saved.get("forms", {})
     tensors: dict[str, Any] = {}
     for name, entry in described.items():
         if name not in paths or not isinstance(entry, TensorStorageMetadata):
@@ -241,14 +230,12 @@ def _read_optimizer(
             )
         else:
             tensors[name] = torch.empty(entry.size, dtype=dtype)
-    read_into(tensors, reader, group=group)
-    return _nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()}, into=saved)
+    read_into(tensors, reader, group=reading.group)
+    return {"state": {}, **_nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()})}
 
 
-def _sharded_like_parameters(
-    tree: dict[str, Any], module: nn.Module, group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    parameters = dict(module.named_parameters())
+def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:
+    parameters = dict(reading.module.named_parameters())
     sources: dict[str, Any] = {}
     targets: dict[str, Any] = {}
     for name, entries in tree["state"].items():
@@ -258,7 +245,7 @@ def _sharded_like_parameters(
                 targets[f"{name}.{key}"] = empty_like_parameter(
                     parameters[name], key=key, size=value.shape, dtype=value.dtype, form=""
                 )
-    read_into(targets, SlicedReader(sources), group=group)
+    read_into(targets, SlicedReader(sources), group=reading.group)
     state = {
         name: {key: targets.get(f"{name}.{key}", value) for key, value in entries.items()}
         for name, entries in tree["state"].items()
@@ -266,13 +253,7 @@ def _sharded_like_parameters(
     return {**tree, "state": state}
 
 
-def _lowered(
-    rest: dict[str, Any],
-    module: nn.Module,
-    reader: StorageReader,
-    metadata: Metadata,
-    group: dist.ProcessGroup | None,
-) -> dict[str, Any]:
+def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, metadata: Metadata) -> dict[str, Any]:
     entries = {
         name: entry
         for name, entry in metadata.state_dict_metadata.items()
@@ -280,7 +261,7 @@ def _lowered(
     }
     if not entries:
         return rest
-    parameters = dict(module.named_parameters())
+    parameters = dict(reading.module.named_parameters())
     targets: dict[str, Any] = {}
     for name, entry in entries.items():
         like = next((p for n, p in parameters.items() if name.endswith("." + n) and p.shape == entry.size), None)
@@ -288,7 +269,7 @@ def _lowered(
             targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
             targets[name] = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
-    read_into(targets, reader, group=group)
+    read_into(targets, reader, group=reading.group)
 
     def put_back(value: Any) -> Any:
         if isinstance(value, dict):
@@ -319,28 +300,23 @@ def lifted(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
     return take(rest, ""), found
 
 
-def _nested(flat: Mapping[Path_, Any], *, into: dict[str, Any] | None = None) -> dict[str, Any]:
-    tree: Any = {} if into is None else into
-    for path, value in sorted(flat.items(), key=lambda item: str(item[0])):
+def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Return a tree of ``flat``, whose keys are paths; numbers in a path are places in a list."""
+    tree: dict[Any, Any] = {}
+    for path, value in flat.items():
         node = tree
-        for part, following in zip(path, path[1:], strict=False):
-            node = _child(node, part, [] if isinstance(following, int) else {})
-        if isinstance(node, list):
-            _child(node, path[-1], value)
-            node[path[-1]] = value
-        else:
-            node[path[-1]] = value
-    return tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = value
+    return _with_lists(tree)
 
 
-def _child(node: Any, part: Any, default: Any) -> Any:
-    if isinstance(node, list):
-        while len(node) <= part:
-            node.append(None)
-        if node[part] is None:
-            node[part] = default
-        return node[part]
-    return node.setdefault(part, default)
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(isinstance(key, int) for key in tree):
+        return [_with_lists(tree[key]) for key in sorted(tree)]
+    return {key: _with_lists(value) for key, value in tree.items()}
 
 
 def _is_safetensors(path: Path) -> bool:

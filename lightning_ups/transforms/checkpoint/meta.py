@@ -1,7 +1,7 @@
 """What a checkpoint holds beside tensors, read without running code that it names."""
 
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -19,7 +19,7 @@ def dumped(state: Any) -> bytes:
 
 
 def loaded(
-    path: Path, *, weights_only: bool = True, needless: Collection[str] = (), mmap: bool = False
+    path: Path, *, weights_only: bool = True, needless: Container[str] = (), mmap: bool = False
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read the dict that was saved at ``path``.
 
@@ -59,7 +59,7 @@ class _Untrusted:
 
     name: str
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "_Untrusted":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Untrusted":  # noqa: ARG004
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ def _refusal(path: Path, left: dict[str, str]) -> str:
     return (
         f"{path} holds objects of classes that are not trusted:"
         f" {', '.join(f'{name} at {place}' if name != place else name for place, name in sorted(left.items())[:5])}."
-        " Building them would run code that the file names, so only tensors and plain values are read from a checkpoint."
+        " Building them would run code that the file names, so only tensors and plain values are read."
         " Name the classes in torch.serialization.add_safe_globals([...]), or, if you trust the file, load it with"
         " weights_only=False."
     )

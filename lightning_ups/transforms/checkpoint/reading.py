@@ -1,5 +1,6 @@
-"""Reading parts of saved tensors straight into the shards of a module: from DCP's folders, from one file, from
-safetensors. No rank ever holds more than its own part and one tensor's pages.
+"""Reading parts of saved tensors straight into shards: from DCP's folders, from one file, from safetensors.
+
+No rank ever holds more than its own part, and the pages of the part that it is reading.
 
 DCP pickles its own metadata and every value that is not a tensor. Both are read here with the classes that DCP itself
 writes, and no others.
@@ -30,7 +31,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.optional import require
 
-__all__ = ["FolderReader", "SlicedReader", "Sliceable", "read_into", "safetensors_slices"]
+__all__ = ["FolderReader", "Sliceable", "SlicedReader", "read_into", "safetensors_slices"]
 
 
 def read_into(targets: dict[str, Any], reader: StorageReader, *, group: dist.ProcessGroup | None = None) -> None:
@@ -125,7 +126,7 @@ class Sliceable(Protocol):
         """The type in which it was saved."""
         ...
 
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
         """Return a part."""
         ...
 
@@ -137,8 +138,8 @@ class SlicedReader(StorageReader):
         tensors: By name; an ordinary tensor will do.
     """
 
-    def __init__(self, tensors: Mapping[str, Sliceable]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Sliceable] | Mapping[str, Tensor]) -> None:
+        self._tensors: Mapping[str, Any] = tensors
 
     @override
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -149,7 +150,7 @@ class SlicedReader(StorageReader):
         return Metadata({name: _described(tensor) for name, tensor in self._tensors.items()})
 
     @override
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
     @override

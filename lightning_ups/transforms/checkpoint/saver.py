@@ -91,7 +91,9 @@ class Saver:
     def group(self) -> dist.ProcessGroup | None:
         """The process group of checkpoints, or None without distribution: on the CPU, apart from training's."""
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
         return self._group
 
     def save(
@@ -210,7 +212,9 @@ class Saver:
                 dist.destroy_process_group(self._group)
             self._group = None
 
-    def _write(self, in_flight: _InFlight, staged: dict[str, Any], files: dict[str, bytes], facts: dict[str, Any]) -> None:
+    def _write(
+        self, in_flight: _InFlight, staged: dict[str, Any], files: dict[str, bytes], facts: dict[str, Any]
+    ) -> None:
         draft = in_flight.draft
         try:
             self._observe("writing", draft.path)
@@ -313,7 +317,7 @@ def _failure(in_flight: _InFlight) -> str:
             " Remove the cause, which stands above."
         )
     last = folder.newest(path.parent)
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC or "No space left" in str(error)
+    full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
     kept = f"The newest whole checkpoint beside it is {last}." if last else "There is no whole checkpoint beside it."
     cure = "Free space on that disk" if full else "Remove the cause, which stands above"
     resume = f", and resume with ckpt_path={str(last)!r}." if last else ", and start again."

@@ -45,9 +45,7 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     for number, entries in numbered["state"].items():
         name = flat[number] if isinstance(number, int) else number
         state[name] = {key: _global(value, parameters[name], key, forms) for key, value in entries.items()}
-    param_groups = [
-        {**group, "params": names} for group, names in zip(numbered["param_groups"], groups, strict=True)
-    ]
+    param_groups = [{**group, "params": names} for group, names in zip(numbered["param_groups"], groups, strict=True)]
     return {"state": state, "param_groups": param_groups, **({_FORMS: forms} if forms else {})}
 
 
@@ -131,12 +129,13 @@ def restore_numbered(names: list[list[str]], numbered: Mapping[str, Any]) -> dic
             " A checkpoint of one device numbers the parameters, so the groups must be the same."
             " Build the optimizer as it was built then."
         )
-    name_of = {n: name for ns, group in zip(saved_groups, names, strict=True) for n, name in zip(ns, group, strict=True)}
+    name_of = {
+        n: name for ns, group in zip(saved_groups, names, strict=True) for n, name in zip(ns, group, strict=True)
+    }
     return {
         "state": {name_of[number]: entries for number, entries in numbered["state"].items()},
         "param_groups": [
-            {**group, "params": group_names}
-            for group, group_names in zip(numbered["param_groups"], names, strict=True)
+            {**group, "params": group_names} for group, group_names in zip(numbered["param_groups"], names, strict=True)
         ],
     }
 

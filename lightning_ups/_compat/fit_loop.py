@@ -1,0 +1,103 @@
+"""Where Lightning's fit loop stands with its data, which it tells nobody. Lightning itself is not imported."""
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "batches_taken",
+    "begin_epoch_anew",
+    "follow_loaders",
+    "in_accumulation",
+    "is_epoch_over",
+    "restarted_loaders",
+    "set_batches_taken",
+]
+
+
+def follow_loaders(
+    trainer: Any, *, before: Callable[[list[Any]], list[Any]], epoch: Callable[[], list[bool] | None]
+) -> Callable[[], None]:
+    """Call ``before`` with the training loaders whenever Lightning made them, and ``epoch`` when it iterates over them.
+
+    Args:
+        trainer: Before its fit loop ran.
+        before: Gets the loaders, each as Lightning processed it, before an iterator exists, and returns what stands for
+            them.
+        epoch: Is called each time when the loaders are iterated anew, and may return, for each loader, whether it was
+            read to its end in this epoch before.
+
+    Returns:
+        What undoes it.
+    """
+    fit_loop = trainer.fit_loop
+    stock = fit_loop._load_combined_loader_states  # the last call between the making of the loaders and their use
+    changed: list[tuple[Any, type]] = []
+
+    def load_states() -> None:
+        combined = fit_loop._combined_loader
+        changed.append((combined, type(combined)))
+        combined.__class__ = _announcing(type(combined), epoch)
+        stock()
+        combined.flattened = before(list(combined.flattened))
+
+    def undo() -> None:
+        vars(fit_loop).pop("_load_combined_loader_states", None)
+        for combined, kind in changed:
+            combined.__class__ = kind
+        changed.clear()
+
+    fit_loop._load_combined_loader_states = load_states
+    return undo
+
+
+def _announcing(kind: type, epoch: Callable[[], list[bool] | None]) -> type:
+    def iterate(self: Any) -> Any:
+        restarted = epoch()
+        result = kind.__iter__(self)  # type: ignore[attr-defined]
+        if restarted and hasattr(self._iterator, "_consumed"):
+            self._iterator._consumed = restarted
+        return result
+
+    return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+
+
+def batches_taken(trainer: Any) -> int:
+    """Return how many batches of this epoch the loop has taken from the loaders for a step."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def set_batches_taken(trainer: Any, number: int) -> None:
+    """Let the loop count as if it had taken ``number`` batches of this epoch."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    difference = number - current.ready
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, max(0, getattr(current, name) + difference))
+
+
+def begin_epoch_anew(trainer: Any) -> None:
+    """Let the loop forget the batches of an epoch that was over when it was saved.
+
+    Lightning does so only where it knows the number of batches; elsewhere it takes the next epoch to be over as well.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.fit_loop.max_batches == float("inf"):
+        current = progress.current
+        current.completed -= current.ready  # -1 if the loop was saved before it counted the last batch; it does so now
+        current.ready = current.started = current.processed = 0
+        progress.is_last_batch = False
+
+
+def is_epoch_over(trainer: Any) -> bool:
+    """Return whether the last batch of the epoch was taken."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def in_accumulation(trainer: Any) -> bool:
+    """Return whether gradients of earlier batches wait for the optimizer step."""
+    return batches_taken(trainer) > 0 and bool(trainer.fit_loop._should_accumulate())
+
+
+def restarted_loaders(trainer: Any) -> list[bool]:
+    """Return, for each loader, whether it was read to its end in this epoch, and begun again."""
+    iterator = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    return list(getattr(iterator, "_consumed", []))

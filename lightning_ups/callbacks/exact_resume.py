@@ -1,0 +1,84 @@
+"""Resuming within an epoch as if the run had not been interrupted, under any strategy."""
+
+from typing import Any, get_args
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
+
+__all__ = ["ExactResume"]
+
+
+class ExactResume(Callback):
+    """Keep every rank's position in the training data and its random numbers in the checkpoint, and take them up.
+
+    A run that resumes then goes on with the same batches, in the same order, and the same random numbers. Lightning by
+    itself begins a stock ``DataLoader`` anew, with other samples. `FSDP2Strategy` does all this by itself; there, this
+    callback sets ``on_unreplayable``.
+
+    On another number of data-parallel ranks every rank skips as many whole batches as make up the samples that all
+    ranks had taken together.
+
+    Args:
+        on_unreplayable: What cannot be replayed, such as random numbers that workers draw, is told by ``"warn"``, once,
+            or refused by ``"refuse"``.
+
+    Raises:
+        ValueError: If ``on_unreplayable`` is unknown, or if something is to be refused.
+
+    Example::
+
+        Trainer(callbacks=[ExactResume(on_unreplayable="refuse")])
+    """
+
+    resumes_exactly = True  # a strategy that would do it by itself leaves it to this callback
+
+    def __init__(self, *, on_unreplayable: OnUnreplayable = "warn") -> None:
+        if on_unreplayable not in get_args(OnUnreplayable):
+            raise ValueError(
+                f"ExactResume(on_unreplayable={on_unreplayable!r}) is not a known choice."
+                " It says what becomes of a run that could not be resumed exactly."
+                f" Use one of {get_args(OnUnreplayable)}."
+            )
+        self._policy: OnUnreplayable = on_unreplayable
+        self._connection: Connection | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._close()
+            self._connection = Connection(trainer, on_unreplayable=self._policy)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._connection is not None:
+            checkpoint[RESUME_KEY] = self._connection.state()
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._connection is not None and RESUME_KEY in checkpoint:
+            self._connection.load(checkpoint[RESUME_KEY])
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._connection is not None:
+            self._connection.begin()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._connection is not None:
+            self._connection.begin_epoch()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

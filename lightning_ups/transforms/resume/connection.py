@@ -1,0 +1,78 @@
+"""Connecting a `Resumption` to the fit loop of a trainer."""
+
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_ups._compat.fit_loop import (
+    batches_taken,
+    begin_epoch_anew,
+    follow_loaders,
+    in_accumulation,
+    is_epoch_over,
+    restarted_loaders,
+    set_batches_taken,
+)
+from lightning_ups.transforms.resume.resumption import OnUnreplayable, Progress, Resumption
+
+__all__ = ["Connection"]
+
+
+class Connection:
+    """Follows the training data of a trainer, from before its fit loop runs until `close`.
+
+    Args:
+        trainer: A Lightning Trainer, about to fit.
+        on_unreplayable: See `Resumption`.
+    """
+
+    def __init__(self, trainer: Any, *, on_unreplayable: OnUnreplayable) -> None:
+        data = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        self._trainer = trainer
+        self._resumption = Resumption(
+            on_unreplayable=on_unreplayable, rank=data["rank"], num_ranks=data["num_replicas"]
+        )
+        self._undo = follow_loaders(trainer, before=self._follow, epoch=self._resumption.epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of all ranks on the first, and nothing elsewhere. Every rank takes part."""
+        own = self._resumption.state(
+            Progress(
+                taken=batches_taken(self._trainer),
+                epoch_over=is_epoch_over(self._trainer),
+                accumulating=in_accumulation(self._trainer),
+                restarted=restarted_loaders(self._trainer),
+            )
+        )
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return {"ranks": [own]}
+        gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, gathered, dst=0)  # in training's group: a save in the background uses its own
+        return {"ranks": gathered} if gathered is not None else {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned on the first rank; every rank has read it."""
+        self._resumption.load(state["ranks"], process=dist.get_rank() if dist.is_initialized() else 0)
+
+    def begin(self) -> None:
+        """Note that training begins."""
+        if self._resumption.begin():
+            begin_epoch_anew(self._trainer)
+
+    def begin_epoch(self) -> None:
+        """Put random numbers back, if an epoch begins now."""
+        self._resumption.begin_epoch()
+
+    def close(self) -> None:
+        """Leave the trainer and its loaders as they were."""
+        self._undo()
+        self._resumption.release()
+
+    def _follow(self, loaders: list[Any]) -> list[Any]:
+        stand_ins = self._resumption.follow(loaders)
+        if self._resumption.taken is not None:
+            set_batches_taken(self._trainer, self._resumption.taken)
+            # Lightning says that the loaders cannot be resumed, which is no longer true.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        return stand_ins

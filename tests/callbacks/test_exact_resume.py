@@ -1,0 +1,221 @@
+import random
+import warnings
+
+import numpy
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_ups.callbacks.exact_resume import ExactResume
+
+
+class Noisy(LightningModule):
+    """Draws from every generator in each step, and remembers what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.losses = []
+
+    def training_step(self, batch, _):
+        if isinstance(batch, dict):
+            batch = batch["a"] + batch["b"][: len(batch["a"])].mean()
+        noise = random.random() + numpy.random.rand() + torch.rand(())
+        loss = (self.net(batch) * noise).square().mean() + batch.sum() * 0
+        self.losses.append((loss.item(), batch.sum().item()))
+        return loss
+
+    def validation_step(self, batch, _):
+        self.log("val", self.net(batch).mean() + torch.rand(()))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Rows(Dataset):
+    def __init__(self, num=22, noise=False):
+        self.rows, self.noise, self.read = torch.arange(num * 4.0).reshape(num, 4) / 100, noise, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return self.rows[index] + (torch.rand(()) if self.noise else 0)
+
+
+def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, seed=7, **options):
+    warnings.filterwarnings("ignore", "(?!A resumed run may)")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    model = Noisy()
+    torch.manual_seed(seed)
+    callbacks = [ExactResume()] if callbacks is None else callbacks
+    every = ModelCheckpoint(path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"strategy": "auto", "devices": 1, "max_epochs": 3, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=[*callbacks, every],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+        **options,
+    )
+    trainer.fit(model, loader(), val, ckpt_path=ckpt_path)
+    return model.losses
+
+
+def whole_and_resumed(path, loader, step, **options):
+    whole = run(path, loader, **options)
+    resumed = run(path, loader, ckpt_path=path / "c" / f"step={step}.ckpt", folder="again", seed=99, **options)
+    return whole, resumed
+
+
+def stock(**options):
+    def make():
+        return DataLoader(Rows(), batch_size=4, **{"shuffle": True, **options})
+
+    return make
+
+
+def with_own_generator():
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(Rows(), batch_size=4, shuffle=True, generator=generator)
+
+
+def with_replacement():
+    rows = Rows()
+    generator = torch.Generator().manual_seed(3)
+    sampler = RandomSampler(rows, replacement=True, num_samples=40, generator=generator)
+    return DataLoader(rows, batch_size=4, sampler=sampler)
+
+
+def weighted():
+    return DataLoader(Rows(), batch_size=4, sampler=WeightedRandomSampler(torch.ones(22), 22))
+
+
+def subset():
+    return DataLoader(Rows(), batch_size=4, sampler=SubsetRandomSampler(range(3, 20)), drop_last=True)
+
+
+def that_draws_while_it_reads():
+    return DataLoader(Rows(noise=True), batch_size=4, shuffle=True)
+
+
+def two_of_unequal_length():
+    return {
+        "a": DataLoader(Rows(10), batch_size=4, shuffle=True),
+        "b": DataLoader(Rows(22), batch_size=4, shuffle=True),
+    }
+
+
+LOADERS = {
+    "0 workers": stock(),
+    "in order": stock(shuffle=False),
+    "own generator": with_own_generator,
+    "with replacement": with_replacement,
+    "weighted": weighted,
+    "subset": subset,
+    "noise in the dataset": that_draws_while_it_reads,
+    "two of unequal length": two_of_unequal_length,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [1, 4, 6, 8, 12])  # of six to an epoch
+@pytest.mark.parametrize("loader", LOADERS)
+def test_the_same_losses_bit_for_bit(tmp_path, loader, step):
+    whole, resumed = whole_and_resumed(tmp_path, LOADERS[loader], step)
+    assert resumed == whole[step:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_it_other_samples_are_taken(tmp_path):
+    whole, resumed = whole_and_resumed(tmp_path, stock(), 4, callbacks=[])
+    assert [samples for _, samples in resumed[:2]] != [samples for _, samples in whole[4:6]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [4, 6, 8])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_workers(tmp_path, persistent, step):
+    loader = stock(num_workers=2, persistent_workers=persistent)
+    whole, resumed = whole_and_resumed(tmp_path, loader, step, max_epochs=2)
+    assert resumed == whole[step:]
+
+
+class Stateful:
+    """A loader with a state, in an order that only it knows."""
+
+    def __init__(self, sized=True, num=9):
+        self.num, self.position, self.order = num, 0, random.Random(5)
+        self.taken_up = False
+        if sized:
+            self.__class__ = SizedStateful
+
+    def __iter__(self):
+        if not self.taken_up:
+            self.position = 0
+        self.taken_up = False
+        while self.position < self.num:
+            self.position += 1
+            yield torch.full((2, 4), self.order.random()) + torch.rand(())
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position, "order": self.order.getstate()}
+
+    def load_state_dict(self, state):
+        self.position, self.taken_up = state["position"], state["position"] > 0
+        version, numbers, gauss = state["order"]
+        self.order.setstate((version, tuple(numbers), gauss))
+
+
+class SizedStateful(Stateful):
+    def __len__(self):
+        return self.num
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [1, 4, 9, 11])
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_loader_with_a_state(tmp_path, sized, step):
+    whole, resumed = whole_and_resumed(tmp_path, lambda: Stateful(sized), step, max_epochs=2)
+    assert len(whole) == 18
+    assert resumed == whole[step:]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.randn(20, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_validation_within_the_epoch(tmp_path):
+    val = DataLoader(Rows(6), batch_size=2)
+    options = {"val": val, "val_check_interval": 3, "num_sanity_val_steps": 2}
+    whole, resumed = whole_and_resumed(tmp_path, stock(), 4, **options)
+    assert resumed == whole[4:]
+
+
+@pytest.mark.parametrize("step", [3, 5, 7])
+def test_a_stream_is_read_again(tmp_path, step):
+    loader = lambda: DataLoader(Stream(), batch_size=4)  # noqa: E731
+    with pytest.warns(UserWarning, match="DataLoader of Stream cannot skip samples and has no state"):
+        whole, resumed = whole_and_resumed(tmp_path, loader, step, max_epochs=2)
+    assert len(whole) == 10
+    assert resumed == whole[step:]
