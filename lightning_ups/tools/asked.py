@@ -16,7 +16,7 @@ from lightning_ups.order import Placement, Run
 from lightning_ups.tools.layers import items
 from lightning_ups.tools.spelling import suggestion
 
-__all__ = ["Asked", "build", "check_accelerator", "check_slots", "check_strategy", "configured", "run_of"]
+__all__ = ["Asked", "build", "check_accelerator", "check_slots", "check_strategy", "configured", "elsewhere", "run_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,15 @@ def check_accelerator(accelerator: Any, *, here: bool) -> None:
             f" {'Its driver or CUDA_VISIBLE_DEVICES hides it.' if built else 'This torch is built for CPUs only.'}"
             " Use --trainer.accelerator auto, or look with `doctor`; `explain` needs no GPU."
         )
+
+
+def elsewhere(accelerator: Any) -> list[str]:
+    """Return a note if a run on ``accelerator`` is refused on this machine, whatever another would make of it."""
+    try:
+        check_accelerator(accelerator, here=True)
+    except RuntimeError as error:
+        return [f"fit needs another machine: {str(error).partition('. ')[0]}."]
+    return []
 
 
 def _strategy(strategy: Strategy | str, *, parallel: bool) -> Strategy | type[Strategy]:

@@ -302,7 +302,7 @@ def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:
     if module == missing or module.startswith(f"{missing}."):
         parent, _, leaf = missing.rpartition(".")
         path = sys.modules[parent].__path__ if parent else None
-        near = nearest(leaf, [found.name for found in pkgutil.iter_modules(path)])
+        near = nearest(leaf, [found.name for found in pkgutil.iter_modules(path)], cutoff=0.75)
         right = f"{parent}.{near}" if parent else near
         cure = f"Did you mean {name.replace(missing, str(right), 1)!r}?" if near else "Run where it can be imported."
         return f"{name}: there is no module {missing!r}. It is looked for here and among what is installed. {cure}"

