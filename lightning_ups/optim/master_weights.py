@@ -24,7 +24,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_ups._compat.tensors import count_writes
+
 __all__ = ["MasterWeights", "MasteredOptimizer"]
+
+FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
 
 
 class MasterWeights:
@@ -33,6 +37,11 @@ class MasterWeights:
     Parameters of float32 are turned into ``dtype`` in place, but for those of modules that keep floating-point
     statistics beside their weights, such as BatchNorm, whose kernels want both of one kind. Tied parameters have one
     master. Buffers stay as they are. A copy or a pickle of the module has full-precision parameters of its own.
+
+    Others may write into the parameters: a target network, a clamp, a reset. What they wrote is taken over by the
+    masters before the next step, and before a state dict is made. Writes in place are seen by their count. Writes
+    through ``.data`` are not counted, and looked for by value: at the first steps and at every fiftieth, and, once one
+    was found, at each.
 
     Args:
         module: The module, with its float32 parameters.
@@ -46,6 +55,9 @@ class MasterWeights:
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
             _copy_as(parameter, self.of[parameter])
+        self._writes: dict[nn.Parameter, int] = {}
+        self._looks, self._found, self._by_value = 0, None, False
+        self._note_writes(self.of)
         self._handles: list[RemovableHandle] = [
             module.register_state_dict_post_hook(partial(self._show)),  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(self._read),
@@ -56,16 +68,47 @@ class MasterWeights:
         for parameter, master in self.of.items():
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
+        self._note_writes(self.of)
+
+    @torch.no_grad()
+    def take_over(self, *, by_value: bool = False) -> None:
+        """Bring into the masters what others have written into the parameters since they were last written here."""
+        self._looks += not by_value
+        self._by_value = self._by_value or self._found_before()
+        look = by_value or self._by_value or self._looks <= FIRST_LOOKS or self._looks % LOOK_EVERY == 0
+        uncounted: list[Tensor] = []
+        for parameter, master in self.of.items():
+            counted = count_writes(parameter) != self._writes[parameter]
+            if not (counted or look):
+                continue
+            written = parameter != master.to(parameter.dtype)
+            master.copy_(torch.where(written, parameter.to(master.dtype), master))
+            if not counted and not self._by_value:
+                uncounted.append(written.any())
+        if uncounted:
+            self._found = torch.stack([flag.to(uncounted[0].device) for flag in uncounted]).any()
+        self._note_writes(self.of)
+
+    def _found_before(self) -> bool:
+        # Of the look before, so that the device has long known it and nobody waits.
+        found, self._found = self._found, None
+        return found is not None and bool(found.item())
+
+    def _note_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._writes[parameter] = count_writes(parameter)
 
     def write(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Write the masters into the low-precision parameters."""
-        mine: list[Tensor] = [p for p in (self.of if parameters is None else parameters) if p in self.of]
+        mine = [p for p in (self.of if parameters is None else parameters) if p in self.of]
         if mine:
             with torch.no_grad():
-                torch._foreach_copy_(mine, [self.of[p] for p in mine if isinstance(p, nn.Parameter)])
+                torch._foreach_copy_([*mine], [self.of[p] for p in mine])
+            self._note_writes(mine)
 
     def undo(self) -> None:
         """Give the module its full-precision parameters back, where it is now, and forget it."""
+        self.take_over(by_value=True)
         for handle in self._handles:
             handle.remove()
         for parameter, master in self.of.items():
@@ -80,6 +123,7 @@ class MasterWeights:
         return partial(MasterWeights, dtype=self.dtype), (nn.Identity(),)
 
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self.take_over(by_value=True)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if parameter in self.of and prefix + name in state:
                 # Detached, as torch's own entries are; a view of the master, so that nothing is copied.
@@ -150,6 +194,7 @@ class MasteredOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self.masters.take_over()
             self._hand_over_options()
             self._hand_over_gradients()
             self.inner.step()

@@ -18,6 +18,14 @@ def reduce_into_masters(wrapper: DistributedDataParallel, masters: MasterWeights
 
     The wrapper's own buckets have the type of the parameters: their sum over many ranks would be rounded to it.
     """
+    group = wrapper.process_group
+    assert group is not None
+    with torch.no_grad():
+        for parameter, master in masters.of.items():
+            # The wrapper has given every rank the first one's parameters, but knows nothing of their masters.
+            dist.broadcast(master, src=dist.get_global_rank(group, 0), group=group)
+            parameter.copy_(master)
+    masters.take_over(by_value=True)
     wrapper.register_comm_hook(masters, _reduced)
 
 

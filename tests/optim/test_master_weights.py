@@ -218,10 +218,10 @@ def test_a_parameter_without_gradient_keeps_its_value():
 
 def test_a_copy_made_meanwhile_shows_its_own_masters():
     model = make_model()
-    masters = MasterWeights(model, dtype=torch.bfloat16)
+    MasterWeights(model, dtype=torch.bfloat16)
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        masters.of[model[0].weight].zero_()
+        model[0].weight.zero_()
     assert model.state_dict()["0.weight"].abs().sum() == 0
     assert torch.equal(twin.state_dict()["0.weight"], make_model()[0].weight)
 
@@ -244,3 +244,59 @@ def test_a_copy_made_meanwhile_is_the_float32_module(clone):
     masters.undo()
     assert "__deepcopy__" not in vars(model[0].weight)
     assert torch.equal(clone(model)[0].weight, model[0].weight)
+
+
+def in_place(parameter, change):
+    with torch.no_grad():
+        change(parameter)
+
+
+def through_data(parameter, change):
+    change(parameter.data)
+
+
+@pytest.mark.parametrize("write", [in_place, through_data])
+def test_what_others_write_is_taken_over(write):
+    model = make_model()
+    model[2].weight.requires_grad_(False)  # as a target network's is
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=1e-6), masters)
+    for step in range(60):
+        model(batch(torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        write(model[0].weight, lambda weight: weight.clamp_(-0.01, 0.01))
+        write(model[2].weight, lambda weight, step=step: weight.fill_(step))
+        state = model.state_dict()
+        assert state["0.weight"].abs().max() <= 0.011, step
+        assert torch.equal(state["2.weight"], torch.full((8, 32), float(step)))
+    masters.undo()
+    assert model[0].weight.abs().max() <= 0.011
+    assert torch.equal(model[2].weight, torch.full((8, 32), 59.0))
+
+
+def test_what_nobody_wrote_keeps_all_its_bits():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model[0].weight[0, 0] = 5.0
+    masters.take_over()
+    expected = make_model()[0].weight.detach().clone()
+    expected[0, 0] = 5.0
+    assert torch.equal(masters.of[model[0].weight], expected)
+
+
+def test_uncounted_writes_that_begin_late_are_found_at_a_later_look():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=1e-6), masters)
+    kept = []
+    for step in range(120):
+        model(batch(torch.bfloat16)).float().sum().backward()
+        if step > 10:
+            model[0].weight.data.clamp_(-0.01, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(masters.of[model[0].weight].abs().max().item() <= 0.011)
+    assert not kept[30]  # the price of not looking each time
+    assert all(kept[49:])

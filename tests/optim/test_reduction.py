@@ -78,3 +78,24 @@ def test_the_wrappers_own_reduction_is_rounded(ranks):
     gradients, _ = ranks(on_a_rank, 1, False)
     expected, _ = in_one_process(1)
     assert not torch.allclose(gradients[0].float(), expected[0], rtol=1e-6, atol=1e-8)
+
+
+def with_seeds_of_their_own():
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(8, 8)
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    wrapper = DistributedDataParallel(model)
+    reduce_into_masters(wrapper, masters)
+    master = masters.of[model.weight].detach()
+    both = [torch.empty_like(master) for _ in range(2)]
+    dist.all_gather(both, master)
+    torch.manual_seed(0)
+    return (
+        torch.equal(*both),
+        torch.equal(both[0], nn.Linear(8, 8).weight),
+        torch.equal(model.weight, master.bfloat16()),
+    )
+
+
+def test_ranks_begin_with_the_masters_of_the_first(ranks):
+    assert ranks(with_seeds_of_their_own) == (True, True, True)
