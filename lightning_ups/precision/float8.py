@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.float8 import (
     Float8Conversion,
     Recipe,
@@ -65,7 +66,8 @@ class Float8Precision(PolicyPrecision):
         super().__init__(policy, name="bf16-mixed", weights=weights)
         check_recipe(recipe, all_gather=bool(all_gather))
         self.recipe: Recipe = recipe
-        self.include, self.exclude, self.head = include, exclude, head
+        self.include = None if include is None else as_patterns(include)
+        self.exclude, self.head = as_patterns(exclude), head
         self.all_gather, self.emulate = all_gather, emulate
         self.conversion: Float8Conversion | None = None
 

@@ -103,6 +103,8 @@ def test_bad_choices_are_refused_at_construction():
         Float8Precision(recipe="rowise")
     with pytest.raises(ValueError, match="all_gather=False"):
         Float8Precision(recipe="rowwise", all_gather=True)
+    with pytest.raises(TypeError, match=r"given as the string 'head'.*Write \['head'\]"):
+        Float8Precision(exclude="head")
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
