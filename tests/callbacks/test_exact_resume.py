@@ -219,3 +219,37 @@ def test_a_stream_is_read_again(tmp_path, step):
         whole, resumed = whole_and_resumed(tmp_path, loader, step, max_epochs=2)
     assert len(whole) == 10
     assert resumed == whole[step:]
+
+
+def under_ddp(path):
+    warnings.simplefilter("ignore")
+    loader = stock(num_workers=0)
+    options = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
+    whole, resumed = whole_and_resumed(path, loader, 2, **options)
+    return resumed == whole[2:], len(whole)
+
+
+def test_under_ddp_on_every_rank(ranks, tmp_path):
+    assert ranks(under_ddp, tmp_path) == (True, 6)
+
+
+def test_what_cannot_be_replayed_is_refused_by_choice(tmp_path):
+    loader = lambda: DataLoader(Stream(), batch_size=4)  # noqa: E731
+    with pytest.raises(ValueError, match=r"or set on_unreplayable='warn'\.$"):
+        run(tmp_path, loader, callbacks=[ExactResume(on_unreplayable="refuse")])
+
+
+def test_an_unknown_choice():
+    with pytest.raises(ValueError, match=r"Use one of \('warn', 'refuse'\)\.$"):
+        ExactResume(on_unreplayable="ignore")
+
+
+def test_the_trainer_is_left_as_it_was(tmp_path):
+    loader = stock()()
+    run(tmp_path, lambda: loader)
+    assert type(loader) is DataLoader
+
+
+def test_a_run_that_it_follows_is_the_run_that_it_would_have_been(tmp_path):
+    followed = run(tmp_path, stock())
+    assert run(tmp_path, stock(), callbacks=[], folder="other") == followed

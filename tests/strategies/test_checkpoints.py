@@ -1,16 +1,20 @@
+import json
 import multiprocessing
+import os
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.checkpoint import is_complete
+from lightning_ups.transforms.checkpoint import is_complete, newest
 from tests.toys import Net, loader
+from tests.transforms.checkpoint.test_saver import fill_disk
 
 
 def run_of(path, *, epochs=4, callbacks=(), **options):
@@ -19,19 +23,20 @@ def run_of(path, *, epochs=4, callbacks=(), **options):
         devices=dist.get_world_size() if dist.is_initialized() else 1,
         max_epochs=epochs,
         callbacks=list(callbacks),
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=path,
-        **options,
+        **{"logger": False, **options},
     )
 
 
-def fit(path, *, strategy, epochs=4, ckpt_path=None, folder="checkpoints", model=None):
+def fit(path, *, strategy, epochs=4, ckpt_path=None, folder="checkpoints", model=None, **options):
     warnings.simplefilter("ignore")
     model = model or Net()
     saver = ModelCheckpoint(path / folder, filename="{epoch}", save_top_k=-1)
-    run_of(path, strategy=strategy, epochs=epochs, callbacks=[saver]).fit(model, loader(4), ckpt_path=ckpt_path)
+    run_of(path, strategy=strategy, epochs=epochs, callbacks=[saver], **options).fit(
+        model, loader(4), ckpt_path=ckpt_path
+    )
     losses = torch.stack(model.losses)
     dist.all_reduce(losses)
     return (losses / 2).tolist()
@@ -94,3 +99,217 @@ def test_resumes_within_an_epoch_bit_for_bit(ranks, tmp_path, options, step):
     whole, resumed = ranks(every_step_and_resumed, tmp_path, step, options)
     assert len(whole) == 12
     assert resumed == whole[step * options.get("accumulate", 1) :]
+
+
+def keep_the_best(path, options):
+    warnings.simplefilter("ignore")
+    model, seen = Net(), []
+    best = ModelCheckpoint(
+        path / "best",
+        monitor="score",
+        mode="max",
+        save_top_k=2,
+        every_n_train_steps=1,
+        filename="{step}",
+        save_last="link",
+    )
+    last = ModelCheckpoint(path / "last", save_top_k=0, save_last=True, every_n_train_steps=1)
+    scores = iter([1.0, 5.0, 2.0, 4.0, 3.0, 0.0])
+
+    def check(*_):
+        for folder in ("best", "last"):
+            seen.append(newest(path / folder) is not None)
+
+    model.on_train_batch_end = check
+
+    class Score(Callback):
+        def on_train_batch_end(self, *_):
+            model.log("score", next(scores))
+
+    run = run_of(path, strategy=FSDP2Strategy(**options), epochs=6, callbacks=[Score(), best, last])
+    run.fit(model, loader(4))
+    kept = sorted(entry.name for entry in (path / "best").iterdir())
+    return {
+        "kept": kept,
+        "best": best.best_model_path.rpartition("/")[2],
+        "link": os.readlink(path / "best" / "last.ckpt"),
+        "whole": all(is_complete(entry) for entry in (path / "best").iterdir()),
+        "last": sorted(entry.name for entry in (path / "last").iterdir()),
+        "always one": all(seen[4:]),
+        "last step": json.loads((path / "last" / "last.ckpt" / "complete.json").read_text())["global_step"],
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=str)
+def test_model_checkpoint_works_unchanged(ranks, tmp_path, options):
+    assert ranks(keep_the_best, tmp_path, options) == {
+        "kept": ["last.ckpt", "step=2.ckpt", "step=4.ckpt"],
+        "best": "step=2.ckpt",
+        "link": "step=4.ckpt",
+        "whole": True,
+        "last": ["last.ckpt"],
+        "always one": True,
+        "last step": 6,
+    }
+
+
+def resume_without_the_newest(path):
+    fit(path, strategy=FSDP2Strategy(), epochs=2)
+    folder = path / "checkpoints"
+    dist.barrier()
+    if dist.get_rank() == 0:  # as a kill leaves it
+        (folder / "epoch=1.ckpt" / "complete.json").unlink()
+        (folder / "epoch=1.ckpt" / "incomplete").touch()
+        (folder / "last.ckpt").symlink_to("epoch=1.ckpt")
+    dist.barrier()
+    try:
+        fit(path, strategy=FSDP2Strategy(), ckpt_path=folder / "epoch=1.ckpt", folder="a")
+    except FileNotFoundError as error:
+        refused = str(error)
+    return refused, len(fit(path, strategy=FSDP2Strategy(), epochs=3, ckpt_path=folder / "last.ckpt", folder="b"))
+
+
+def test_a_kill_leaves_the_last_good_one_and_says_so(ranks, tmp_path):
+    refused, steps = ranks(resume_without_the_newest, tmp_path)
+    assert "epoch=1.ckpt is not whole" in refused
+    assert refused.endswith("epoch=0.ckpt', the newest whole one beside it.")
+    assert steps == 2, "two epochs are left after the first"
+
+
+class Thing:
+    pass
+
+
+class WithThing(Net):
+    def __init__(self, thing):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def odd_hyperparameters(path):
+    whole = fit(path, strategy=FSDP2Strategy(), epochs=3, model=WithThing(Thing()))
+    saved = path / "checkpoints" / "epoch=0.ckpt"
+    with warnings.catch_warnings(record=True) as caught:
+        resumed = fit(path, strategy=FSDP2Strategy(), epochs=3, ckpt_path=saved, folder="b", model=WithThing(Thing()))
+    del caught
+    return whole[1:] == resumed
+
+
+def test_hyperparameters_of_any_class_do_not_stop_resuming(ranks, tmp_path):
+    assert ranks(odd_hyperparameters, tmp_path)
+
+
+def other_settings(path):
+    saved = path / "checkpoints" / "epoch=0.ckpt"
+    whole = fit(path, strategy=FSDP2Strategy(), epochs=2)
+    results = {}
+    for name, strategy in {
+        "gradients": FSDP2Strategy(sharding="gradients"),
+        "none": FSDP2Strategy(sharding="none"),
+        "offload": FSDP2Strategy(offload=True),
+    }.items():
+        results[name] = fit(path, strategy=strategy, epochs=2, ckpt_path=saved, folder=name)
+    results["bf16"] = fit(
+        path, strategy=FSDP2Strategy(), epochs=2, ckpt_path=saved, folder="bf16", precision="bf16-mixed"
+    )
+    return whole[1:], results
+
+
+def test_another_sharding_and_another_precision_resume(ranks, tmp_path):
+    whole, results = ranks(other_settings, tmp_path)
+    assert results.pop("bf16") == pytest.approx(whole, rel=2e-2)
+    for losses in results.values():
+        assert losses == pytest.approx(whole, rel=1e-6)
+
+
+def from_one_device(path):
+    return fit(path, strategy=FSDP2Strategy(), ckpt_path=path / "one.ckpt", folder="two")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_of_one_device_resumes_on_two(ranks, tmp_path):
+    model = Net()
+    saver = ModelCheckpoint(tmp_path, filename="one", enable_version_counter=False, save_top_k=1)
+    run_of(tmp_path, epochs=1, callbacks=[saver]).fit(model, loader(8))
+    rest = Net()
+    run_of(tmp_path, epochs=4, enable_checkpointing=False).fit(rest, loader(8), ckpt_path=tmp_path / "one.ckpt")
+    expected = [loss.item() for loss in rest.losses]
+    assert ranks(from_one_device, tmp_path) == pytest.approx(expected, rel=1e-5)
+
+
+def full_checkpoint(path):
+    return fit(path, strategy=FSDP2Strategy(save="full"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_full_checkpoint_resumes_on_one_device(ranks, tmp_path):
+    whole = ranks(full_checkpoint, tmp_path)
+    rest = Net()
+    saved = tmp_path / "checkpoints" / "epoch=0.ckpt"
+    assert saved.is_file()
+    run_of(tmp_path, epochs=4, enable_checkpointing=False).fit(rest, loader(8), ckpt_path=saved)
+    assert [loss.item() for loss in rest.losses] == pytest.approx(whole[1:], rel=1e-5)
+
+
+def full_disk(path):
+    strategy = FSDP2Strategy(async_save=True)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fill(phase, at):
+            if phase == "writing" and at.name == "epoch=1.ckpt" and dist.get_rank() == 1:
+                fill_disk(patch, after=0)
+
+        strategy.checkpoints.saver.observe = fill
+        try:
+            fit(path, strategy=strategy)
+        except RuntimeError as error:
+            failure = str(error)
+    return failure, newest(path / "checkpoints").name
+
+
+def test_a_full_disk_stops_the_run_at_the_next_save(ranks, tmp_path):
+    failure, last = ranks(full_disk, tmp_path)
+    assert "epoch=1.ckpt could not be saved" in failure
+    assert "No space left" in failure
+    assert last == "epoch=0.ckpt"
+
+
+class Recording(Logger):
+    name, version = "recording", 0
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.metrics.update(metrics)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def blocked(path):
+    warnings.simplefilter("ignore")
+    logger = Recording()
+    saver = ModelCheckpoint(path, every_n_train_steps=1)
+    options = {"strategy": FSDP2Strategy(async_save=True), "epochs": 1, "callbacks": [saver]}
+    run = run_of(path, logger=logger, log_every_n_steps=1, **options)
+    run.fit(Net(), loader(4))
+    return logger.metrics.get("checkpoint/blocked_s", 0)
+
+
+def test_the_seconds_that_a_save_blocks_are_logged(ranks, tmp_path):
+    assert 0 < ranks(blocked, tmp_path) < 10
+
+
+def test_choices_that_are_unknown_or_contradict():
+    with pytest.raises(ValueError, match=r"Use one of \('sharded', 'full'\)\.$"):
+        FSDP2Strategy(save="ful")
+    with pytest.raises(ValueError, match=r"python -m lightning_ups export\.$"):
+        FSDP2Strategy(save="full", async_save=True)
+    with pytest.raises(ValueError, match=r"Use one of \('warn', 'refuse'\)\.$"):
+        FSDP2Strategy(on_unreplayable="no")
+    with pytest.raises(TypeError, match=r"Leave them out\.$"):
+        FSDP2Strategy().checkpoints._local("x", {"a": 1})
+    with pytest.raises(ValueError, match=r"and copy from it\.$"):
+        FSDP2Strategy().checkpoints._local("s3://bucket/x", None)

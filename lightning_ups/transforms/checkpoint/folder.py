@@ -104,9 +104,12 @@ def write_file(path: Path, content: Any) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's writer wraps the former in the latter
+    except RuntimeError as error:  # torch's writer makes one of an OSError
         saving.unlink()
-        raise OSError(*(error.args if isinstance(error, OSError) else (str(error),))) from error
+        raise OSError(str(error)) from error
+    except BaseException:
+        saving.unlink()
+        raise
     if path.is_dir() and not path.is_symlink():
         _delete(path)
     saving.rename(path)

@@ -191,7 +191,7 @@ def _load_module(
                 " Build the model as it was built when the checkpoint was saved."
             )
     flat = {prefix + name: value for name, value in targets.items()}
-    read_into(flat, reader, group=reading.group)
+    read_into(flat, reader, group=reading.group, weights_only=reading.weights_only)
     read = {name: flat[prefix + name] for name in targets}
     module.load_state_dict({**read, **others}, strict=False)  # in place already; this is for the module's own hooks
 
@@ -214,7 +214,7 @@ def _read_optimizer(
         raise ValueError(_no_optimizer(reading.path))
     described = metadata.state_dict_metadata
     values: dict[str, Any] = {name: None for name in paths if isinstance(described[name], BytesStorageMetadata)}
-    read_into(values, reader, group=reading.group)
+    read_into(values, reader, group=reading.group, weights_only=reading.weights_only)
     saved = _nested({paths[name][1:]: value for name, value in values.items()})
     check_groups(reading.module, optimizer, saved)
     parameters, forms = dict(reading.module.named_parameters()), saved.get("forms", {})
@@ -230,7 +230,7 @@ def _read_optimizer(
             )
         else:
             tensors[name] = torch.empty(entry.size, dtype=dtype)
-    read_into(tensors, reader, group=reading.group)
+    read_into(tensors, reader, group=reading.group, weights_only=reading.weights_only)
     return {"state": {}, **_nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()})}
 
 
@@ -245,7 +245,7 @@ def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:
                 targets[f"{name}.{key}"] = empty_like_parameter(
                     parameters[name], key=key, size=value.shape, dtype=value.dtype, form=""
                 )
-    read_into(targets, SlicedReader(sources), group=reading.group)
+    read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
     state = {
         name: {key: targets.get(f"{name}.{key}", value) for key, value in entries.items()}
         for name, entries in tree["state"].items()
@@ -269,7 +269,7 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
             targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
             targets[name] = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
-    read_into(targets, reader, group=reading.group)
+    read_into(targets, reader, group=reading.group, weights_only=reading.weights_only)
 
     def put_back(value: Any) -> Any:
         if isinstance(value, dict):
@@ -292,9 +292,11 @@ def lifted(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
             found[place] = value
             return {SHARDED: place}
         if isinstance(value, dict):
-            return {key: take(inner, f"{place}.{key}" if place else str(key)) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(take(inner, f"{place}.{index}") for index, inner in enumerate(value))
+            new = {key: take(inner, f"{place}.{key}" if place else str(key)) for key, inner in value.items()}
+            return new if any(new[key] is not value[key] for key in new) else value
+        if type(value) in (list, tuple):
+            items = [take(inner, f"{place}.{index}") for index, inner in enumerate(value)]
+            return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
         return value
 
     return take(rest, ""), found

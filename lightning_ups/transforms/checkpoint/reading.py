@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner, StorageReader
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    StorageReader,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,27 +41,51 @@ from lightning_ups._compat.optional import require
 __all__ = ["FolderReader", "Sliceable", "SlicedReader", "read_into", "safetensors_slices"]
 
 
-def read_into(targets: dict[str, Any], reader: StorageReader, *, group: dist.ProcessGroup | None = None) -> None:
+def read_into(
+    targets: dict[str, Any],
+    reader: StorageReader,
+    *,
+    group: dist.ProcessGroup | None = None,
+    weights_only: bool = True,
+) -> None:
     """Fill the tensors of ``targets``, in place, with what ``reader`` has under their names.
 
-    Every rank of ``group`` takes part, and fails if one fails. Without a group this process reads alone.
+    Every rank of ``group`` takes part, and fails if one fails. Without a group this process reads alone. With
+    ``weights_only=False`` values that are not tensors may be of any class.
+
+    Raises:
+        ValueError: If something cannot be read, or would run code.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(targets, storage_reader=reader, planner=_SafePlanner(), process_group=group, no_dist=group is None)
+    reader.read_metadata()  # DCP would hide why it cannot
+    alone, planner = group is None, _SafePlanner() if weights_only else DefaultLoadPlanner()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
+    except CheckpointException as error:  # no Exception, so that callers would miss it
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(
+            f"The checkpoint could not be read on rank {rank}: {str(cause).partition('. ')[0]}."
+            " A file is damaged, or holds something else than tensors and plain values."
+            " Use an earlier checkpoint, or set weights_only=False if the file is trusted and holds such objects."
+        ) from error
 
 
 class FolderReader(FileSystemReader):
     """Reads a folder that DCP wrote; its metadata may name only the classes that DCP writes."""
 
+    _metadata: Metadata | None = None
+
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file, path).load()
-        if not isinstance(metadata, Metadata):
-            raise ValueError(_not_metadata(path, type(metadata).__name__))
-        return metadata
+        if self._metadata is None:
+            path = Path(self.path) / ".metadata"
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file, path).load()
+            if not isinstance(metadata, Metadata):
+                raise ValueError(_not_metadata(path, type(metadata).__name__))
+            self._metadata = metadata
+        return self._metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

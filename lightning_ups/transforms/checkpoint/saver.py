@@ -301,11 +301,15 @@ class _RecordingFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
+        opened = False
         try:
             with super().create_stream(path, mode) as stream:
+                opened = True
                 yield stream
-        except Exception as error:  # noqa: BLE001  (raised by `write_data`, whichever thread it was)
-            self.errors.append(error)
+        except Exception as error:
+            self.errors.append(error)  # raised by `write_data`, whichever thread it was
+            if not opened:
+                raise
 
 
 def _failure(in_flight: _InFlight) -> str:

@@ -4,8 +4,8 @@ Note [What is replayed]. A position is the state of all generators when the load
 sampler began, and the number of batches that the training loop took; workers and prefetchers have read further. To
 take it up, the iterator is made from the first state and the sampler begins from the second. Its first batches of
 indices are drawn and dropped, so that no sample is read in vain, and a checksum over them tells whether they are those
-that were trained on. Batches that this process had read ahead are read again from the state in which they were read. Then the
-generators get the state of the moment of saving.
+that were trained on. Batches that this process had read ahead are read again from the state in which they were read.
+Then the generators get the state of the moment of saving.
 
 The iterator is made late, when its first batch is asked for: hooks that come before it in a run that was never
 interrupted come before it here, too.

@@ -1,0 +1,148 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ups.transforms.checkpoint import folder
+
+
+def save(path, *, content=b"data", stop_before=None, monkeypatch=None):
+    """Save a small checkpoint; die before the call of ``folder`` or ``Path`` that is named."""
+    if stop_before is not None:
+        owner, name, number = stop_before
+        stock, calls = getattr(owner, name), 0
+
+        def dying(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise Killed
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, dying)
+    draft = folder.begin(path)
+    (draft.folder / ".metadata").write_bytes(b"metadata")
+    (draft.folder / "data").write_bytes(content)
+    folder.finish(draft, files={"meta.pt": content}, facts={"global_step": 1})
+
+
+class Killed(BaseException):
+    pass
+
+
+def content_of(path):
+    return (path / "data").read_bytes()
+
+
+def test_a_whole_one_is_complete_and_newest(tmp_path):
+    save(tmp_path / "a")
+    save(tmp_path / "b")
+    assert folder.is_complete(tmp_path / "a")
+    assert folder.newest(tmp_path) == tmp_path / "b"
+    assert not (tmp_path / "a" / "incomplete").exists()
+
+
+@pytest.mark.parametrize("harm", ["marker gone", "file cut", "file gone"])
+def test_what_is_not_whole_is_not_complete(tmp_path, harm):
+    save(tmp_path / "good")
+    save(tmp_path / "bad")
+    if harm == "marker gone":
+        (tmp_path / "bad" / folder.MARKER).unlink()
+        (tmp_path / "bad" / "incomplete").touch()
+    elif harm == "file cut":
+        (tmp_path / "bad" / "data").write_bytes(b"d")
+    else:
+        (tmp_path / "bad" / "data").unlink()
+    assert not folder.is_complete(tmp_path / "bad")
+    assert folder.newest(tmp_path) == tmp_path / "good"
+
+
+def test_a_folder_of_lightning_is_complete(tmp_path):
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "stock" / ".metadata").touch()
+    assert not folder.is_complete(tmp_path / "stock")
+    (tmp_path / "stock" / "meta.pt").touch()
+    assert folder.is_complete(tmp_path / "stock")
+
+
+def test_a_draft_on_a_taken_path_touches_nothing(tmp_path):
+    save(tmp_path / "last", content=b"old")
+    draft = folder.begin(tmp_path / "last")
+    assert draft.folder != tmp_path / "last"
+    assert folder.is_complete(tmp_path / "last")
+    folder.discard(draft)
+    assert content_of(folder.located(tmp_path / "last")) == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["last"]
+
+
+# Every change of the file system that replaces a checkpoint, each as the moment of death.
+MOMENTS = [
+    *[(Path, "rename", number) for number in range(1, 6)],
+    *[(Path, "unlink", number) for number in range(1, 2)],
+    *[(folder, name, 1) for name in ("mark", "take_place", "_delete", "_sync")],
+    (folder, "_sync", 2),
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: f"{moment[1]} {moment[2]}")
+def test_wherever_it_dies_a_whole_one_is_found_and_the_next_save_works(tmp_path, moment, monkeypatch):
+    save(tmp_path / "last", content=b"old")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        save(tmp_path / "last", content=b"new", stop_before=moment, monkeypatch=patch)
+    found = folder.located(tmp_path / "last")
+    assert found is not None
+    assert content_of(found) in (b"old", b"new")
+    assert folder.newest(tmp_path) == found
+    save(tmp_path / "last", content=b"newer")
+    assert content_of(folder.located(tmp_path / "last")) == b"newer"
+    assert sorted(os.listdir(tmp_path)) == ["last"], "nothing is left over"
+
+
+def test_a_link_is_replaced_and_its_target_stays(tmp_path):
+    save(tmp_path / "step", content=b"old")
+    (tmp_path / "last").symlink_to("step")
+    save(tmp_path / "last", content=b"new")
+    assert content_of(tmp_path / "last") == b"new"
+    assert content_of(tmp_path / "step") == b"old"
+
+
+def test_remains_of_a_dead_run_are_overwritten(tmp_path):
+    folder.begin(tmp_path / "a")
+    save(tmp_path / "a")
+    assert folder.is_complete(tmp_path / "a")
+
+
+def test_removing_a_link_leaves_its_target(tmp_path):
+    save(tmp_path / "step")
+    (tmp_path / "last").symlink_to("step")
+    folder.remove(tmp_path / "last")
+    assert folder.is_complete(tmp_path / "step")
+    folder.remove(tmp_path / "step")
+    folder.remove(tmp_path / "step")
+    assert os.listdir(tmp_path) == []
+
+
+def test_half_removed_is_not_a_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.shutil, "rmtree", lambda path: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            folder.remove(tmp_path / "a")
+    assert folder.located(tmp_path / "a") is None
+    assert folder.newest(tmp_path) is None
+
+
+def test_one_file_takes_the_place_of_a_folder(tmp_path):
+    save(tmp_path / "a")
+    folder.write_file(tmp_path / "a", {"x": torch.ones(2)})
+    assert torch.load(tmp_path / "a")["x"].sum() == 2
+    assert folder.is_complete(tmp_path / "a")
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    folder.write_file(tmp_path / "a", {"x": 1})
+    with pytest.raises(Exception, match="pickle"):
+        folder.write_file(tmp_path / "a", {"x": lambda: 0})
+    assert torch.load(tmp_path / "a") == {"x": 1}
+    assert os.listdir(tmp_path) == ["a"]

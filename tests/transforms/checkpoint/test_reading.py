@@ -1,0 +1,88 @@
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into, safetensors_slices
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/lightning_ups_was_here",)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def write(path, state):
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_reads_what_dcp_wrote(tmp_path):
+    write(tmp_path, {"w": torch.arange(4.0).bfloat16(), "lr": 0.1, "names": ["a"]})
+    targets = {"w": torch.zeros(4, dtype=torch.bfloat16), "lr": None, "names": None}
+    read_into(targets, FolderReader(tmp_path))
+    assert targets["w"].tolist() == [0, 1, 2, 3]
+    assert targets["lr"] == 0.1
+    assert targets["names"] == ["a"]
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ValueError, match="Take a checkpoint from a source that you trust"):
+        read_into({"w": torch.zeros(1)}, FolderReader(tmp_path))
+    assert not os.path.exists("/tmp/lightning_ups_was_here")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_value_that_would_run_code_is_refused(tmp_path):
+    write(tmp_path, {"x": Harmful()})
+    with pytest.raises(ValueError, match=r"set weights_only=False if the file is trusted"):
+        read_into({"x": None}, FolderReader(tmp_path))
+    assert not os.path.exists("/tmp/lightning_ups_was_here")
+
+
+class Counting:
+    """A tensor that counts what is read of it."""
+
+    def __init__(self, whole):
+        self.whole, self.shape, self.dtype, self.read = whole, whole.shape, whole.dtype, 0
+
+    def __getitem__(self, index):
+        part = self.whole[index]
+        self.read += part.numel()
+        return part
+
+
+def read_shard():
+    mesh = init_device_mesh("cpu", (2,))
+    source = Counting(torch.arange(30.0).reshape(5, 6))
+    target = DTensor.from_local(
+        torch.zeros(3 if mesh.get_local_rank() == 0 else 2, 6), mesh, [Shard(0)], shape=(5, 6), stride=(6, 1)
+    )
+    read_into({"w": target}, SlicedReader({"w": source}))
+    assert torch.equal(target.full_tensor(), source.whole)
+    return source.read
+
+
+def test_a_rank_reads_its_part_only(ranks):
+    assert ranks(read_shard) == 18
+
+
+def test_safetensors_in_files_and_folders(tmp_path):
+    save_file({"a": torch.arange(6.0).reshape(2, 3).bfloat16(), "s": torch.tensor(2.0)}, tmp_path / "x.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "y.safetensors")
+    slices = safetensors_slices(tmp_path)
+    targets = {"a": torch.zeros(2, 3), "b": torch.zeros(2), "s": torch.zeros(())}
+    read_into(targets, SlicedReader(slices))
+    assert targets["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert targets["s"].item() == 2
+    assert list(safetensors_slices(tmp_path / "y.safetensors")) == ["b"]
+
+
+def test_a_folder_without_safetensors(tmp_path):
+    with pytest.raises(ValueError, match=r"Name a .safetensors file or a folder with some\."):
+        safetensors_slices(tmp_path)
