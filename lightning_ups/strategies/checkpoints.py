@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_ups.order import applied
 from lightning_ups.transforms.checkpoint import (
+    MODELS,
     Saver,
+    described,
     gathered,
     load,
     named_state,
@@ -132,6 +134,8 @@ class Checkpoints:
         path = self._local(self._strategy.broadcast(path), storage_options)
         if self._connection is not None and "optimizer_states" in checkpoint:
             checkpoint[RESUME_KEY] = self._connection.state()
+        if models := described(self._module):
+            checkpoint[MODELS] = models
         if self._sharded:
             save_sharded(self._saver, checkpoint, path, apart=_APART)
         else:

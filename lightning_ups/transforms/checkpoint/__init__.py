@@ -1,5 +1,7 @@
 """Checkpoints by torch's distributed checkpointing (DCP): saving, loading, and the folder they live in."""
 
+from lightning_ups.transforms.checkpoint.consolidation import SavedWeights, consolidated, rest_of, write_safetensors
+from lightning_ups.transforms.checkpoint.description import MODELS, described
 from lightning_ups.transforms.checkpoint.folder import is_complete, newest, remove
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
 from lightning_ups.transforms.checkpoint.saver import Phase, Saver, SaveTimes
@@ -7,9 +9,13 @@ from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_
 from lightning_ups.transforms.checkpoint.state import named_state
 
 __all__ = [
+    "MODELS",
     "Phase",
     "SaveTimes",
+    "SavedWeights",
     "Saver",
+    "consolidated",
+    "described",
     "gathered",
     "is_complete",
     "load",
@@ -19,5 +25,7 @@ __all__ = [
     "numbered",
     "remove",
     "resolve",
+    "rest_of",
     "save_sharded",
+    "write_safetensors",
 ]

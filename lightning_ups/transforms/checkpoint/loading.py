@@ -23,7 +23,7 @@ from lightning_ups.transforms.checkpoint.state import (
     restore_numbered,
 )
 
-__all__ = ["APART", "SHARDED", "lifted", "load", "load_weights", "resolve"]
+__all__ = ["APART", "SHARDED", "lifted", "load", "load_weights", "nested", "put_back", "resolve"]
 
 APART = "apart.pt"  # hyperparameters: resuming does not need them, and they may be of any class
 SHARDED = "lightning_ups.sharded"  # stands, in the rest of the state, for a DTensor that lies with the tensors
@@ -215,7 +215,7 @@ def _read_optimizer(
     described = metadata.state_dict_metadata
     values: dict[str, Any] = {name: None for name in paths if isinstance(described[name], BytesStorageMetadata)}
     read_into(values, reader, group=reading.group, weights_only=reading.weights_only)
-    saved = _nested({paths[name][1:]: value for name, value in values.items()})
+    saved = nested({paths[name][1:]: value for name, value in values.items()})
     check_groups(reading.module, optimizer, saved)
     parameters, forms = dict(reading.module.named_parameters()), saved.get("forms", {})
     tensors: dict[str, Any] = {}
@@ -231,7 +231,7 @@ def _read_optimizer(
         else:
             tensors[name] = torch.empty(entry.size, dtype=dtype)
     read_into(tensors, reader, group=reading.group, weights_only=reading.weights_only)
-    return {"state": {}, **_nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()})}
+    return {"state": {}, **nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()})}
 
 
 def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:
@@ -271,16 +271,20 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
             targets[name] = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
     read_into(targets, reader, group=reading.group, weights_only=reading.weights_only)
 
-    def put_back(value: Any) -> Any:
-        if isinstance(value, dict):
-            if set(value) == {SHARDED}:
-                return targets[f"{SHARDED}.{value[SHARDED]}"]
-            return {key: put_back(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(put_back(inner) for inner in value)
-        return value
+    return put_back(rest, targets)
 
-    return put_back(rest)
+
+def put_back(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return ``value`` with what `lifted` took from it, found in ``tensors`` under its name in a folder."""
+    if isinstance(value, dict):
+        if set(value) == {SHARDED}:
+            return tensors[f"{SHARDED}.{value[SHARDED]}"]
+        new = {key: put_back(inner, tensors) for key, inner in value.items()}
+        return new if any(new[key] is not value[key] for key in new) else value
+    if type(value) in (list, tuple):
+        items = [put_back(inner, tensors) for inner in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return value
 
 
 def lifted(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
@@ -302,7 +306,7 @@ def lifted(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
     return take(rest, ""), found
 
 
-def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
     """Return a tree of ``flat``, whose keys are paths; numbers in a path are places in a list."""
     tree: dict[Any, Any] = {}
     for path, value in flat.items():

@@ -1,0 +1,155 @@
+"""Making one file, or a few of safetensors, of a checkpoint, in one process and without the model."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_ups._compat.optional import require
+from lightning_ups.transforms.checkpoint import folder, meta
+from lightning_ups.transforms.checkpoint.loading import APART, SHARDED, nested, put_back
+from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into
+from lightning_ups.transforms.checkpoint.saving import numbered
+
+__all__ = ["Everything", "SavedWeights", "consolidated", "rest_of", "write_safetensors"]
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Everything:
+    """Contains every key: whatever is not trusted may stay behind."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class SavedWeights(Mapping[str, Tensor]):
+    """The weights of a checkpoint under their names, each read when it is asked for.
+
+    Args:
+        path: A whole checkpoint: a folder, or a file of ``torch.save``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.is_file():
+            saved, _ = meta.loaded(path, needless=Everything(), mmap=True)
+            state = saved.get("state_dict", saved)
+            self._reader, self._prefix = SlicedReader({n: t for n, t in state.items() if isinstance(t, Tensor)}), ""
+        else:
+            self._reader, self._prefix = FolderReader(path), "state_dict."
+        described = self._reader.read_metadata().state_dict_metadata
+        self._entries = {
+            name.removeprefix(self._prefix): entry
+            for name, entry in described.items()
+            if name.startswith(self._prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        target = {self._prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        read_into(target, self._reader)
+        return target[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor without memory, of the shape and type of a weight; nothing is read."""
+        entry = self._entries[name]
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+
+def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the checkpoint at ``path`` holds beside weights and optimizer state, as far as it is trusted.
+
+    Returns:
+        The rest, and the class of everything that was left out, by its place.
+    """
+    if path.is_file():
+        saved, left = meta.loaded(path, needless=Everything(), weights_only=weights_only, mmap=weights_only)
+        return {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}, left
+    rest, left = meta.loaded(path / folder.META, needless=Everything(), weights_only=weights_only)
+    if not (path / APART).exists():
+        return rest, left
+    try:
+        apart, left_apart = meta.loaded(path / APART, needless=Everything(), weights_only=weights_only)
+    except ValueError:  # in a form that cannot be read around
+        return rest, {**left, "hyper_parameters": "classes that change how a dict is built"}
+    return {**rest, **apart}, {**left, **left_apart}
+
+
+def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the checkpoint folder at ``path`` as a single device would have saved it, optimizer states and all.
+
+    Returns:
+        The checkpoint, and the class of everything that was left out, by its place.
+    """
+    reader = FolderReader(path)
+    metadata = reader.read_metadata()
+    values = {name: _room(entry) for name, entry in metadata.state_dict_metadata.items()}
+    read_into(values, reader, weights_only=weights_only)
+    places = metadata.planner_data
+    tree = nested({places[name]: value for name, value in values.items() if not name.startswith(SHARDED + ".")})
+    rest, left = rest_of(path, weights_only=weights_only)
+    keys = sorted((key for key in tree if key.startswith("optimizer_")), key=lambda key: int(key.rpartition("_")[2]))
+    states = [numbered({"state": {}, **tree[key]}) for key in keys]
+    checkpoint = {**put_back(rest, values), "state_dict": tree["state_dict"]}
+    return checkpoint | ({"optimizer_states": states} if states else {}), left
+
+
+def _room(entry: Any) -> Tensor | None:
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return None
+
+
+def write_safetensors(
+    directory: Path, weights: Mapping[str, Tensor], *, sizes: Mapping[str, int], max_shard_bytes: int
+) -> list[Path]:
+    """Write ``weights`` into ``directory`` as transformers reads them: one file, or several and an index.
+
+    Weights are taken from the mapping one file at a time.
+
+    Args:
+        directory: Exists.
+        weights: By the names to write.
+        sizes: Bytes of each.
+        max_shard_bytes: Of one file; a weight that is larger has a file of its own.
+
+    Returns:
+        The files.
+    """
+    safetensors = require("safetensors.torch", requirement="safetensors>=0.4.3", extra="hf", feature="export")
+    shards = _shards(sizes, max_shard_bytes)
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        # Contiguous and apart: safetensors refuses views, and weights that share their memory.
+        tensors = {name: weights[name].detach().clone(memory_format=torch.contiguous_format) for name in shard}
+        safetensors.save_file(tensors, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2))
+    return [directory / file for file in names]
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> Sequence[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards

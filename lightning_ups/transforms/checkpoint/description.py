@@ -1,0 +1,37 @@
+"""What a checkpoint says of the models in it, so that it can be exported without the code that built them."""
+
+import json
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["MODELS", "described"]
+
+MODELS = "lightning_ups.models"  # the key in a checkpoint
+
+
+def described(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Return, by name, each outermost submodule that has a ``config``: its class, and the config as JSON.
+
+    A config counts if it writes itself as JSON, as those of transformers do, or is a dataclass of plain values.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, submodule in module.named_modules():
+        if any(name.startswith(outer + ".") if outer else name for outer in found):
+            continue
+        if (config := _as_json(getattr(submodule, "config", None))) is not None and name:
+            kind = type(submodule)
+            found[name] = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config}
+    return found
+
+
+def _as_json(config: Any) -> str | None:
+    if callable(write := getattr(config, "to_json_string", None)):
+        return str(write())
+    if is_dataclass(config) and not isinstance(config, type):
+        try:
+            return json.dumps(asdict(config))
+        except TypeError:
+            return None
+    return None
