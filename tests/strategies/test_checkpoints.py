@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.checkpoint import is_complete, newest
+from tests.ranks import Ranks
 from tests.toys import Net, loader
 from tests.transforms.checkpoint.test_saver import fill_disk
 
@@ -312,3 +313,37 @@ def test_choices_that_are_unknown_or_contradict():
         FSDP2Strategy().checkpoints._local("x", {"a": 1})
     with pytest.raises(ValueError, match=r"and copy from it\.$"):
         FSDP2Strategy().checkpoints._local("s3://bucket/x", None)
+
+
+def on_some_ranks(path, batch_size, ckpt_path):
+    """Train on rows that Lightning's sampler shuffles and divides; return the mean loss of each step."""
+    warnings.simplefilter("ignore")
+    model = Net()
+    torch.manual_seed(4)
+    rows = torch.randn(64, 8)
+    saver = ModelCheckpoint(
+        path / f"by_{dist.get_world_size()}", filename="{step}", save_top_k=-1, every_n_train_steps=1
+    )
+    run = run_of(path, strategy=FSDP2Strategy(), epochs=2, callbacks=[saver])
+    run.fit(model, DataLoader(rows, batch_size=batch_size, shuffle=True), ckpt_path=ckpt_path)
+    losses = torch.stack(model.losses)
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
+
+
+@pytest.mark.slow
+def test_saved_on_four_ranks_it_goes_on_with_two_and_with_one(ranks, tmp_path, tmp_path_factory):
+    four = Ranks(4, tmp_path_factory.mktemp("four") / "store")
+    try:
+        whole = four(on_some_ranks, tmp_path, 2, None)
+    finally:
+        four.close()
+    saved = tmp_path / "by_4" / "step=3.ckpt"  # of eight steps to an epoch
+    one = Ranks(1, tmp_path_factory.mktemp("one") / "store")
+    try:
+        results = [ranks(on_some_ranks, tmp_path, 4, saved), one(on_some_ranks, tmp_path, 8, saved)]
+    finally:
+        one.close()
+    assert len(whole) == 16
+    for losses in results:
+        assert losses == pytest.approx(whole[3:], rel=1e-5)

@@ -163,6 +163,7 @@ class Saver:
                     self._in_flight.to_remove.append(path)
                 if not self._in_flight.whole:
                     return  # one that failed replaces nothing: the next call of `save` says so
+        self._observe("removing", path)
         folder.remove(path)
 
     def wait(self, timeout_s: float | None = None) -> bool:
