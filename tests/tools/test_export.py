@@ -195,7 +195,7 @@ def test_the_command_line_says_it_in_one_message_and_exits_with_2(tmp_path, caps
     from lightning_ups.__main__ import main as command
 
     assert command(["export", "--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "o")]) == 2
-    error = capsys.readouterr().err
+    error = " ".join(capsys.readouterr().err.split())  # wrapped to the width of the terminal
     assert "does not exist" in error
     assert "Traceback" not in error
 
