@@ -1,0 +1,159 @@
+"""For how many seconds does a save block training, synchronous and in the background?
+
+The 1.5 B GPT under FSDP2Strategy on every visible GPU, with AdamW's state in float32: 18 GB in all. Each way saves
+three times; the first save in the background also pins its host memory. Then the run resumes from the second save, and
+the losses of the steps in between are compared.
+
+    python benchmarks/checkpoint_blocking.py --output benchmarks/results/DATE_checkpoint_blocking
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+STEPS, EVERY = 24, 8
+
+
+def main() -> None:
+    """Start one process for each GPU and way, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("checkpoint_blocking"))
+    parser.add_argument("--size", default="1B")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--accelerator", default="gpu")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary one")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.way:
+        print("RESULT " + json.dumps(_measure(asked)), flush=True)
+        return
+    asked.output.mkdir(parents=True, exist_ok=True)
+    results = []
+    with (asked.output / "log.txt").open("w") as log:
+        for way in ("sync", "async"):
+            results += _in_processes(asked, way, log)
+    (asked.output / "result.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+
+
+def _in_processes(asked: argparse.Namespace, way: str, log: Any) -> list[dict[str, Any]]:
+    import torch
+
+    number = torch.cuda.device_count() if asked.accelerator == "gpu" else 1
+    folder = Path(tempfile.mkdtemp(dir=asked.folder))
+    command = [sys.executable, __file__, "--way", way, "--size", asked.size, "--seq", str(asked.seq)]
+    command += ["--accelerator", asked.accelerator, "--folder", str(folder)]
+    shared = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}
+    shared |= {"TORCHELASTIC_RUN_ID": "blocking", "NCCL_NVLS_ENABLE": 0}
+    processes = []
+    for rank in range(number):
+        environment = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+        processes.append(
+            subprocess.Popen(
+                command,
+                env=os.environ | {key: str(value) for key, value in environment.items()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate()[0] for process in processes]
+    log.write("\n".join(outputs))
+    shutil.rmtree(folder)
+    lines = [line for output in outputs for line in output.splitlines()]
+    found = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
+    if len(found) != number:
+        print("\n".join(outputs)[-4000:], file=sys.stderr)
+    return found[:1]
+
+
+def _measure(asked: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader
+
+    from lightning_ups.models.gpt import GPTModule
+    from lightning_ups.strategies import FSDP2Strategy
+
+    warnings.simplefilter("ignore")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.losses: dict[int, float] = {}
+            self.times: list[float] = []
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+            self.losses[trainer.global_step] = outputs["loss"].item()  # waits, so that a step's time is a step's time
+            self.times.append(time.monotonic())
+
+    def fit(ckpt_path: Path | None, *, save: bool) -> tuple[Watch, list[dict[str, Any]]]:
+        strategy, watch, saves = FSDP2Strategy(async_save=asked.way == "async"), Watch(), []
+        stock = strategy.save_checkpoint
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            started = time.monotonic()
+            stock(*args, **kwargs)
+            times = strategy.checkpoints.saver.last
+            assert times is not None
+            saves.append({"blocked_s": time.monotonic() - started, "staging_s": times.staging_s})
+
+        strategy.save_checkpoint = noted  # type: ignore[method-assign]
+        savers = [ModelCheckpoint(asked.folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)]
+        trainer = Trainer(
+            accelerator=asked.accelerator,
+            devices=world,
+            strategy=strategy,
+            precision="bf16-mixed",
+            max_steps=STEPS,
+            callbacks=[watch, *(savers if save else [])],
+            enable_checkpointing=save,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=asked.folder,
+        )
+        torch.manual_seed(0)
+        tokens = torch.randint(256, (256, asked.seq + 1))
+        module = GPTModule(size=asked.size, warmup_steps=1, schedule="constant")
+        trainer.fit(module, DataLoader(tokens, batch_size=1, shuffle=True), ckpt_path=ckpt_path)
+        last = strategy.checkpoints.saver.last
+        if last is not None and saves:
+            saves[-1]["total_s"] = last.total_s
+        return watch, saves
+
+    watch, saves = fit(None, save=True)
+    resumed, _ = fit(asked.folder / f"step={2 * EVERY}.ckpt", save=False)
+    later = [step for step in resumed.losses if step > 2 * EVERY]
+    gaps = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)]
+    folder = asked.folder / f"step={EVERY}.ckpt"
+    return {
+        "way": asked.way,
+        "rank": rank,
+        "devices": world,
+        "device": torch.cuda.get_device_name() if asked.accelerator == "gpu" else "cpu",
+        "torch": version("torch"),
+        "checkpoint_gigabytes": round(sum(file.stat().st_size for file in folder.iterdir()) / 1e9, 2),
+        "saves": saves,
+        "step_s_median": statistics.median(gaps),
+        "step_s_while_writing_median": statistics.median(gaps[EVERY : EVERY + 4]),
+        "resumed_steps": len(later),
+        "largest_relative_difference_of_losses": max(
+            abs(resumed.losses[step] - watch.losses[step]) / watch.losses[step] for step in later
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main()
