@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_ups.order import applied
+from lightning_ups.order import PolicyPrecision, applied
 from lightning_ups.transforms.checkpoint import (
     MODELS,
     Saver,
@@ -168,7 +169,9 @@ class Checkpoints:
             )
         if self._connection is not None and RESUME_KEY in rest:
             self._connection.load(rest[RESUME_KEY])
-        return rest
+        if isinstance(self._strategy.precision_plugin, PolicyPrecision):
+            self._strategy.precision_plugin.after_restore(self._module)
+        return {"pytorch-lightning_version": lightning_version, **rest}  # which files of weights alone do not have
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint, once the one that is being written is whole."""

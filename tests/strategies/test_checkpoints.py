@@ -9,8 +9,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ups.order import PolicyPrecision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.checkpoint import is_complete, newest
 from tests.ranks import Ranks
@@ -347,3 +349,31 @@ def test_saved_on_four_ranks_it_goes_on_with_two_and_with_one(ranks, tmp_path, t
     assert len(whole) == 16
     for losses in results:
         assert losses == pytest.approx(whole[3:], rel=1e-5)
+
+
+class Scored(Net):
+    def test_step(self, batch):
+        self.log("score", sum(parameter.sum() for parameter in self.head.parameters()) + self.head(batch).mean() * 0)
+
+
+def evaluate(path):
+    warnings.simplefilter("ignore")
+    restored = []
+    strategy = FSDP2Strategy()
+    run = run_of(path, strategy=strategy, enable_checkpointing=False)
+    stock = PolicyPrecision.after_restore
+    PolicyPrecision.after_restore = lambda self, module: restored.append(module)
+    try:
+        model = Scored()
+        run.test(model, loader(4), ckpt_path=path / "w.safetensors", verbose=False)
+    finally:
+        PolicyPrecision.after_restore = stock
+    head = model.head.weight.full_tensor() if hasattr(model.head.weight, "full_tensor") else model.head.weight
+    return head.sum().item(), restored == [model]
+
+
+def test_an_evaluation_reads_safetensors_and_the_precision_is_told(ranks, tmp_path):
+    model = Net()
+    torch.nn.init.constant_(model.head.weight, 3.0)
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    assert ranks(evaluate, tmp_path) == (24.0, True)

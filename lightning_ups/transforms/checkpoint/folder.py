@@ -29,8 +29,10 @@ __all__ = [
     "is_complete",
     "located",
     "mark",
+    "newer",
     "newest",
     "remove",
+    "system_error",
     "take_place",
     "write_file",
 ]
@@ -104,16 +106,21 @@ def write_file(path: Path, content: Any) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-    except RuntimeError as error:  # torch's writer makes one of an OSError
+    except BaseException as error:
         saving.unlink()
-        raise OSError(str(error)) from error
-    except BaseException:
-        saving.unlink()
-        raise
+        raise system_error(error) from error
     if path.is_dir() and not path.is_symlink():
         _delete(path)
     saving.rename(path)
     _sync(path.parent)
+
+
+def system_error(error: BaseException) -> BaseException:
+    """Return the system's error behind ``error``, such as a full disk: torch's writer raises another one after it."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return error if behind is None else behind
 
 
 def discard(draft: Draft) -> None:
@@ -152,6 +159,11 @@ def located(path: Path) -> Path | None:
 def newest(directory: Path) -> Path | None:
     """Return the whole checkpoint folder in ``directory`` that was saved last, or None."""
     return max(_whole(directory), key=_saved_at, default=None)
+
+
+def newer(one: Path | None, other: Path | None) -> Path | None:
+    """Return the one of two whole checkpoints that was saved later."""
+    return max((path for path in (one, other) if path is not None), key=_saved_at, default=None)
 
 
 def _whole(directory: Path) -> Iterator[Path]:

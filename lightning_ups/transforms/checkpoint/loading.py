@@ -93,6 +93,8 @@ def load(
         group=group,
     )
     if _is_safetensors(path):
+        if optimizers:
+            raise ValueError(_no_optimizer(path))
         _load_module(reading, SlicedReader(safetensors_slices(path)))
         return {"state_dict": {}}, {}
     return _load_file(reading) if path.is_file() else _load_folder(reading)

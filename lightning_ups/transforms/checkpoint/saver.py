@@ -85,6 +85,7 @@ class Saver:
         self._asynchronous, self._timeout, self._threads = asynchronous, timeout, threads
         self._copies = HostCopies()
         self._in_flight: _InFlight | None = None
+        self._whole: Path | None = None  # the last checkpoint that this saver made whole
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -114,7 +115,7 @@ class Saver:
         try:
             draft = self._on_first(lambda: folder.begin(path))
         except OSError as error:
-            raise RuntimeError(_failure(_InFlight(folder.Draft(path, path), error=error))) from error
+            raise RuntimeError(self._failure(_InFlight(folder.Draft(path, path), error=error))) from error
         self._in_flight = in_flight = _InFlight(draft)
         self._observe("staging", path)
         staging = time.monotonic()
@@ -148,8 +149,8 @@ class Saver:
         self.wait()
         try:
             self._on_first(lambda: folder.write_file(path, content))
-        except OSError as error:
-            raise RuntimeError(_failure(_InFlight(folder.Draft(path, path), error=error))) from error
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(self._failure(_InFlight(folder.Draft(path, path), error=error))) from error
         elapsed = time.monotonic() - started
         self.last = SaveTimes(path=path, blocked_s=elapsed, staging_s=0.0, total_s=elapsed)
 
@@ -181,7 +182,7 @@ class Saver:
                 return False
         self._in_flight = None
         if in_flight.error is not None:
-            raise RuntimeError(_failure(in_flight)) from in_flight.error
+            raise RuntimeError(self._failure(in_flight)) from in_flight.error
         return True
 
     def abandon(self, *, timeout_s: float) -> str | None:
@@ -196,7 +197,7 @@ class Saver:
         return (
             f"The checkpoint {in_flight.draft.path} was still being written {timeout_s:.0f} s after training failed."
             " Another rank may be dead, and it needs all of them."
-            f" Resume from {folder.newest(in_flight.draft.path.parent)}."
+            f" Resume from {self._newest(in_flight.draft.path)}."
         )
 
     def close(self) -> None:
@@ -222,6 +223,7 @@ class Saver:
             _write_data(staged, draft.folder, group=self._group, threads=self._threads)
             self._observe("written", draft.path)
             self._on_first(lambda: self._complete(in_flight, files, facts))
+            self._whole = draft.path
             self._observe("done", draft.path)
         except BaseException as error:  # noqa: BLE001  (kept for the next call, which raises it)
             in_flight.error = error
@@ -248,11 +250,35 @@ class Saver:
                 outcome[0] = function()
             except OSError as error:
                 outcome[1] = error
+            except Exception as error:  # noqa: BLE001  (raised below, on every rank, or the others would wait)
+                outcome[1] = RuntimeError(f"{type(error).__name__}: {error}")
         if self.group is not None:
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+    def _failure(self, in_flight: _InFlight) -> str:
+        path, error = in_flight.draft.path, in_flight.error
+        if in_flight.whole:
+            return (
+                f"The checkpoint {path} is saved, but an older one could not be deleted: {_cause(error)}."
+                " Checkpoints that nobody deletes fill the disk."
+                " Remove the cause, which stands above."
+            )
+        last = self._newest(path)
+        full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+        kept = f"The newest whole checkpoint is {last}." if last else "There is no whole checkpoint."
+        cure = "Free space on that disk" if full else "Remove the cause, which stands above"
+        resume = f", and resume with ckpt_path={str(last)!r}." if last else ", and start again."
+        return f"The checkpoint {path} could not be saved: {_cause(error)}. {kept} {cure}{resume}"
+
+    def _newest(self, path: Path) -> Path | None:
+        # Beside it, or where another callback of this run keeps its checkpoints.
+        beside, own = folder.newest(path.parent), self._whole
+        if own is not None and folder.is_complete(own):
+            return folder.newer(beside, own)
+        return beside
 
     def _observe(self, phase: Phase, path: Path) -> None:
         if self.observe is not None:
@@ -293,7 +319,7 @@ class _CheckedWriter(FileSystemWriter):
 
 class _RecordingFiles(FileSystem):
     def __init__(self) -> None:
-        self.errors: list[Exception] = []
+        self.errors: list[BaseException] = []
 
     @override
     @contextmanager
@@ -308,25 +334,9 @@ class _RecordingFiles(FileSystem):
                 opened = True
                 yield stream
         except Exception as error:
-            self.errors.append(error)  # raised by `write_data`, whichever thread it was
+            self.errors.append(folder.system_error(error))  # raised by `write_data`, whichever thread it was
             if not opened:
                 raise
-
-
-def _failure(in_flight: _InFlight) -> str:
-    path, error = in_flight.draft.path, in_flight.error
-    if in_flight.whole:
-        return (
-            f"The checkpoint {path} is saved, but an older one could not be deleted: {_cause(error)}."
-            " Checkpoints that nobody deletes fill the disk."
-            " Remove the cause, which stands above."
-        )
-    last = folder.newest(path.parent)
-    full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-    kept = f"The newest whole checkpoint beside it is {last}." if last else "There is no whole checkpoint beside it."
-    cure = "Free space on that disk" if full else "Remove the cause, which stands above"
-    resume = f", and resume with ckpt_path={str(last)!r}." if last else ", and start again."
-    return f"The checkpoint {path} could not be saved: {_cause(error)}. {kept} {cure}{resume}"
 
 
 def _cause(error: BaseException | None) -> str:

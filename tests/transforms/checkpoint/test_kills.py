@@ -1,10 +1,14 @@
 """SIGKILL in every phase of a save: a forked process saves, and this one kills it and looks at what is left."""
 
 import contextlib
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,3 +75,11 @@ def test_a_whole_one_is_left_whatever_the_phase(tmp_path, phase, asynchronous):
         saver = Saver(asynchronous=False)
         saver.save({"state_dict": {}}, files={"meta.pt": b""}, path=path / "last")
         assert newest(path) == path / "last", "and saving goes on"
+
+
+@pytest.mark.slow
+def test_a_training_run_of_many_lives(tmp_path):
+    script = Path(__file__).parents[3] / "benchmarks" / "checkpoint_kills.py"
+    command = [sys.executable, script, "--kills", "3", "--width", "128", "--no-full-disk", "--output", tmp_path]
+    subprocess.run([str(word) for word in command], check=True, timeout=280)
+    assert json.loads((tmp_path / "result.json").read_text())["summary"]["ok"]

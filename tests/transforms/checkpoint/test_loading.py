@@ -118,7 +118,8 @@ def test_weights_alone_do_not_resume_a_fit(tmp_path):
     model, optimizer = trained()
     torch.save({"state_dict": model.state_dict()}, tmp_path / "file")
     save_sharded(Saver(asynchronous=False), {"state_dict": model.state_dict()}, tmp_path / "folder")
-    for path in (tmp_path / "file", tmp_path / "folder"):
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    for path in (tmp_path / "file", tmp_path / "folder", tmp_path / "w.safetensors"):
         load(path, module=model, optimizers=[])
         with pytest.raises(ValueError, match=r"load_weights in on_fit_start, or name a full checkpoint\.$"):
             load(path, module=model, optimizers=[optimizer])

@@ -1,7 +1,9 @@
 import errno
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -170,7 +172,7 @@ def test_a_full_disk_at_the_end_surfaces_at_the_end(tmp_path, monkeypatch):
     saver = Saver(asynchronous=True)
     fill_disk(monkeypatch, after=0)
     save(saver, tmp_path / "a")
-    with pytest.raises(RuntimeError, match=r"There is no whole checkpoint beside it\. .*start again\.$"):
+    with pytest.raises(RuntimeError, match=r"There is no whole checkpoint\. .*start again\.$"):
         saver.close()
     saver.close()
 
@@ -218,6 +220,53 @@ def test_abandoning_gives_it_time_and_tells(tmp_path):
     assert "was still being written" in saver.abandon(timeout_s=0.01)
     gate.opened.set()
     assert saver.abandon(timeout_s=1) is None
+
+
+def test_the_last_whole_one_may_lie_in_another_folder(tmp_path):
+    saver = Saver(asynchronous=False)
+    save(saver, tmp_path / "rolling" / "a")
+    with pytest.MonkeyPatch.context() as patch:
+        fill_disk(patch, after=0)
+        with pytest.raises(RuntimeError, match=r"The newest whole checkpoint is .*rolling/a\. Free space"):
+            save(saver, tmp_path / "last" / "b")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "one file"])
+def test_a_disk_that_is_really_full(tmp_path, whole):
+    """Torch's writer hides the system's error behind one of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2M", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount")
+    try:
+        saver = Saver(asynchronous=False)
+        save(saver, disk / "a")
+        state = {"m": {"w": torch.ones(1_000_000)}}
+        again = partial(saver.save_file, state) if whole else partial(saver.save, state, files={})
+        with pytest.raises(RuntimeError, match=r"b could not be saved: .*No space left on device.*Free space"):
+            again(path=disk / "b")
+        assert newest(disk) == disk / "a"
+        assert [entry.name for entry in disk.iterdir()] == ["a"], "the room is free again"
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def unwritable(path):
+    saver = Saver(asynchronous=False)
+    try:
+        saver.save_file({"x": lambda: 0}, path / "a")
+    except RuntimeError as error:
+        seen = str(error)
+    saver.close()
+    messages = [None, None]
+    dist.all_gather_object(messages, seen)
+    return messages
+
+
+def test_every_rank_learns_what_the_first_cannot_write(ranks, tmp_path):
+    messages = ranks(unwritable, tmp_path)
+    assert all("a could not be saved" in message and "pickle" in message for message in messages)
 
 
 def one_rank_fails(path):
