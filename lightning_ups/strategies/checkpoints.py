@@ -40,6 +40,7 @@ _APART = (
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_NAME,
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
 )
+_REQUEUED = "hpc_ckpt"  # Lightning saves it when SLURM ends the job, and requeues the job at once
 _GRACE_S = 60.0  # for a save under way when training fails
 
 
@@ -139,6 +140,8 @@ class Checkpoints:
             checkpoint[MODELS] = models
         if self._sharded:
             save_sharded(self._saver, checkpoint, path, apart=_APART)
+            if path.name.startswith(_REQUEUED):
+                self._saver.wait()
         else:
             self._saver.save_file(gathered(checkpoint), path)
         self._report(path)

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ups.models.gpt import GPTModule
 from lightning_ups.order import PolicyPrecision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.checkpoint import is_complete, newest
@@ -334,12 +335,8 @@ def on_some_ranks(path, batch_size, ckpt_path):
 
 
 @pytest.mark.slow
-def test_saved_on_four_ranks_it_goes_on_with_two_and_with_one(ranks, tmp_path, tmp_path_factory):
-    four = Ranks(4, tmp_path_factory.mktemp("four") / "store")
-    try:
-        whole = four(on_some_ranks, tmp_path, 2, None)
-    finally:
-        four.close()
+def test_saved_on_four_ranks_it_goes_on_with_two_and_with_one(four_ranks, ranks, tmp_path, tmp_path_factory):
+    whole = four_ranks(on_some_ranks, tmp_path, 2, None)
     saved = tmp_path / "by_4" / "step=3.ckpt"  # of eight steps to an epoch
     one = Ranks(1, tmp_path_factory.mktemp("one") / "store")
     try:
@@ -377,3 +374,53 @@ def test_an_evaluation_reads_safetensors_and_the_precision_is_told(ranks, tmp_pa
     torch.nn.init.constant_(model.head.weight, 3.0)
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     assert ranks(evaluate, tmp_path) == (24.0, True)
+
+
+def requeued(path):
+    warnings.simplefilter("ignore")
+    model, seen = Net(), []
+
+    def save(*_):
+        model.trainer.save_checkpoint(path / "hpc_ckpt_1.ckpt")
+        seen.append(is_complete(path / "hpc_ckpt_1.ckpt"))
+
+    model.on_train_batch_end = save
+    strategy = FSDP2Strategy(async_save=True)
+    run_of(path, strategy=strategy, epochs=1, enable_checkpointing=False).fit(model, loader(4))
+    return seen
+
+
+def test_what_slurm_requeues_is_whole_before_the_job_ends(ranks, tmp_path):
+    assert ranks(requeued, tmp_path) == [True]
+
+
+def train_gpt(path, folder, options, batch_size, ckpt_path):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = GPTModule(size="tiny", vocab_size=64, max_seq_len=16, lr=1e-2, warmup_steps=1, schedule="constant")
+    losses = []
+    model.on_train_batch_end = lambda outputs, *_: losses.append(outputs["loss"].detach())
+    saver = ModelCheckpoint(path / folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    run = run_of(path, strategy=FSDP2Strategy(**options), epochs=6, callbacks=[saver])
+    tokens = torch.arange(68).reshape(4, 17) % 64  # one batch for all ranks together
+    run.fit(model, DataLoader(tokens, batch_size=batch_size), ckpt_path=ckpt_path)
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist()
+
+
+LAYOUTS = {
+    "tensor parallel": ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}, 2),
+    "replicated and sharded": ({"replicate_size": 2, "async_save": True}, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_from_four_ranks_of_any_layout_to_two(four_ranks, ranks, tmp_path, layout):
+    options, batch_size = LAYOUTS[layout]
+    whole = four_ranks(train_gpt, tmp_path, "four", options, batch_size, None)
+    saved = tmp_path / "four" / "step=3.ckpt"
+    assert ranks(train_gpt, tmp_path, "two", {}, 2, saved) == pytest.approx(whole[3:], rel=1e-4)
+    if layout == "tensor parallel":
+        again = four_ranks(train_gpt, tmp_path, "again", options, batch_size, saved)
+        assert again == pytest.approx(whole[3:], rel=1e-6)
