@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_ups._compat.tensors import count_writes
+from lightning_ups.optim.adamw_step import AdamWStep, Settings, settings_of, slots_of
 
 __all__ = ["MasterWeights", "MasteredOptimizer"]
 
@@ -57,7 +58,7 @@ class MasterWeights:
             _copy_as(parameter, self.of[parameter])
         self._writes: dict[nn.Parameter, int] = {}
         self._looks, self._found, self._by_value = 0, None, False
-        self._note_writes(self.of)
+        self.note_writes(self.of)
         self._handles: list[RemovableHandle] = [
             module.register_state_dict_post_hook(partial(self._show)),  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(self._read),
@@ -68,7 +69,7 @@ class MasterWeights:
         for parameter, master in self.of.items():
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
-        self._note_writes(self.of)
+        self.note_writes(self.of)
 
     @torch.no_grad()
     def take_over(self, *, by_value: bool = False) -> None:
@@ -87,14 +88,15 @@ class MasterWeights:
                 uncounted.append(written.any())
         if uncounted:
             self._found = torch.stack([flag.to(uncounted[0].device) for flag in uncounted]).any()
-        self._note_writes(self.of)
+        self.note_writes(self.of)
 
     def _found_before(self) -> bool:
         # Of the look before, so that the device has long known it and nobody waits.
         found, self._found = self._found, None
         return found is not None and bool(found.item())
 
-    def _note_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+    def note_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take what ``parameters`` hold now for written by their masters."""
         for parameter in parameters:
             self._writes[parameter] = count_writes(parameter)
 
@@ -104,7 +106,7 @@ class MasterWeights:
         if mine:
             with torch.no_grad():
                 torch._foreach_copy_([*mine], [self.of[p] for p in mine])
-            self._note_writes(mine)
+            self.note_writes(mine)
 
     def undo(self) -> None:
         """Give the module its full-precision parameters back, where it is now, and forget it."""
@@ -172,6 +174,7 @@ class MasteredOptimizer(Optimizer):
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
+        self._kernels = [AdamWStep() for _ in groups]
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
@@ -196,13 +199,48 @@ class MasteredOptimizer(Optimizer):
         with torch.no_grad():
             self.masters.take_over()
             self._hand_over_options()
-            self._hand_over_gradients()
-            self.inner.step()
-            stepped = [p for p in self._mastered() if self.masters.of[p].grad is not None]
-            self.masters.write(stepped)
-            for parameter in stepped:
-                self.masters.of[parameter].grad = None
+            if (settings := self._one_kernel()) is not None:
+                self._step_in_one_kernel(settings)
+            else:
+                self._step_by_inner()
         return loss
+
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether a step is one pass over the weights: `adamw_step.settings_of` says when."""
+        return self._one_kernel() is not None
+
+    def _one_kernel(self) -> list[Settings] | None:
+        groups = self.inner.param_groups
+        settings = [found for group in groups if (found := settings_of(self.inner, group)) is not None]
+        copied = all(parameter.is_contiguous() for parameter in self._mastered())
+        return settings if copied and len(settings) == len(groups) else None
+
+    def _step_in_one_kernel(self, settings: Sequence[Settings]) -> None:
+        low: dict[Tensor, nn.Parameter] = {master: p for p, master in self.masters.of.items()}
+
+        def gradient(weight: Tensor) -> Tensor | None:
+            if (wide := weight.grad) is not None or weight not in low:
+                return wide
+            return low[weight].grad
+
+        for step, group, wanted in zip(self._kernels, self.inner.param_groups, settings, strict=True):
+            slots = slots_of(self.inner, group["params"], gradient=gradient, copy=low.get)
+            step(slots, wanted, coefficient=self._coefficient)
+        self._coefficient = None
+        for parameter in self._mastered():
+            self.masters.of[parameter].grad = None
+            if self._wrapper is None:
+                parameter.grad = None
+        self.masters.note_writes(self._mastered())
+
+    def _step_by_inner(self) -> None:
+        self._hand_over_gradients()
+        self.inner.step()
+        stepped = [p for p in self._mastered() if self.masters.of[p].grad is not None]
+        self.masters.write(stepped)
+        for parameter in stepped:
+            self.masters.of[parameter].grad = None
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:

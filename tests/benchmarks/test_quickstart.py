@@ -23,10 +23,10 @@ def test_ratios_are_of_medians(quickstart):
     def result(case, speed):
         return {"case": case, "tok_s": speed}
 
-    runs = [result("bare 1", 100), result("trainer, whole 1", 90), result("bare 2", 120), result("bare 3", 400)]
+    runs = [result("bare 1", 100), result("trainer, graphs 1", 90), result("bare 2", 120), result("bare 3", 400)]
     found = quickstart.summary([*runs, {"case": "trainer 1", "error": "out of memory"}])
     assert found["bare"] == {"median_tok_s": 120, "spread": 2.5, "runs": [100, 120, 400]}
-    assert found["trainer, whole"]["ratio_to_bare"] == 0.75
+    assert found["trainer, graphs"]["ratio_to_bare"] == 0.75
     assert "trainer" not in found
 
 

@@ -1,0 +1,189 @@
+"""A whole AdamW step over many tensors: the clip coefficient, the moments, the weights and their low-precision copies.
+
+torch's own fused step wants gradients of the weights' type, and writes no copy. Around it a step with master weights
+therefore reads and writes 48 bytes for each weight: it widens the gradients, multiplies them by the clip coefficient,
+steps, and casts. In one pass it is 28, or 26 without a copy to write.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_ups._compat.optimizers import has_step_hooks
+from lightning_ups._compat.optional import has
+
+__all__ = ["AdamWStep", "Settings", "Slot", "reference_step", "settings_of", "slots_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a parameter group of Adam or AdamW asks for.
+
+    Args:
+        lr: The learning rate.
+        beta1: Decay of the average of the gradients.
+        beta2: Decay of the average of their squares.
+        eps: Added to the root of the latter.
+        weight_decay: The part of a weight that a step takes away, times the learning rate.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(slots=True)  # not frozen: there is one for each weight and step
+class Slot:
+    """One weight and what its step reads and writes; all of one shape but for ``step``, and contiguous.
+
+    Args:
+        weight: float32.
+        gradient: Of any floating-point type.
+        average: Of the gradients, float32.
+        square: The average of their squares, float32.
+        step: How many steps were made, this one counted: one float32 number on the device.
+        copy: What the weight is written to as well, rounded to its type.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    average: Tensor
+    square: Tensor
+    step: Tensor
+    copy: Tensor | None = None
+
+    @property
+    def kind(self) -> Hashable:
+        """What the slots of one launch have in common."""
+        return self.weight.device, self.gradient.dtype, None if self.copy is None else self.copy.dtype
+
+    def written(self) -> list[Tensor]:
+        """Return what a step writes."""
+        return [self.weight, self.average, self.square, *([] if self.copy is None else [self.copy])]
+
+
+@torch.no_grad()
+def reference_step(slots: Iterable[Slot], settings: Settings, *, coefficient: Tensor | None = None) -> None:
+    """Make the step tensor by tensor: the specification, in float32 but for the two corrections."""
+    for slot in slots:
+        gradient = slot.gradient.float()
+        if coefficient is not None:
+            gradient = gradient * coefficient
+        step = slot.step.double()
+        correction1 = (1 - settings.beta1**step).float()
+        correction2 = (1 - settings.beta2**step).sqrt().float()
+        slot.weight.mul_(1 - settings.lr * settings.weight_decay)
+        slot.average.lerp_(gradient, 1 - settings.beta1)
+        slot.square.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+        denominator = (slot.square.sqrt() / correction2).add_(settings.eps)
+        slot.weight.sub_(settings.lr / correction1 * slot.average / denominator)
+        if slot.copy is not None:
+            slot.copy.copy_(slot.weight)
+
+
+class AdamWStep:
+    """Makes AdamW's step in one kernel for all tensors of one kind; on a device that has none, by the specification.
+
+    An object keeps the kernel's tables from step to step, so there is one for each parameter group.
+    """
+
+    def __init__(self) -> None:
+        self._launches: dict[Hashable, Callable[..., None]] = {}
+
+    @torch.no_grad()
+    def __call__(self, slots: Sequence[Slot], settings: Settings, *, coefficient: Tensor | None = None) -> None:
+        """Make one step; ``coefficient``, one number on the device, multiplies the gradients."""
+        kinds: dict[Hashable, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            kinds[slot.kind].append(slot)
+        for kind, alike in kinds.items():
+            torch._foreach_add_([slot.step for slot in alike], 1)
+            if alike[0].weight.device.type != "cuda":
+                reference_step(alike, settings, coefficient=coefficient)
+                continue
+            if kind not in self._launches:
+                from lightning_ups.optim.adamw_triton import Launch
+
+                self._launches[kind] = Launch()
+            self._launches[kind](alike, settings, coefficient=coefficient)
+            torch.autograd.graph.increment_version([tensor for slot in alike for tensor in slot.written()])
+
+
+def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> Settings | None:
+    """Return what ``group`` asks for, or None if it asks for what the one kernel does not do.
+
+    That is another optimizer, a subclass, one with hooks around its step, AMSGrad, steps that can be captured or
+    differentiated, maximizing, numbers that are tensors, ``fused=False`` or ``foreach=True``, weight decay that is not
+    decoupled, and weights that are not contiguous in float32 on a GPU with Triton.
+    """
+    if type(optimizer) not in (Adam, AdamW) or _asks_for_more(group):
+        return None
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    if not all(isinstance(number, (int, float)) for number in numbers) or not all(map(_is_ours, group["params"])):
+        return None
+    if has_step_hooks(optimizer):
+        return None
+    if group["weight_decay"] and not group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)):
+        return None
+    return Settings(*map(float, numbers))
+
+
+def _asks_for_more(group: dict[str, Any]) -> bool:
+    switches = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+    return any(group.get(name) for name in switches) or group.get("fused") is False
+
+
+def _is_ours(weight: Tensor) -> bool:
+    whole = weight.dtype is torch.float32 and weight.device.type == "cuda" and has("triton")
+    return whole and _local(weight).is_contiguous()
+
+
+def _nothing(_: Tensor) -> None:
+    return None
+
+
+def slots_of(
+    optimizer: Optimizer,
+    weights: Iterable[Tensor],
+    *,
+    gradient: Callable[[Tensor], Tensor | None],
+    copy: Callable[[Tensor], Tensor | None] = _nothing,
+) -> list[Slot]:
+    """Return a slot for each of ``weights`` that has a gradient, with state as torch's own fused step makes it.
+
+    Args:
+        optimizer: Adam or AdamW, whose state is used, and made where there is none yet.
+        weights: Contiguous tensors, whole or sharded; of a sharded one each rank steps its own part.
+        gradient: Returns a weight's gradient, or None.
+        copy: Returns the contiguous tensor that a weight is also written to, or None.
+    """
+    slots = []
+    for weight in weights:
+        if (found := gradient(weight)) is None:
+            continue
+        state = optimizer.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        step, average, square = state["step"], state["exp_avg"], state["exp_avg_sq"]
+        if step.device != weight.device:  # of a step that was not fused, read from a checkpoint
+            step = state["step"] = step.to(weight.device)
+        if not (average.is_contiguous() and square.is_contiguous()):
+            average, square = state["exp_avg"], state["exp_avg_sq"] = average.contiguous(), square.contiguous()
+        if not found.is_contiguous():
+            found = found.contiguous()
+        tensors: Any = (weight, found, average, square, step, copy(weight))
+        slots.append(Slot(*(map(_local, tensors) if isinstance(weight, DTensor) else tensors)))
+    return slots
+
+
+def _local(tensor: Tensor | None) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,156 @@
+"""AdamW's step over many tensors as one Triton kernel; `adamw_step.reference_step` is its specification.
+
+The kernel finds its tensors in a table of addresses, and works through them chunk by chunk. The table is made anew only
+when an address has changed, which with torch's caching allocator is seldom.
+"""
+# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+# pyright: reportInvalidTypeForm=false
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ups._compat.optional import require
+from lightning_ups.optim.adamw_step import Settings, Slot
+
+triton: Any = require("triton", requirement="triton", extra="all", feature="AdamW's step in one kernel")
+tl: Any = triton.language
+
+__all__ = ["Launch"]
+
+CHUNK, BLOCK, WARPS = 16384, 2048, 8
+ALIGNMENT = 16  # bytes: of the widest load
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+class Launch:
+    """One kernel over slots of one kind."""
+
+    def __init__(self) -> None:
+        self._addresses: list[int] = []
+        self._table = self._owners = self._places = torch.empty(0)
+        self._sizes: list[int] = []
+        self._aligned = False
+
+    def __call__(self, slots: Sequence[Slot], settings: Settings, *, coefficient: Tensor | None) -> None:
+        """Make one step, whose number is already in each slot's ``step``."""
+        first = slots[0]
+        self._find(slots, first.weight.device)
+        device = first.weight.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernel[(len(self._owners),)](
+                self._table,
+                len(slots),
+                self._owners,
+                self._places,
+                self._table if coefficient is None else coefficient,
+                1 - settings.lr * settings.weight_decay,
+                settings.lr,
+                settings.beta2,
+                1 - settings.beta1,
+                1 - settings.beta2,
+                math.log(settings.beta1) if settings.beta1 else -math.inf,
+                math.log(settings.beta2) if settings.beta2 else -math.inf,
+                settings.eps,
+                GRADIENT=TYPES[first.gradient.dtype],
+                COPY=None if first.copy is None else TYPES[first.copy.dtype],
+                SCALED=coefficient is not None,
+                ALIGNED=self._aligned,
+                CHUNK=CHUNK,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+            )
+
+    def _find(self, slots: Sequence[Slot], device: torch.device) -> None:
+        tensors = [tensor for slot in slots for tensor in _columns(slot)]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        sizes = [slot.weight.numel() for slot in slots]
+        if addresses == self._addresses and sizes == self._sizes:
+            return
+        if sizes != self._sizes:
+            self._plan(sizes, device)
+        rows = torch.tensor(addresses).view(len(slots), -1).T
+        self._table = _sent(torch.cat((rows, torch.tensor(sizes)[None])).contiguous(), device)
+        self._aligned = all(a % ALIGNMENT == 0 for t, a in zip(tensors, addresses, strict=True) if t.ndim)
+        self._addresses, self._sizes = addresses, sizes
+
+    def _plan(self, sizes: Sequence[int], device: torch.device) -> None:
+        chunks = torch.tensor([-(-size // CHUNK) for size in sizes])
+        owners = torch.arange(len(sizes)).repeat_interleave(chunks)
+        starts = chunks.cumsum(0) - chunks
+        places = torch.arange(len(owners)) - starts[owners]
+        self._owners, self._places = _sent(owners.int(), device), _sent(places.int(), device)
+
+
+def _columns(slot: Slot) -> tuple[Tensor, ...]:
+    copy = slot.weight if slot.copy is None else slot.copy
+    return slot.gradient, slot.weight, slot.average, slot.square, slot.step, copy
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory nobody waits; torch's allocator of it keeps the block until the copy was made.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@triton.jit
+def kernel(
+    table,
+    count,
+    owners,
+    places,
+    coefficient,
+    keep,
+    lr,
+    beta2,
+    rest1,
+    rest2,
+    log_beta1,
+    log_beta2,
+    eps,
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    SCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    column = table + tl.load(owners + chunk)
+    start = tl.load(places + chunk).to(tl.int64) * CHUNK
+    size = tl.load(column + 6 * count)
+    gradients = tl.load(column).to(tl.pointer_type(GRADIENT))
+    weights = tl.load(column + count).to(tl.pointer_type(tl.float32))
+    averages = tl.load(column + 2 * count).to(tl.pointer_type(tl.float32))
+    squares = tl.load(column + 3 * count).to(tl.pointer_type(tl.float32))
+    step = tl.load(tl.load(column + 4 * count).to(tl.pointer_type(tl.float32))).to(tl.float64)
+    if ALIGNED:
+        gradients = tl.multiple_of(gradients, 16)
+        weights = tl.multiple_of(weights, 16)
+        averages = tl.multiple_of(averages, 16)
+        squares = tl.multiple_of(squares, 16)
+    correction1 = (1 - tl.exp(step * log_beta1)).to(tl.float32)
+    correction2 = tl.sqrt(1 - tl.exp(step * log_beta2)).to(tl.float32)
+    rate = lr / correction1
+    for offset in range(0, CHUNK, BLOCK):
+        at = start + offset + tl.arange(0, BLOCK)
+        inside = at < size
+        gradient = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            gradient = gradient * tl.load(coefficient)
+        average = tl.load(averages + at, mask=inside, other=0.0)
+        average = average + (gradient - average) * rest1
+        square = tl.load(squares + at, mask=inside, other=0.0) * beta2 + rest2 * gradient * gradient
+        weight = tl.load(weights + at, mask=inside, other=0.0) * keep
+        weight = weight - rate * average / (tl.sqrt(square) / correction2 + eps)
+        tl.store(averages + at, average, mask=inside)
+        tl.store(squares + at, square, mask=inside)
+        tl.store(weights + at, weight, mask=inside)
+        if COPY is not None:
+            copies = tl.load(column + 5 * count).to(tl.pointer_type(COPY))
+            if ALIGNED:
+                copies = tl.multiple_of(copies, 16)
+            tl.store(copies + at, weight.to(COPY), mask=inside)

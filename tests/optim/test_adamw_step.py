@@ -1,0 +1,285 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, adamw_step
+from lightning_ups.optim.adamw_step import AdamWStep, Settings, reference_step, settings_of, slots_of
+
+SHAPES = [(), (1,), (5,), (33, 17), (3, 70001), (64, 64)]
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Take every device for one that has the kernel; elsewhere than on a GPU the specification stands in for it."""
+    monkeypatch.setattr(adamw_step, "_is_ours", lambda weight: weight.dtype is torch.float32)
+
+
+def parameters(device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+
+
+def draw_gradients(weights, step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(w.shape, generator=generator).to(w.device) for w in weights]
+
+
+def settings(**options):
+    values = {**OPTIONS, **options}
+    beta1, beta2 = values.pop("betas")
+    return Settings(beta1=beta1, beta2=beta2, **values)
+
+
+def by_torch(weights, *, steps, coefficient=1.0, dtype=torch.float32):
+    optimizer = AdamW(weights, **OPTIONS, fused=True)
+    for step in range(steps):
+        for weight, gradient in zip(weights, draw_gradients(weights, step), strict=True):
+            weight.grad = gradient.to(dtype).float() * coefficient
+        optimizer.step()
+    return optimizer
+
+
+def by_ours(weights, *, steps, coefficient=None, dtype=torch.float32, make=AdamWStep, copies=None):
+    optimizer, step_once = AdamW(weights, **OPTIONS, fused=True), make()
+    for step in range(steps):
+        gradients = dict(zip(weights, draw_gradients(weights, step), strict=True))
+        slots = slots_of(
+            optimizer,
+            weights,
+            gradient=lambda w, gradients=gradients: gradients[w].to(dtype),
+            copy=(copies or {}).get,
+        )
+        step_once(slots, settings(), coefficient=coefficient)
+    return optimizer
+
+
+def assert_close(ours, theirs, weights, others):
+    for weight, other in zip(weights, others, strict=True):
+        torch.testing.assert_close(weight, other, rtol=2e-6, atol=2e-6)
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours.state[weight][name], theirs.state[other][name], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coefficient", [None, 0.37])
+def test_the_specification_is_torchs_fused_step(dtype, coefficient):
+    weights, others = parameters(), parameters()
+    ours = by_ours(weights, steps=4, dtype=dtype, coefficient=coefficient and torch.tensor(coefficient))
+    theirs = by_torch(others, steps=4, dtype=dtype, coefficient=coefficient or 1.0)
+    assert_close(ours, theirs, weights, others)
+    free = by_ours(parameters(), steps=4, dtype=dtype)
+    assert (coefficient is None) == torch.equal(
+        free.state_dict()["state"][3]["exp_avg"], ours.state_dict()["state"][3]["exp_avg"]
+    )
+
+
+def test_copies_are_the_weights_rounded():
+    weights = parameters()
+    copies = {w: torch.empty_like(w, dtype=torch.bfloat16) for w in weights[1:]}
+    by_ours(weights, steps=2, copies=copies)
+    assert all(torch.equal(low, weight.to(torch.bfloat16)) for weight, low in copies.items())
+
+
+def test_a_weight_without_gradient_is_left_alone_and_has_no_state():
+    weights = parameters()
+    optimizer = AdamW(weights, **OPTIONS)
+    slots = slots_of(optimizer, weights, gradient=lambda w: None if w is weights[0] else torch.ones_like(w))
+    assert len(slots) == len(weights) - 1
+    assert weights[0] not in optimizer.state
+
+
+def test_state_of_a_step_that_was_not_fused_is_used():
+    weights, others = parameters(), parameters()
+    plain = AdamW(weights, **OPTIONS, foreach=False)
+    for weight, gradient in zip(weights, draw_gradients(weights, 0), strict=True):
+        weight.grad = gradient
+    plain.step()
+    gradients = dict(zip(weights, draw_gradients(weights, 1), strict=True))
+    AdamWStep()(slots_of(plain, weights, gradient=gradients.get), settings())
+    assert_close(plain, by_torch(others, steps=2), weights, others)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: AdamW(w, amsgrad=True),
+        lambda w: AdamW(w, maximize=True),
+        lambda w: AdamW(w, capturable=True),
+        lambda w: AdamW(w, differentiable=True),
+        lambda w: AdamW(w, foreach=True),
+        lambda w: AdamW(w, fused=False),
+        lambda w: AdamW(w, lr=torch.tensor(1e-3), fused=True),
+        lambda w: Adam(w, weight_decay=0.1),
+        lambda w: type("Mine", (AdamW,), {})(w),
+        lambda w: SGD(w),
+        lambda w: AdamW([p.detach().double().requires_grad_() for p in w]),
+    ],
+    ids=[
+        "amsgrad",
+        "maximize",
+        "capturable",
+        "differentiable",
+        "foreach",
+        "unfused",
+        "tensor",
+        "l2",
+        "subclass",
+        "sgd",
+        "double",
+    ],
+)
+def test_what_the_kernel_does_not_do_is_left_to_the_optimizer(anywhere, make):
+    optimizer = make(parameters())
+    assert settings_of(optimizer, optimizer.param_groups[0]) is None
+
+
+def test_hooks_around_the_step_are_not_passed_over(anywhere):
+    optimizer = AdamW(parameters())
+    assert settings_of(optimizer, optimizer.param_groups[0]) is not None
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert settings_of(optimizer, optimizer.param_groups[0]) is None
+
+
+def test_without_a_gpu_the_optimizer_steps_itself():
+    optimizer = AdamW(parameters())
+    assert settings_of(optimizer, optimizer.param_groups[0]) is None
+
+
+def test_adam_without_decay_is_adamw_without_decay(anywhere):
+    optimizer = Adam(parameters(), lr=1e-2)
+    assert settings_of(optimizer, optimizer.param_groups[0]) == Settings(1e-2, 0.9, 0.999, 1e-8, 0.0)
+
+
+def train(*, steps, accumulate=False, clip=False, load=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 8))
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    groups = [{"params": [*model[0].parameters()], "lr": 1e-2}, {"params": [*model[1:].parameters()]}]
+    optimizer = MasteredOptimizer(AdamW(groups, lr=3e-3), masters, accumulate=accumulate)
+    if load:
+        model.load_state_dict(load[0])
+        optimizer.load_state_dict(load[1])
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in range(1 + accumulate):
+            hidden = model[0](torch.linspace(-1, 1, 32).reshape(4, 8).bfloat16() * (part + 1))
+            loss = model[2](model[1](hidden.float()).bfloat16()).float().square().mean()
+            loss.backward()
+        if clip:
+            optimizer.take_clip_coefficient(torch.tensor(0.25))
+        optimizer.step()
+        losses.append(loss.item())
+        assert all(p.grad is None for p in model.parameters() if p in masters.of)
+    return losses, model, optimizer, masters
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": True}, {"clip": True}], ids=["plain", "accumulate", "clip"])
+def test_a_step_over_masters_is_that_of_the_optimizer_by_itself(monkeypatch, options):
+    expected, _, theirs, _ = train(steps=5, **options)
+    calls = []
+    monkeypatch.setattr(adamw_step, "_is_ours", lambda weight: weight.dtype is torch.float32)
+    monkeypatch.setattr(adamw_step, "reference_step", lambda *a, **k: (calls.append(1), reference_step(*a, **k)))
+    losses, model, ours, masters = train(steps=5, **options)
+    assert calls, "the one kernel's place was taken"
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert all(torch.equal(p, m.to(torch.bfloat16)) for p, m in masters.of.items())
+    mine, other = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == other["param_groups"]
+    for index, state in other["state"].items():
+        assert list(mine["state"][index]) == list(state)
+        # The losses part by the rounding of weights to bfloat16, and the gradients with them.
+        torch.testing.assert_close(mine["state"][index]["exp_avg"], state["exp_avg"], rtol=0.05, atol=2e-3)
+    assert len(model.state_dict()) == len(set(model.state_dict()))
+
+
+def test_resume_continues_the_same_losses(anywhere):
+    whole, *_ = train(steps=6)
+    _, model, optimizer, _ = train(steps=3)
+    again, *_ = train(steps=3, load=(model.state_dict(), optimizer.state_dict()))
+    assert again == whole[3:]
+
+
+def test_writes_of_its_own_are_not_taken_for_writes_of_others(anywhere):
+    _, model, _, masters = train(steps=4)
+    before = {p: m.clone() for p, m in masters.of.items()}
+    masters.take_over(by_value=True)
+    assert all(torch.equal(masters.of[p], m) for p, m in before.items()), "rounded copies did not go back"
+    assert not torch.equal(next(iter(before.values())), next(iter(model.parameters())).float())
+
+
+INTERPRETED = """
+import torch
+from lightning_ups.optim.adamw_step import reference_step
+from lightning_ups.optim.adamw_triton import Launch
+from tests.optim.test_adamw_step import assert_close, by_ours, parameters
+
+def interpreted():
+    launch = Launch()
+    def step(slots, settings, *, coefficient=None):
+        torch._foreach_add_([slot.step for slot in slots], 1)
+        launch(slots, settings, coefficient=coefficient)
+    return step
+
+for dtype in (torch.float32, torch.bfloat16):
+    for coefficient in (None, torch.tensor(0.37)):
+        weights, others = parameters(), parameters()
+        copies = {w: torch.zeros_like(w, dtype=torch.bfloat16) for w in weights}
+        ours = by_ours(weights, steps=3, dtype=dtype, coefficient=coefficient, make=interpreted, copies=copies)
+        assert_close(ours, by_ours(others, steps=3, dtype=dtype, coefficient=coefficient), weights, others)
+        for weight, low in copies.items():  # the interpreter cuts off where a GPU rounds
+            torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=1e-30)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_interpreted_is_the_specification():
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ran.stdout.strip() == "equal", ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coefficient", [None, 0.37])
+def test_the_kernel_is_torchs_fused_step(dtype, coefficient):
+    weights, others = parameters("cuda"), parameters("cuda")
+    copies = {w: torch.empty_like(w, dtype=torch.bfloat16) for w in weights}
+    scale = None if coefficient is None else torch.tensor(coefficient, device="cuda")
+    ours = by_ours(weights, steps=4, dtype=dtype, coefficient=scale, copies=copies)
+    theirs = by_torch(others, steps=4, dtype=dtype, coefficient=coefficient or 1.0)
+    assert_close(ours, theirs, weights, others)
+    assert all(torch.equal(low, weight.to(torch.bfloat16)) for weight, low in copies.items())
+
+
+@pytest.mark.gpu
+def test_a_step_over_masters_is_a_few_launches_however_many_weights():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))).cuda()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(AdamW(model.parameters()), masters)
+    for step in range(6):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.take_clip_coefficient(torch.ones((), device="cuda"))
+        if step < 5:
+            optimizer.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        optimizer.step()
+    kernels = [event.name for event in seen.events() if event.device_type.name == "CUDA"]
+    assert sum(name == "kernel" or "_adamw" in name for name in kernels) == 1, kernels
+    assert len(kernels) <= 12, kernels  # the counters of 200 steps are several launches of torch's
