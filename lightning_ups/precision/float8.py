@@ -7,17 +7,23 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.float8 import (
     Float8Conversion,
     Recipe,
     check_recipe,
+    conversion_of,
     convert_to_float8,
-    precompute_scales,
+    float8_linears,
 )
+from lightning_ups.transforms.float8_gather import Scales
+from lightning_ups.transforms.mesh import TENSOR
 
 __all__ = ["Float8Precision"]
 
@@ -32,8 +38,8 @@ class Float8Precision(PolicyPrecision):
     `Compile`: without it the casts cost more than the products save.
 
     Args:
-        recipe: How values are scaled: ``"tensorwise"``, the fastest; ``"rowwise"``; or ``"rowwise_with_gw_hp"``, whose
-            gradients of weights stay in bfloat16.
+        recipe: How values are scaled: ``"tensorwise"``, the fastest; ``"rowwise"``; ``"rowwise_with_gw_hp"``, whose
+            gradients of weights stay in bfloat16; or ``"mxfp8"``, a scale for every 32 values, on Blackwell.
         include: Patterns of linear layers to convert. None: all in the blocks that repeat.
         exclude: Patterns of linear layers to leave.
         head: Also convert linear layers outside the blocks, such as the head of a language model.
@@ -70,50 +76,96 @@ class Float8Precision(PolicyPrecision):
         self.exclude, self.head = as_patterns(exclude), head
         self.all_gather, self.emulate = all_gather, emulate
         self.conversion: Float8Conversion | None = None
+        self._scales: Scales | None = None
+
+    @property
+    @override
+    def conversion_settings(self) -> dict[str, Any]:
+        names = ("recipe", "include", "exclude", "head", "emulate")
+        return {name: getattr(self, name) for name in names} | {"all_gather": self._gathers}
+
+    @property
+    def _gathers(self) -> bool:
+        if self._in_graph:
+            return False  # the gathers of a graph know no types but torch's own
+        return self._sharded and (self.recipe == "tensorwise" if self.all_gather is None else self.all_gather)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         self._check_device(module)
         self.teardown()  # of a run that an exception ended before its own
-        gather = self.recipe == "tensorwise" if self.all_gather is None else self.all_gather
         self.conversion = convert_to_float8(
             module,
             recipe=self.recipe,
             include=self.include,
             exclude=self.exclude,
             head=self.head,
-            all_gather=self._sharded and gather,
+            tensor_size=self._tensor_size,
+            all_gather=self._gathers,
             emulate=self.emulate,
         )
         if not self._sharded:
             self._undo.callback(self.conversion.undo)
+        self._round_as_eager()
         return self._with_masters(module)
+
+    @override
+    def keep_module(self, module: nn.Module) -> None:
+        super().keep_module(module)
+        self._check_device(module)
+        self.conversion = conversion_of(module)
+        self._round_as_eager()
+
+    def _round_as_eager(self) -> None:
+        if self.recipe in ("rowwise", "rowwise_with_gw_hp"):
+            self._undo.enter_context(eager_precision_casts())
+
+    @property
+    def _tensor_size(self) -> int:
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return self.mesh[TENSOR].size() if self.mesh is not None and TENSOR in names else 1
 
     @override
     def note(self, report: Report) -> None:
         super().note(report)
         if (done := self.conversion) is None:
             return
+        gathered = ", gathered in float8" if self._gathers else ""
         report.note(
             "Precision",
-            f"{len(done.converted)} linear layers multiply in float8, {self.recipe}; {len(done.skipped)} do not",
+            f"{len(done.converted)} linear layers multiply in float8, {self.recipe}{gathered};"
+            f" {len(done.skipped)} do not{_some(done)}",
             float8=[*done.converted],
             not_float8=dict(done.skipped),
             recipe=self.recipe,
+            gathered_in_float8=self._gathers,
         )
 
     @override
     def after_optimizer_step(self, module: nn.Module) -> None:
         if self._sharded:
-            precompute_scales(module)
+            self._scales_of(module).compute()
 
     @override
     def after_restore(self, module: nn.Module) -> None:
         self.after_optimizer_step(module)
 
+    def _scales_of(self, module: nn.Module) -> Scales:
+        if self._scales is None:
+            self._scales = Scales(float8_linears(module).values())
+        return self._scales
+
+    @override
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        self._scales = None  # of the parameters that sharding has made
+        self.after_optimizer_step(model)
+        return super().connect(model, optimizers, lr_schedulers)
+
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
+        if self._scales is not None:
+            self._scales.refresh()
         with super().forward_context(), _autocast_as_torchao_asks(self.policy.param):
             yield
 
@@ -123,13 +175,25 @@ class Float8Precision(PolicyPrecision):
             return
         device = trainer.strategy.root_device
         found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        what = f"{device.type}" if found is None else f"{torch.cuda.get_device_name(device)}, capability {found}"
         if found is None or found < CAPABILITY:
-            what = f"{device.type}" if found is None else f"{torch.cuda.get_device_name(device)}, capability {found}"
             raise RuntimeError(
                 f"Float8Precision cannot run on this device: {what}."
                 f" Products in float8 need a GPU of capability {CAPABILITY} or higher, such as H100, H200 or L40S."
                 " Use BF16Precision, or, to test, Float8Precision(emulate=True)."
             )
+        if self.recipe == "mxfp8" and found < float8_mx.CAPABILITY:
+            raise RuntimeError(
+                f"Float8Precision(recipe='mxfp8') cannot run on this device: {what}."
+                f" Products in MXFP8 need a GPU of capability {float8_mx.CAPABILITY} or higher, such as B200."
+                " Use recipe='tensorwise', or, to test, emulate=True."
+            )
+
+
+def _some(done: Float8Conversion) -> str:
+    named = [f"{name} ({done.skipped[name]})" for name in done.misfits[:3]]
+    more = [f"{len(done.misfits) - 3} more"] if len(done.misfits) > 3 else []
+    return f", among them {', '.join(named + more)}" if named else ""
 
 
 @contextmanager

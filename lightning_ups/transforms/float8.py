@@ -1,19 +1,31 @@
 """Matrix products of linear layers in float8, by torchao."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.blocks import find_blocks, select_names
+from lightning_ups.transforms.float8_gather import show_plain_weight
+from lightning_ups.transforms.float8_mx import mx_linear_from
 
-__all__ = ["Float8Conversion", "Recipe", "check_recipe", "convert_to_float8", "float8_linears", "precompute_scales"]
+__all__ = [
+    "Float8Conversion",
+    "Recipe",
+    "check_recipe",
+    "conversion_of",
+    "convert_to_float8",
+    "float8_linears",
+    "float8_swap",
+    "fitting_linears",
+]
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -21,7 +33,6 @@ _HOOK_TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )
-MULTIPLE = 16  # what the kernels ask of every dimension
 FEATURE = "Float8Precision"
 
 
@@ -32,11 +43,13 @@ class Float8Conversion:
     Args:
         converted: Names of the layers that compute in float8.
         skipped: Why the others do not, by name.
+        misfits: Those of ``skipped`` that were asked for, and whose shape, type or class does not allow it.
     """
 
     converted: tuple[str, ...]
     skipped: Mapping[str, str]
-    _originals: Sequence[tuple[nn.Module, str, nn.Linear]] = field(repr=False)
+    misfits: tuple[str, ...] = ()
+    _originals: Sequence[tuple[nn.Module, str, nn.Linear]] = field(default=(), repr=False)
 
     def undo(self) -> None:
         """Put the layers of before in their places, with the weights that they have now."""
@@ -47,6 +60,14 @@ class Float8Conversion:
             setattr(parent, name, original)
 
 
+_CONVERSIONS: "WeakKeyDictionary[nn.Module, Float8Conversion]" = WeakKeyDictionary()
+
+
+def conversion_of(module: nn.Module) -> Float8Conversion | None:
+    """Return what the last conversion of ``module`` did, or None."""
+    return _CONVERSIONS.get(module)
+
+
 def convert_to_float8(
     module: nn.Module,
     *,
@@ -54,22 +75,27 @@ def convert_to_float8(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     head: bool = False,
+    losers: Mapping[str, str] | None = None,
+    tensor_size: int = 1,
     all_gather: bool = False,
     emulate: bool = False,
 ) -> Float8Conversion:
     """Swap linear layers of ``module``, in place, for ones that multiply in float8; names and weights stay.
 
-    Left out, each with its reason, are layers whose dimensions are no multiples of 16, layers with a forward of their
-    own, layers whose weights a parent reads, and, unless ``head`` or ``include`` says otherwise, layers outside the
-    blocks that repeat.
+    Left out, each with its reason, are layers whose dimensions are not the multiples that the kernels ask for, layers
+    with a forward of their own, layers whose weights a parent reads, and, unless ``head`` or ``include`` says
+    otherwise, layers outside the blocks that repeat.
 
     Args:
         module: The module.
         recipe: ``"tensorwise"``, the fastest; ``"rowwise"``, finer scales; ``"rowwise_with_gw_hp"``, whose gradients
-            of weights stay in high precision.
+            of weights stay in high precision; ``"mxfp8"``, a scale for every 32 values.
         include: Patterns of names of linear layers. None: those in the blocks.
         exclude: Patterns of names that stay as they are.
         head: Also convert linear layers outside the blocks, such as the head of a language model.
+        losers: Layers that stay as they are since they would be slower, and the reason, by name. That nothing is
+            left to convert is then no error.
+        tensor_size: Over how many devices tensor parallelism will split a layer.
         all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter.
         emulate: Compute in high precision what float8 would, on any device.
 
@@ -77,19 +103,38 @@ def convert_to_float8(
         ValueError: If a pattern matches nothing, if nothing can be converted, or if ``recipe`` cannot be gathered.
     """
     check_recipe(recipe, all_gather=all_gather)
-    linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
-    wanted, reasons = _choose(module, linears, include=include, exclude=exclude, head=head)
-    chosen = {name: linears[name] for name in wanted if name not in reasons}
-    if not chosen:
+    fitting, reasons, misfits = _choose(
+        module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size
+    )
+    if not fitting:
         some = "; ".join(f"{name}: {why}" for name, why in [*reasons.items()][:4])
         raise ValueError(
             f"No linear layer of {type(module).__name__} can compute in float8."
             f" {some or 'It has none'}."
             " Name others by include=[...], or use BF16Precision."
         )
-    config = _config(recipe, all_gather=all_gather, emulate=emulate)
-    originals = [_swap(module, name, linear, config) for name, linear in chosen.items()]
-    return Float8Conversion(converted=tuple(chosen), skipped=reasons, _originals=originals)
+    losing = {name: why for name, why in (losers or {}).items() if name in fitting}
+    chosen = {name: linear for name, linear in fitting.items() if name not in losing}
+    swap = float8_swap(recipe, all_gather=all_gather, emulate=emulate) if chosen else None
+    originals = [_put(module, name, linear, swap(linear)) for name, linear in chosen.items()] if swap else []
+    done = Float8Conversion(
+        converted=tuple(chosen), skipped=reasons | losing, misfits=tuple(misfits), _originals=originals
+    )
+    _CONVERSIONS[module] = done
+    return done
+
+
+def fitting_linears(
+    module: nn.Module,
+    *,
+    recipe: Recipe,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    head: bool = False,
+    tensor_size: int = 1,
+) -> dict[str, nn.Linear]:
+    """Return the layers that ``convert_to_float8`` would swap, by name."""
+    return _choose(module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size)[0]
 
 
 def check_recipe(recipe: str, *, all_gather: bool) -> None:
@@ -117,19 +162,17 @@ def float8_linears(module: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in module.named_modules() if _is_float8(m)}
 
 
-def precompute_scales(module: nn.Module) -> None:
-    """Compute the scales of all weights that FSDP2 gathers in float8, with one reduction for all of them."""
-    _torchao().precompute_float8_dynamic_scale_for_fsdp(module)
-
-
 def _choose(
     module: nn.Module,
-    linears: Mapping[str, nn.Linear],
+    recipe: Recipe,
     *,
     include: Sequence[str] | None,
     exclude: Sequence[str],
     head: bool,
-) -> tuple[list[str], dict[str, str]]:
+    tensor_size: int,
+) -> tuple[dict[str, nn.Linear], dict[str, str], list[str]]:
+    """Return the layers to convert, why the others are not, and which of these were asked for."""
+    linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
     of = type(module).__name__
     excluded = select_names(linears, exclude, kind="linear layer", of=of) if exclude else {}
     included = list(linears if include is None else select_names(linears, include, kind="linear layer", of=of))
@@ -137,17 +180,16 @@ def _choose(
     if include is None and not head:
         inside = _in_blocks(module)
         reasons |= {name: "outside the blocks" for name, linear in linears.items() if linear not in inside}
-    for name in included:
-        if name not in reasons and (why := _unfit(linears[name])):
-            reasons[name] = why
-    return included, reasons
+    misfits = [n for n in included if n not in reasons and _unfit(linears[n], recipe, tensor_size=tensor_size)]
+    reasons |= {name: str(_unfit(linears[name], recipe, tensor_size=tensor_size)) for name in misfits}
+    return {name: linears[name] for name in included if name not in reasons}, reasons, misfits
 
 
 def _in_blocks(module: nn.Module) -> set[nn.Module]:
     return {inner for block in find_blocks(module).values() for inner in block.modules()}
 
 
-def _unfit(linear: nn.Linear) -> str | None:
+def _unfit(linear: nn.Linear, recipe: Recipe, *, tensor_size: int) -> str | None:
     if _is_float8(linear):
         return "converted already"
     if type(linear).__name__ == "NonDynamicallyQuantizableLinear":
@@ -156,14 +198,23 @@ def _unfit(linear: nn.Linear) -> str | None:
         return "has a forward of its own"
     if linear.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"its weight is {str(linear.weight.dtype).removeprefix('torch.')}"
-    rest = [size for size in (linear.in_features, linear.out_features) if size % MULTIPLE]
-    return f"{linear.in_features} x {linear.out_features} is no multiple of {MULTIPLE}" if rest else None
+    multiple = _multiple(recipe)
+    shape = f"{linear.in_features} x {linear.out_features}"
+    if linear.in_features % multiple or linear.out_features % multiple:
+        return f"{shape} is no multiple of {multiple}"
+    if linear.in_features % (multiple * tensor_size) or linear.out_features % (multiple * tensor_size):
+        return f"{shape}, split over {tensor_size} devices, is no multiple of {multiple}"
+    return None
 
 
-def _swap(module: nn.Module, name: str, linear: nn.Linear, config: Any) -> tuple[nn.Module, str, nn.Linear]:
+def _multiple(recipe: Recipe) -> int:
+    """Return what the kernels ask of every dimension."""
+    return 32 if recipe == "mxfp8" else 16
+
+
+def _put(module: nn.Module, name: str, linear: nn.Linear, float8: nn.Module) -> tuple[nn.Module, str, nn.Linear]:
     parent_name, _, last = name.rpartition(".")
     parent = module.get_submodule(parent_name)
-    float8 = _torchao_linear().from_float(linear, config=config)
     float8.train(linear.training)
     _take_over(float8, linear)
     setattr(parent, last, float8)
@@ -181,20 +232,31 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
         object.__setattr__(float8, "reset_parameters", MethodType(type(linear).reset_parameters, float8))
 
 
-def _config(recipe: Recipe, *, all_gather: bool, emulate: bool) -> Any:
-    config = _torchao().Float8LinearConfig.from_recipe_name(recipe)
-    return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate, pad_inner_dim=True)
+def float8_swap(recipe: Recipe, *, all_gather: bool = False, emulate: bool = False) -> Callable[[nn.Linear], nn.Module]:
+    """Return what makes of a linear layer one that multiplies in float8, with the same Parameters or views of them.
+
+    Raises:
+        ModuleNotFoundError: If torchao is missing, or is too old for ``recipe``.
+    """
+    if recipe == "mxfp8":
+        return mx_linear_from(emulate=emulate)
+    torchao = require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature=FEATURE)
+    config = replace(
+        torchao.Float8LinearConfig.from_recipe_name(recipe),
+        enable_fsdp_float8_all_gather=all_gather,
+        emulate=emulate,
+        pad_inner_dim=True,
+    )
+
+    def swap(linear: nn.Linear) -> nn.Module:
+        # The public way, of one layer: it also keeps Triton from storing wrong bytes in kernels compiled later.
+        float8 = torchao.convert_to_float8_training(linear, config=config)
+        if all_gather:
+            show_plain_weight(float8)
+        return float8
+
+    return swap
 
 
 def _is_float8(module: nn.Module) -> bool:
-    return type(module).__name__ == "Float8Linear"
-
-
-def _torchao() -> Any:
-    return require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature=FEATURE)
-
-
-def _torchao_linear() -> Any:
-    return require(
-        "torchao.float8.float8_linear", requirement="torchao>=0.17", extra="float8", feature=FEATURE
-    ).Float8Linear
+    return type(module).__name__ in ("Float8Linear", "MXFP8Linear")

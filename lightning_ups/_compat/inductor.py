@@ -1,0 +1,39 @@
+"""Settings of inductor that have no public name, each held while a context is open."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._inductor import config
+
+__all__ = ["eager_precision_casts", "eager_random_numbers"]
+
+
+@contextmanager
+def eager_precision_casts() -> Iterator[None]:
+    """Let compiled code round between operations where eager code does.
+
+    Without it a value that is recomputed can differ from the one that was rounded, and scales of rows computed from the
+    two disagree: losses become NaN (pytorch#150859).
+    """
+    with _set("emulate_precision_casts"):
+        yield
+
+
+@contextmanager
+def eager_random_numbers() -> Iterator[None]:
+    """Let compiled code draw the random numbers that eager code would."""
+    with _set("fallback_random"):
+        yield
+
+
+@contextmanager
+def _set(name: str) -> Iterator[None]:
+    # What is set holds in this thread alone, and a backward may be compiled in one of autograd's: these see defaults.
+    entry = config._config[name]
+    before = entry.default
+    with config.patch({name: True}):
+        entry.default = True
+        try:
+            yield
+        finally:
+            entry.default = before

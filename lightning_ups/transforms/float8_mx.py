@@ -1,0 +1,68 @@
+"""Linear layers that multiply in MXFP8, float8 with a scale for every 32 values, by torchao."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lightning_ups._compat.optional import require
+
+__all__ = ["CAPABILITY", "mx_linear_from"]
+
+CAPABILITY = (10, 0)  # Blackwell multiplies in it; Hopper does not
+_BLOCK = 32
+
+
+def mx_linear_from(*, emulate: bool) -> Callable[[nn.Linear], nn.Module]:
+    """Return what makes of a linear layer one that multiplies in MXFP8, with the same Parameters.
+
+    Args:
+        emulate: Compute in high precision what MXFP8 would, on any device.
+
+    Raises:
+        ModuleNotFoundError: If torchao is missing.
+        ImportError: If torchao has no linear layer for MXFP8 where it is looked for.
+    """
+    kind, preference = _kind()
+    chosen = preference.EMULATED if emulate else preference.AUTO
+
+    def swap(linear: nn.Linear) -> nn.Module:
+        sizes = linear.in_features, linear.out_features
+        made = kind(*sizes, bias=False, device="meta", kernel_preference=chosen)
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    return swap
+
+
+@cache
+def _kind() -> tuple[Any, Any]:
+    layers: Any = require(
+        "torchao.prototype.moe_training.mxfp8_linear",
+        requirement="torchao>=0.17",
+        extra="float8",
+        feature="Float8Precision(recipe='mxfp8')",
+    )
+    if not hasattr(layers, "MXFP8Linear"):
+        raise ImportError(
+            "recipe='mxfp8' needs torchao's MXFP8Linear, which the installed torchao does not have."
+            " It is a prototype, and its place changes between releases."
+            " Install torchao 0.18, or use recipe='tensorwise'."
+        )
+
+    class MXFP8Linear(layers.MXFP8Linear):
+        """Torchao's, for any number of rows and under autocast."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_autocast_enabled():
+                x = x.to(torch.get_autocast_dtype("cuda"))
+            rows = x.reshape(-1, x.shape[-1])
+            # The gradient of the weight has its blocks along the rows, and rows of zeros add nothing to it.
+            rows = pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
+            result = super().forward(rows)[: x.numel() // x.shape[-1]]
+            return result.reshape(*x.shape[:-1], -1)
+
+    return MXFP8Linear, layers.KernelPreference
