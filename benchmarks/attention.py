@@ -3,7 +3,7 @@
     python benchmarks/attention.py --out DIR [--install] [--minutes 8]
 
 Parts run in processes of their own, each with a share of the time, so that one that fails costs only itself: the
-``correct`` ones, all at once, compare outputs and gradients with the reference in float64; ``64``, ``128``, ``256``
+``correct`` ones, all at once, compare outputs and gradients with the reference in float64; ``32`` to ``256``
 time the table's shapes and the held-out ones for that width of heads; ``masked`` times windows and documents. Every
 measurement is a line of JSON in DIR/attention.jsonl. From them come the table that `auto` reads, DIR/<device>.json
 (``--install`` also puts it into the package), and auto's regret: its time over the best time, on shapes that are in
@@ -40,7 +40,7 @@ CHECKED: dict[str, tuple[KernelName, ...]] = {
     "correct-fa4": ("fa4",),
     "correct-flex": ("flex",),
 }
-SHARES = {**dict.fromkeys(CHECKED, 0.24), "64": 0.2, "128": 0.22, "256": 0.22, "masked": 0.12}
+SHARES = {**dict.fromkeys(CHECKED, 0.24), "32": 0.06, "64": 0.2, "128": 0.22, "256": 0.2, "masked": 0.1}
 TIMED: tuple[KernelName, ...] = ("cudnn", "flash", "fa3", "fa4")
 ROUNDS = 3
 TOLERANCE = 1.5e-2  # bfloat16 has 8 bits
@@ -60,6 +60,14 @@ class Shape(NamedTuple):
 
 def shapes(head_dim: int) -> Iterator[Shape]:
     """Yield what is timed for one width of heads: the table's shapes, then those held out."""
+    if head_dim == 32:  # small models, such as the quickstart's
+        for seq in (256, 512, 1024):
+            yield Shape(32, 4, 2, seq, 131072 // seq)
+            yield Shape(32, 8, 8, seq, 16384 // seq)
+        return
+    if head_dim == 64:  # those of the 150M GPT
+        yield Shape(64, 12, 4, 1024, 32)
+        yield Shape(64, 12, 4, 1024, 4)
     lengths = [1 << exponent for exponent in range(10, 16)]
     for seq in lengths:
         yield Shape(head_dim, 32, 8, seq, 32768 // seq)

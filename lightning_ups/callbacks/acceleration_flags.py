@@ -7,7 +7,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_ups.order import Context, Declaration, Stage
+from lightning_ups.kernels.attention import decisions
+from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.transforms.flags import (
     AttentionBackend,
     Flags,
@@ -34,6 +35,8 @@ class AccelerationFlags(Declaration):
         cudnn_benchmark: Whether cuDNN tries its convolution algorithms on each new shape. Good for fixed shapes.
         attention: The kernels that ``scaled_dot_product_attention`` may use, the one to try first in front, such as
             ``["cudnn", "flash", "efficient", "math"]``. Others are off. Each is tried once when the run starts.
+            ``"auto"`` is the fastest by measurement for each shape; ``["fa4", "auto"]`` takes FlashAttention-4 where
+            it can do what is asked.
         expandable_segments: Whether the CUDA allocator grows its segments, which fragments less. Memory reserved
             before the run started keeps its kind.
         max_split_size_mb: Blocks of the allocator above this size are not split; more than 20.
@@ -58,7 +61,7 @@ class AccelerationFlags(Declaration):
         *,
         tf32: bool | None = None,
         cudnn_benchmark: bool | None = None,
-        attention: Sequence[AttentionBackend] | None = None,
+        attention: Sequence[AttentionBackend] | AttentionBackend | None = None,
         expandable_segments: bool | None = None,
         max_split_size_mb: int | None = None,
         garbage_collection_threshold: float | None = None,
@@ -67,25 +70,28 @@ class AccelerationFlags(Declaration):
         self.flags = Flags(
             tf32=tf32,
             cudnn_benchmark=cudnn_benchmark,
-            attention=attention,
+            attention=[attention] if isinstance(attention, str) else attention,
             expandable_segments=expandable_segments,
             max_split_size_mb=max_split_size_mb,
             garbage_collection_threshold=garbage_collection_threshold,
             gc_interval=gc_interval,
         )
         self._collection: PacedCollection | None = None
+        self._report: Report | None = None
+        self._decided = 0
 
     @override
     @contextmanager
     def change(self, module: LightningModule, context: Context) -> Iterator[None]:
         with accelerated(self.flags, device=context.device) as self._collection:
             try:
-                self._report(context)
+                self._say(context)
+                self._report, self._decided = context.report, len(decisions())
                 yield
             finally:
-                self._collection = None
+                self._collection = self._report = None
 
-    def _report(self, context: Context) -> None:
+    def _say(self, context: Context) -> None:
         name, asked = type(self).__name__, self.flags.asked
         idle = without_effect(self.flags, device=context.device)
         context.report.update(name, asked=asked, no_effect=idle, in_effect=current_flags())
@@ -111,5 +117,11 @@ class AccelerationFlags(Declaration):
         self._after_batch(trainer)
 
     def _after_batch(self, trainer: Trainer) -> None:
+        if self._report is not None and len(chosen := decisions()) > self._decided:
+            for choice in chosen[self._decided :]:
+                line = f"attention of about {choice['seq']} tokens by {choice['backend']}: {choice['why']}"
+                self._report.note(type(self).__name__, line)
+            self._report.update(type(self).__name__, attention_chosen=chosen[self._decided :])
+            self._decided = len(chosen)
         if self._collection is not None and not trainer.sanity_checking:
             self._collection.after_batch()

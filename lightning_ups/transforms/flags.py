@@ -28,6 +28,9 @@ from lightning_ups._compat.flags import (
     write_attention,
     write_tf32,
 )
+from lightning_ups.kernels.attention import routed_attention
+from lightning_ups.kernels.attention.kind import Kind
+from lightning_ups.kernels.attention.support import refusal
 
 __all__ = [
     "AttentionBackend",
@@ -43,8 +46,9 @@ __all__ = [
     "without_effect",
 ]
 
-AttentionBackend = Literal["cudnn", "flash", "efficient", "math"]
+AttentionBackend = Literal["cudnn", "flash", "efficient", "math", "fa4", "fa3", "flex", "auto"]
 
+# Those that torch's own function chooses among; the others are sent there by `routed_attention`.
 _BACKENDS: dict[AttentionBackend, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -52,7 +56,7 @@ _BACKENDS: dict[AttentionBackend, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 _NAMES = {backend: name for name, backend in _BACKENDS.items()}
-_GPU_ONLY = frozenset({"cudnn", "efficient"})
+_GPU_ONLY = frozenset({"cudnn", "efficient", "fa4", "fa3", "flex", "auto"})
 _TF32_CAPABILITY = (8, 0)
 _FROZEN_BY_PYTHON = 5_000  # since 3.12 the interpreter freezes some hundreds of its own objects when it starts
 _MB = 1 << 20
@@ -161,6 +165,8 @@ def cudnn_benchmark(*, enabled: bool) -> Iterator[None]:
 def attention_backends(names: Sequence[AttentionBackend], *, device: torch.device) -> Iterator[None]:
     """Let ``scaled_dot_product_attention`` use the kernels ``names``, in this order, and no others.
 
+    With kernels that torch's own function does not know, or ``"auto"``, it is replaced meanwhile.
+
     A graph has its attention kernel baked in, and neither a guard nor the key of torch's cache on disk knows of it:
     graphs made under another choice are dropped at both ends, and those made here get keys of their own.
 
@@ -169,6 +175,9 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
     """
     _check_attention(names)
     wanted: list[AttentionBackend] = [name for name in names if device.type == "cuda" or name not in _GPU_ONLY]
+    if not wanted and "auto" in names:  # which is what torch does there
+        yield
+        return
     errors = {name: attention_kernel_error(name, device=device) for name in wanted or names}
     if failed := [name for name in errors if errors[name]]:
         raise RuntimeError(
@@ -176,6 +185,10 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
             " Every attention of the model would fail, or quietly use another kernel."
             f" Leave it out: attention={[name for name in errors if name not in failed] or None}."
         )
+    if not {*wanted} <= {*_BACKENDS}:
+        with routed_attention(wanted):
+            yield
+        return
     before = read_attention()
     backends = tuple(_BACKENDS[name] for name in wanted)
     state = AttentionState(frozenset(backends), backends)
@@ -192,6 +205,11 @@ def attention_kernel_error(name: AttentionBackend, *, device: torch.device) -> s
     dtype = torch.float32
     if device.type == "cuda":
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    if name == "auto":
+        return None
+    if name not in _BACKENDS:
+        found = refusal(name, Kind(device.type, dtype, 1, 1, 64, 64, causal=True))
+        return None if found is None else ". ".join(found) + "."
     backend, before = _BACKENDS[name], read_attention()
     tokens = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype, requires_grad=True)  # draws no random number
     with warnings.catch_warnings(record=True) as reasons, torch.enable_grad():

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups.callbacks import AccelerationFlags, Compile
+from lightning_ups.kernels.attention.auto import _choice
 from lightning_ups.order import applied
 from lightning_ups.transforms.flags import current_flags
 from tests.toys import Net, loader, trainer
@@ -129,6 +130,18 @@ def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
         "tf32=True: no effect on cpu",
         "attention=['cudnn', 'math']: cudnn: no effect on cpu",
     ]
+
+
+def test_what_auto_chose_is_reported_once_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._decisions", [])
+    _choice.cache_clear()
+    report, model = {}, Attention()
+    model.on_train_end = lambda: report.update(applied(model.trainer.strategy).report.parts)
+    trainer(tmp_path, callbacks=[AccelerationFlags(attention="auto")], epochs=1).fit(model, loader())
+    part = report["AccelerationFlags"]
+    assert [choice["backend"] for choice in part["attention_chosen"]] == ["flash"]
+    assert "by flash: first of the rule" in part["lines"][-1]
 
 
 def test_nothing_asked_is_nothing_said(tmp_path):

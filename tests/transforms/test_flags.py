@@ -5,10 +5,12 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups._compat.flags import allocator_settings, read_attention
+from lightning_ups.kernels.attention import decisions
 from lightning_ups.transforms.flags import (
     Flags,
     PacedCollection,
@@ -208,8 +210,61 @@ def test_trying_a_kernel_draws_nothing_and_changes_nothing():
 
 @pytest.mark.parametrize("names", [["flsh"], [], ["flash", "flash"], "flash"])
 def test_an_unknown_kernel_is_refused(names):
-    with pytest.raises(ValueError, match=r"Choose among \['cudnn', 'flash', 'efficient', 'math'\]"):
+    with pytest.raises(ValueError, match=r"Choose among \['cudnn', 'flash', 'efficient', 'math', 'fa4', .*'auto'\]"):
         Flags(attention=names)
+
+
+def test_auto_is_what_torch_does_on_a_cpu():
+    function = F.scaled_dot_product_attention
+    with attention_backends(["fa4", "auto"], device=CPU):
+        assert F.scaled_dot_product_attention is function
+        assert FLASH in kernels(attend, tokens(CPU))
+
+
+def test_of_kernels_that_only_a_gpu_has_the_others_are_left():
+    with attention_backends(["fa4", "cudnn", "math"], device=CPU):
+        assert MATH in kernels(attend, tokens(CPU))
+
+
+def test_a_kernel_that_is_not_torchs_is_refused_with_the_reason_where_it_cannot_run():
+    with (
+        pytest.raises(RuntimeError, match=r"'fa4' cannot run on cpu: It runs on CUDA devices only.*Leave it out"),
+        attention_backends(["fa4"], device=CPU),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_kernels_take_the_place_of_torchs_function_and_are_gone_afterwards(monkeypatch, compiled):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset({"cudnn"}))
+    function, x = F.scaled_dot_product_attention, tokens(CPU)
+
+    def model(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    expected, before = model(x), len(decisions())
+    with attention_backends(["auto"], device=CPU):
+        torch.testing.assert_close(run(x), expected)
+        assert decisions()[-1]["backend"] == "flash"
+    assert F.scaled_dot_product_attention is function
+    assert len(decisions()) in (before, before + 1), "a decision is made once"
+
+
+@pytest.mark.gpu(capability=(9, 0))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_runs_on_a_gpu_forward_and_backward(compiled):
+    def model(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    x = torch.randn(2, 4, 1024, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    expected = model(x)
+    with attention_backends(["auto"], device=CUDA):
+        got = run(x)
+        got.sum().backward()
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.gpu(capability=(8, 0))
