@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
+from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.adamw import adamw
 from lightning_ups.models.generate import generate
 from lightning_ups.models.schedule import Schedule, scheduler
@@ -28,6 +29,7 @@ from lightning_ups.models.schedule import Schedule, scheduler
 __all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
 
 Size = Literal["tiny", "150M", "1B", "8B"]
+Loss = Literal["logits", "chunked"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,8 @@ class GPTConfig:
         norm_eps: Added to the mean square in RMSNorm.
         qk_norm: Normalise queries and keys, each head by itself, before they are rotated.
         tie: Let the head use the embedding's weight.
+        loss: How the loss is computed from targets: from all ``logits`` at once, or ``chunked``, some rows at a time,
+            by `lightning_ups.kernels.linear_cross_entropy`, which never has them all in memory.
 
     Raises:
         ValueError: If the heads do not divide.
@@ -62,6 +66,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     qk_norm: bool = False
     tie: bool = False
+    loss: Loss = "logits"
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.num_heads) or self.num_heads % self.num_kv_heads:
@@ -166,10 +171,12 @@ class GPT(nn.Module):
         x_BTD = self.embedding(tokens)
         for block in self.layers:
             x_BTD = block(x_BTD)
-        logits_BTV = self.head(self.norm(x_BTD))
+        x_BTD = self.norm(x_BTD)
         if targets is None:
-            return logits_BTV
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.flatten())
+            return self.head(x_BTD)
+        if self.config.loss == "chunked":
+            return linear_cross_entropy(x_BTD, plain_weight(self.head), targets)
+        return F.cross_entropy(self.head(x_BTD).flatten(0, 1).float(), targets.flatten())
 
     def init_weights(self) -> None:
         """Initialise every weight and table anew, from torch's global generator, as construction did."""
@@ -229,6 +236,18 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
     """Return causal attention; query heads share the heads of keys and values in order."""
     grouped = q_BHTE.shape[1] != k_BKTE.shape[1]
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped)
+
+
+def plain_weight(head: nn.Module) -> Tensor:
+    """Return the weight of ``head``, whose forward is going to be passed over."""
+    if type(head) is not Linear:
+        raise ValueError(
+            f"The head became a {type(head).__name__}, and loss='chunked' would pass it over."
+            " That loss reads the head's weight and multiplies it itself, so what a conversion does in the head's"
+            " forward would have no effect."
+            " Leave the head out of the conversion, or use loss='logits'."
+        )
+    return head.weight
 
 
 class FeedForward(nn.Module):
@@ -307,12 +326,13 @@ class GPTModule(LightningModule):
     whole.
 
     Args:
-        size: A shape from `SIZES`; the arguments down to ``rope_theta``, where given, change it.
+        size: A shape from `SIZES`; the arguments down to ``loss``, where given, change it.
         vocab_size: Number of tokens.
         max_seq_len: Longest sequence.
         qk_norm: Normalise queries and keys.
         tie: Let the head use the embedding's weight.
         rope_theta: Base of the rotary frequencies.
+        loss: From all ``logits`` at once, or ``chunked``, without ever having them all in memory.
         lr: The peak learning rate.
         betas: Decay of AdamW's averages.
         weight_decay: Of matrices; vectors do not decay.
@@ -340,6 +360,7 @@ class GPTModule(LightningModule):
         qk_norm: bool | None = None,
         tie: bool | None = None,
         rope_theta: float | None = None,
+        loss: Loss | None = None,
         lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.1,
@@ -363,6 +384,7 @@ class GPTModule(LightningModule):
             "qk_norm": qk_norm,
             "tie": tie,
             "rope_theta": rope_theta,
+            "loss": loss,
         }
         self.config = replace(SIZES[size], **{name: value for name, value in given.items() if value is not None})
         self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused

@@ -8,6 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ups.callbacks.progress import LeanProgressBar
@@ -93,6 +95,45 @@ def test_loss_is_the_mean_cross_entropy_in_float32():
     by_hand = -model(batch).float().log_softmax(-1).gather(-1, batch[..., None]).mean()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, by_hand)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_chunked_loss_is_the_same_without_all_logits(tie):
+    config, batch = replace(TINY, vocab_size=5000, tie=tie), tokens((32, 16), vocab=5000)
+    losses, gradients, largest = [], [], []
+    for loss in ("logits", "chunked"):
+        model = built(replace(config, loss=loss))
+        with Largest() as seen:
+            value = model(batch, batch.roll(1))
+            value.backward()
+        losses.append(value)
+        gradients.append([p.grad for p in model.parameters()])
+        largest.append(seen.elements)
+    torch.testing.assert_close(*losses)
+    for whole, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-7)
+    assert largest == [batch.numel() * 5000, 32 * 5000], "the logits; the gradient of the head's weight"
+
+
+def test_the_chunked_loss_does_not_pass_over_a_converted_head():
+    model = built(replace(TINY, loss="chunked"))
+    model.head = nn.Sequential(model.head)
+    with pytest.raises(ValueError, match=r"The head became a Sequential, and loss='chunked' would pass it over"):
+        model(tokens(), tokens())
+    model(tokens())  # logits come from the head itself
 
 
 def test_a_sequence_too_long_is_refused():
