@@ -17,11 +17,14 @@ class Placement:
         shards: Whether parameters are split over devices.
         ours: Whether the strategy applies the declarations itself, before it shards; a class says so by
             ``applies_declarations = True``.
+        whole_graph: Whether the strategy is code that must be compiled with the model, whole and without a break; a
+            class says so by ``whole_graph = True``.
     """
 
     name: str
     shards: bool
     ours: bool
+    whole_graph: bool = False
 
     @classmethod
     def of(cls, strategy: Strategy | type[Strategy]) -> Self:
@@ -32,4 +35,5 @@ class Placement:
             name=kind.__name__,
             shards=getattr(kind, "shards", stock_shards),
             ours=getattr(kind, "applies_declarations", False),
+            whole_graph=getattr(kind, "whole_graph", False),
         )

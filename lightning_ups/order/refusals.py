@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning_ups.order.policy import STOCK_POLICIES, policy_of
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
+from lightning_ups.transforms.parametrise import is_parametrised
 from lightning_ups.transforms.shard import is_sharded
 
 __all__ = ["REFUSALS", "Refusal", "check", "refusals"]
@@ -71,7 +72,28 @@ REFUSALS = (
         what=lambda run: f"{_whole(run)[0]} would compile whole models under {run.strategy.name}.",
         why="The strategy gathers parameters in hooks of each block, and these would break the one graph.",
         cure="Use scope='blocks'.",
-        holds=lambda run: run.strategy.shards and bool(_whole(run)),
+        holds=lambda run: run.strategy.shards and not run.strategy.whole_graph and bool(_whole(run)),
+    ),
+    Refusal(
+        what=lambda run: f"{_not_whole(run)[0]} is given under {run.strategy.name}.",
+        why=(
+            "The strategy is code that is compiled with the model: only in one graph are the gathers of parameters"
+            " put together, and hidden behind the work of other blocks."
+        ),
+        cure="Leave that out, or use FSDP2Strategy, which gathers in hooks.",
+        holds=lambda run: run.strategy.whole_graph and bool(_not_whole(run)),
+    ),
+    Refusal(
+        what=lambda run: f"{_compilation_off()} is set, and {run.strategy.name} is given.",
+        why="Without torch.compile the strategy would gather every parameter by itself, and wait for each.",
+        cure="Unset it, or use FSDP2Strategy.",
+        holds=lambda run: run.strategy.whole_graph and _compilation_off() is not None,
+    ),
+    Refusal(
+        what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
+        why="It gathers weights in float8 by FSDP2's hooks, and the gathers of a graph know no types but torch's own.",
+        cure="Leave all_gather out: weights are then gathered in bfloat16, and multiplied in float8 all the same.",
+        holds=lambda run: run.strategy.whole_graph and getattr(run.precision, "all_gather", None) is True,
     ),
     Refusal(
         what=lambda run: f"{_graphed(run)[0]} would replay CUDA graphs under {run.strategy.name}.",
@@ -86,6 +108,29 @@ REFUSALS = (
         holds=lambda run: run.training and bool(_uncompiled(run)),
     ),
     Refusal(
+        what=lambda run: f"{type(run.precision).__name__}({_uncompilable(run)}) is given with Compile.",
+        why="Transformer Engine cannot do it in code that is compiled.",
+        cure="Use recipe='current', without fp8_attention, or leave Compile out.",
+        holds=lambda run: run.training and _uncompilable(run) is not None and _compiles(run),
+    ),
+    Refusal(
+        what=lambda run: f"{type(run.precision).__name__} is given with {_in_one_graph(run)}.",
+        why="A graph ends before each module of Transformer Engine, and another begins after it.",
+        cure="Leave fullgraph out, use FSDP2Strategy, or use Float8Precision, whose products are compiled.",
+        holds=lambda run: run.training and _breaks_graphs(run) and _in_one_graph(run) is not None,
+    ),
+    Refusal(
+        what=lambda run: f"{type(run.precision).__name__} is given with ActivationCheckpoint and Compile.",
+        why="What Transformer Engine recomputes must go through its own checkpoint, which is not compiled.",
+        cure="Leave one of the two callbacks out, or use recipe=None.",
+        holds=lambda run: (
+            run.training
+            and getattr(run.precision, "recomputes", False)
+            and _compiles(run)
+            and any(step.stage is Stage.RECOMPUTE for step in run.declarations)
+        ),
+    ),
+    Refusal(
         what=lambda run: f"torch.compile({type(run.module).__name__}) was given to the Trainer, and Compile() as well.",
         why="The second compilation would be inside the first, and only one of them could be reported or undone.",
         cure="Pass the module as it is, and keep the callback.",
@@ -97,7 +142,7 @@ REFUSALS = (
         ),
         why="Sharding stays on a module, and this strategy would train the shards as if they were whole.",
         cure="Keep the strategy of the earlier run, or build the module anew and load a checkpoint.",
-        holds=lambda run: not run.strategy.shards and is_sharded(run.module),
+        holds=lambda run: not run.strategy.shards and _is_sharded(run),
     ),
     Refusal(
         what=lambda run: f"torch.compile({type(run.module).__name__}) was given to {run.strategy.name}.",
@@ -161,6 +206,10 @@ def _has_masters(run: Run) -> bool:
     return lowered and getattr(run.precision, "weights", None) == "masters" and not run.strategy.shards
 
 
+def _is_sharded(run: Run) -> bool:
+    return is_sharded(run.module) or is_parametrised(run.module)
+
+
 def _shards_itself(run: Run) -> bool:
     return run.strategy.ours and run.strategy.shards
 
@@ -172,6 +221,35 @@ def _wrapped(run: Run, kind: str) -> list[str]:
 
 def _whole(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.compiles_whole]
+
+
+def _not_whole(run: Run) -> list[str]:
+    return [f"{type(step).__name__}({step.not_as_whole})" for step in run.declarations if step.not_as_whole]
+
+
+def _compilation_off() -> str | None:
+    from lightning_ups._compat import dynamo  # the compiler: imported for those who need it
+
+    return dynamo.is_off()
+
+
+def _uncompilable(run: Run) -> str | None:
+    return getattr(run.precision, "uncompilable", None)
+
+
+def _breaks_graphs(run: Run) -> bool:
+    return getattr(run.precision, "breaks_graphs", False)
+
+
+def _in_one_graph(run: Run) -> str | None:
+    if getattr(run.strategy, "whole_graph", False):
+        return run.strategy.name
+    compilers = (getattr(step, "compiler", None) for step in run.declarations)
+    return "Compile(fullgraph=True)" if any(getattr(c, "fullgraph", False) for c in compilers) else None
+
+
+def _compiles(run: Run) -> bool:
+    return run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
 
 
 def _graphed(run: Run) -> list[str]:

@@ -1,7 +1,7 @@
 """Functions that Dynamo compiles for equal blocks, each with a code object, and with that a limit, of its own."""
 
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -16,7 +16,7 @@ from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_trial import Caller, with_trial
 from lightning_ups.transforms.forward import Forward
 
-__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "structure"]
+__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "prepared", "structure"]
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -151,7 +151,7 @@ def frame_of(inner: Forward, module: nn.Module, compiler: Compiler, *, name: str
         name: The name of the module.
         alone: Whether to share the frame only with a module of this name in later fits.
     """
-    alike = (structure(module), dynamo.configuration(), name if alone else None)
+    alike = (structure(module), dynamo.configuration(), tuple(_PREPARING), name if alone else None)
     for generation in count():
         frame = _frame(inner, compiler, type(module).__name__, *alike, generation)
         if frame.num_compiled == 0:
@@ -204,6 +204,22 @@ def _own_code(inner: Forward, name: str) -> Forward:
     return FunctionType(code, globals(), name, None, forward.__closure__)
 
 
+_PREPARING: list[Callable[[fx.GraphModule], None]] = []
+
+
+@contextmanager
+def prepared(prepare: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+    """Let ``prepare`` change each graph that Dynamo captures, before a backend sees it, while the context is open.
+
+    Blocks that enter in this context share no graph with others; ``prepare`` is compared by equality and hashed.
+    """
+    _PREPARING.append(prepare)
+    try:
+        yield
+    finally:
+        _PREPARING.remove(prepare)
+
+
 class _Callers(local):
     def __init__(self) -> None:
         self.stack: list[Caller] = []
@@ -239,6 +255,8 @@ class _Backend:
         self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        for prepare in _PREPARING:
+            prepare(graph)
         # So that what fails, fails in the call of its block, however late the backward runs.
         with dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext():
             hits, misses = dynamo.cache_hits()

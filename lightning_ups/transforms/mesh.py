@@ -1,16 +1,17 @@
 """The mesh of devices: which of them hold a copy, which a shard, and which a part of each matrix product."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from lightning_ups._compat.fsdp import flattened
 
-__all__ = ["DATA", "TENSOR", "MeshSizes", "build_mesh", "data_mesh", "local_part"]
+__all__ = ["DATA", "TENSOR", "MeshSizes", "build_mesh", "data_mesh", "device_of", "local_part", "part_of"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may know
 _REPLICATE, _SHARD = "replicate", "shard"
@@ -67,14 +68,25 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[DATA]
 
 
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
 def local_part(whole: Tensor, like: DTensor) -> Tensor:
     """Return the part of ``whole`` that this rank keeps if it is sharded as ``like`` is, a view where it can be."""
-    mesh = like.device_mesh
+    return part_of(whole, like.device_mesh, like.placements)
+
+
+def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return the part of ``whole`` that this rank keeps if it is placed so on ``mesh``, a view where it can be."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     # The last dimension of the mesh cuts first: tensor parallelism came before FSDP2, which cuts what that left.
     for dim in reversed(range(mesh.ndim)):
-        placement = like.placements[dim]
+        placement = placements[dim]
         axis = getattr(placement, "dim", None)  # of a shard, strided or not
         if axis is not None:
             parts = torch.chunk(whole, mesh.size(dim), dim=axis)

@@ -1,0 +1,77 @@
+"""Gathers of parameters in the graphs that Dynamo captures: finding them, and telling AOTAutograd what to do with them.
+
+Dynamo keeps a read of a sharded parameter as two calls of methods, ``redistribute`` and ``to_local``, each with the
+stack of modules that it was made in. Marks on these nodes reach the forward and the backward graph.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = ["gathers", "group_of", "module_path", "recompute", "set_group", "written"]
+
+_LAST = 2**31  # above the number of any checkpointed region, whose own gathers are recomputed within it
+_GROUP = "lightning_ups_group"
+
+
+def gathers(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the two nodes of each gather in ``graph``, and in the checkpointed regions inside it."""
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            source = node.args[0] if node.args else None
+            if (
+                node.op == "call_method"
+                and node.target == "to_local"
+                and isinstance(source, fx.Node)
+                and source.op == "call_method"
+                and source.target == "redistribute"
+            ):
+                yield source, node
+
+
+def recompute(node: fx.Node) -> None:
+    """Let the backward compute ``node`` again, and keep nothing of it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = _LAST
+
+
+def module_path(node: fx.Node) -> list[str]:
+    """Return the names of the modules in which ``node`` was made, outermost first, below the compiled one."""
+    stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
+    return [path.removeprefix("L['self']").removeprefix(".") for path in stack]
+
+
+def set_group(node: fx.Node, group: str) -> None:
+    """Mark ``node``, and what forward and backward graphs make of it, as of ``group``."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _GROUP: group}
+
+
+def group_of(node: fx.Node) -> str | None:
+    """Return the group that `set_group` gave to what ``node`` came from."""
+    return node.meta.get("custom", {}).get(_GROUP)
+
+
+def written(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether the graph writes to what ``node`` gives, or to a view of it."""
+    memory = _memory(node)
+    if memory is None:
+        return False
+    owner = node.graph.owning_module or graph
+    return any(_memory(other) == memory and _value(other)._version > 0 for other in owner.graph.nodes)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = _value(node)
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor) or not hasattr(value, "untyped_storage"):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
+        return None

@@ -1,0 +1,143 @@
+"""Inductor's passes that put the collectives of a block into one, and let them overlap with another block's compute.
+
+They differ between torch 2.11 and 2.13 by their arguments, and a later torch may not have them: looked for, never
+assumed. A pass of the user's own is run before ours.
+"""
+
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch._inductor.config as inductor_config
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from lightning_ups._compat.gathers import group_of
+
+__all__ = ["GraphCollectives", "bucketing", "collectives_of", "missing"]
+
+_KINDS = {
+    "all_gather_into_tensor": "gathers",
+    "all_gather_into_tensor_out": "gathers",
+    "reduce_scatter_tensor": "reduce-scatters",
+    "reduce_scatter_tensor_out": "reduce-scatters",
+    "all_reduce": "all-reduces",
+    "all_reduce_": "all-reduces",
+}
+
+
+@dataclass(frozen=True)
+class GraphCollectives:
+    """How often one graph communicates: as it was traced, and after the passes.
+
+    Args:
+        backward: Whether it is a backward graph.
+        before: Collectives by kind, as traced.
+        after: The same after the passes.
+        groups: How many blocks, and rests of roots, gather in it.
+    """
+
+    backward: bool
+    before: dict[str, int]
+    after: dict[str, int]
+    groups: int
+
+
+def missing() -> str | None:
+    """Return why collectives cannot be put together by block with this torch, or None."""
+    function = _function()
+    if function is None:
+        return "this torch's inductor has no manual_overlap_bucketing"
+    wanted = {"module_bucket_plans", "module_stack_fn"}
+    if not wanted <= inspect.signature(function).parameters.keys():
+        return "this torch's manual_overlap_bucketing takes no groups of ours"
+    return None
+
+
+@contextmanager
+def bucketing(*, key: str, told: Callable[[GraphCollectives], None]) -> Iterator[None]:
+    """Let inductor put together the collectives of each group while the context is open.
+
+    Args:
+        key: What tells groups apart, for inductor's caches.
+        told: Called for each graph that is compiled, and not for those from a cache.
+    """
+    passes = _Bucket(key, told, _callables(inductor_config.post_grad_custom_post_pass))
+    # The scheduler would move what the pass has placed.
+    with inductor_config.patch(post_grad_custom_post_pass=passes, reorder_for_peak_memory=False):
+        yield
+
+
+def collectives_of(graph: fx.Graph) -> dict[str, int]:
+    """Return how many collectives of each kind ``graph`` has."""
+    names = (_name(node) for node in graph.nodes)
+    return dict(Counter(_KINDS[name] for name in names if name in _KINDS))
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if node.op != "call_function" or getattr(target, "namespace", "") != "_c10d_functional":
+        return ""
+    return target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+
+
+@dataclass
+class _Bucket(CustomGraphPass):
+    key: str
+    told: Callable[[GraphCollectives], None]
+    others: list[Any] = field(default_factory=list)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self.others:
+            other(graph)
+        before = collectives_of(graph)
+        if not before:
+            return
+        groups = list(dict.fromkeys(group for node in graph.nodes if (group := _place(node)) is not None))
+        module = graph.owning_module
+        function = _function()
+        if groups and module is not None and function is not None:
+            function(module, **_arguments(function, groups))
+        backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
+        self.told(GraphCollectives(backward, before, collectives_of(graph), len(groups)))
+
+    def uuid(self) -> Any:
+        others = tuple(other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others)
+        if None in others:
+            return None  # no caching, as without ours
+        return get_hash_for_files((__file__,)), self.key, others
+
+
+def _arguments(function: Callable[..., Any], groups: list[str]) -> dict[str, Any]:
+    numbers = {group: f"group{i}" for i, group in enumerate(groups)}  # names without dots, which would be levels
+
+    def stack(node: fx.Node) -> list[tuple[str, type[nn.Module]]]:
+        group = _place(node)
+        return [] if group is None else [(numbers[group], nn.Module)]
+
+    arguments: dict[str, Any] = {
+        "module_bucket_plans": [*numbers.values()],
+        "insert_overlap_deps": True,
+        "module_stack_fn": stack,
+    }
+    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
+
+
+def _place(node: fx.Node) -> str | None:
+    return group_of(node) if _name(node) else None
+
+
+def _callables(passes: Any) -> list[Any]:
+    return [] if passes is None else [*passes] if isinstance(passes, (list, tuple)) else [passes]
+
+
+def _function() -> Callable[..., Any] | None:
+    try:
+        module = importlib.import_module("torch._inductor.fx_passes.overlap_manual_scheduling")
+    except ImportError:
+        return None
+    return getattr(module, "manual_overlap_bucketing", None)

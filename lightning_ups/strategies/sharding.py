@@ -1,0 +1,403 @@
+"""What every strategy of ours that shards has in common: environment, order, buffers, clipping, checkpoints."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups._compat.averages import averaged_copies
+from lightning_ups._compat.evaluation import move_all_but_parameters, without_inference_mode
+from lightning_ups._compat.nccl import destroy_at_exit, prepare_nccl
+from lightning_ups._compat.recording import Recording, recording
+from lightning_ups._compat.sigterm import SigtermPoll
+from lightning_ups.order import (
+    Context,
+    PolicyPrecision,
+    Run,
+    Stage,
+    Step,
+    apply_declared,
+    check,
+    finish_optimizers,
+    under_sharding,
+    undo,
+)
+from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
+from lightning_ups.transforms.alike import shard_alike
+from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
+from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh
+from lightning_ups.transforms.mixed_step import one_kind_at_a_time
+from lightning_ups.transforms.replicated import BufferSync, average_gradients
+from lightning_ups.transforms.sharded_before import recall
+
+__all__ = ["Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
+
+Sharding = Literal["full", "gradients", "none"]
+
+
+@dataclass(frozen=True)
+class _Convert(Step):
+    """What changes parameters and must come before all else."""
+
+    stage = Stage.CONVERT
+    strategy: "ShardingStrategy"
+
+    @override
+    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
+        assert isinstance(context.precision, PolicyPrecision)
+        if recall(module) is not None:
+            context.precision.keep_module(module)
+        else:
+            context.precision.convert_for_good(module)
+            if self.strategy._layer_sync is not None and context.training:
+                self.strategy._layer_sync.apply(module)
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class _Materialise(Step):
+    stage = Stage.MATERIALISE
+    plan: Initialisation
+    offload: bool
+    draw_on: Literal["cpu", "device"]
+
+    @override
+    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
+        cpu = torch.device("cpu")
+        self.plan.run(
+            module,
+            shards_on=cpu if self.offload else context.device,
+            device=context.device,
+            draw_on=cpu if self.draw_on == "cpu" else context.device,
+        )
+        replicated, names = recall(module).replicated, dict(module.named_parameters())
+        replicated.update((name, names[name]) for name in replicated)  # they had to be made anew
+        context.report.note(
+            context.strategy.name,
+            f"{len(self.plan)} tensors initialised from the meta device, drawn on the {self.draw_on}",
+        )
+        return nullcontext()
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few of ``names``, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_known(owner: object, name: str, value: object, known: tuple[str, ...]) -> None:
+    """Refuse a choice that there is not.
+
+    Raises:
+        ValueError: If ``value`` is not one of those ``known``.
+    """
+    if value not in known:
+        raise ValueError(
+            f"{type(owner).__name__}({name}={value!r}) is not a known choice."
+            f" It is one of a few ways, each tested."
+            f" Use one of {known}."
+        )
+
+
+def check_sharding(
+    owner: object, sharding: Sharding, *, replicate_size: int, reshard_after_forward: bool | int | None
+) -> None:
+    """Refuse an unknown sharding, and one that contradicts the other options.
+
+    Raises:
+        ValueError: If it is either.
+    """
+    check_known(owner, "sharding", sharding, get_args(Sharding))
+    if sharding == "none" and (replicate_size != 1 or reshard_after_forward not in (None, False)):
+        raise ValueError(
+            f"{type(owner).__name__}(sharding='none', replicate_size={replicate_size},"
+            f" reshard_after_forward={reshard_after_forward}) contradicts itself."
+            " Without sharding every device has a copy, and there is nothing to gather."
+            " Leave the two others out, or choose another sharding."
+        )
+
+
+class ShardingStrategy(ModelParallelStrategy):
+    """Applies the one order with sharding in it. How parameters are sharded, a subclass says by a step of its own."""
+
+    applies_declarations = shards = True
+    whole_graph = False
+
+    def __init__(
+        self,
+        *,
+        sharding: Sharding,
+        replicate_size: int,
+        tensor_parallel_size: int,
+        offload: bool,
+        meta_device: bool,
+        initialise_on: Literal["cpu", "device"],
+        unused_parameters: bool,
+        sigterm_every: int,
+        process_group_backend: str | None,
+        timeout_minutes: float,
+        high_priority_communication: bool,
+        flight_recorder: str | Path | None,
+        save: Save,
+        async_save: bool,
+        weights_only: bool,
+        on_unreplayable: OnUnreplayable,
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+        check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
+        self.sharding: Sharding = sharding
+        self.replicate_size = replicate_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self._offload, self._unused = offload, unused_parameters
+        self._meta_device = meta_device
+        self._initialise_on: Literal["cpu", "device"] = initialise_on
+        self._sigterm_every = sigterm_every
+        self._high_priority = high_priority_communication
+        self._flight_recorder = None if flight_recorder is None else Path(flight_recorder)
+        self._in_effect = ExitStack()  # what is changed on the Trainer's loops
+        self._recording: Recording | None = None
+        self._buffers: BufferSync | None = None
+        self._in_manual_step = self._accumulating = False
+        self._starts_accumulation = True
+        self.checkpoints = Checkpoints(
+            self, save=save, async_save=async_save, weights_only=weights_only, on_unreplayable=on_unreplayable
+        )
+
+    # What a subclass says
+
+    @abstractmethod
+    def _own_steps(self, module: LightningModule, precision: PolicyPrecision) -> list[Step]:
+        """Return the steps that shard."""
+
+    def _after_sharding(self) -> None:
+        """Do what remains before copies are sharded and optimizers are made."""
+
+    def _within_step(self, step: str) -> AbstractContextManager[None]:
+        """Return a context in which a step of that name reads parameters as the module has them."""
+        return nullcontext()
+
+    def _after_evaluation(self) -> None:
+        """Do what a backward would have done."""
+
+    def _after_averaging(self) -> None:
+        """Do what follows the last backward of an optimizer step."""
+
+    # Setting up
+
+    @override
+    def setup_environment(self) -> None:
+        sizes = MeshSizes.of(
+            self.num_nodes * self.num_processes,
+            replicate=None if self.sharding == "none" else self.replicate_size,
+            tensor=self.tensor_parallel_size,
+        )
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup_device(self.root_device)
+        if self.root_device.type == "cuda":
+            prepare_nccl(high_priority=self._high_priority, flight_recorder=self._flight_recorder)
+            destroy_at_exit()
+        self._setup_distributed()
+        self._device_mesh = build_mesh(self.root_device.type, sizes)
+        self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may ask for it
+        self._change_loops(self.lightning_module.trainer)
+
+    def _change_loops(self, trainer: Trainer) -> None:
+        self._in_effect.close()
+        self._poll = SigtermPoll(trainer, every=self._sigterm_every)
+        self._in_effect.enter_context(self._poll.installed())
+        self._in_effect.enter_context(without_inference_mode(trainer))
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            # Both: clipping of offloaded gradients, polls and objects go over gloo, and do not wait for the GPU.
+            return "cpu:gloo,cuda:nccl"
+        return super()._get_process_group_backend()
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with (
+            super().tensor_init_context(self._meta_device if empty_init is None else empty_init),
+            recording() as record,
+        ):
+            yield
+        self._recording = record if record.operations else self._recording
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        check(Run.of(trainer))
+        precision = self.precision_plugin = under_sharding(
+            self.precision_plugin, mesh=self.device_mesh, in_graph=self.whole_graph
+        )
+        apply_declared(trainer, *self._steps(precision), mesh=self.device_mesh)
+        self.model_to_device()
+        self._recording = None
+        self._after_sharding()
+        for copy in averaged_copies(trainer.callbacks):  # type: ignore[attr-defined]
+            shard_alike(copy, trainer.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._prepare_training(precision)
+            self.setup_optimizers(trainer)
+            finish_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self._in_effect.enter_context(one_kind_at_a_time(optimizer))
+            self.checkpoints.follow(trainer)
+        self.setup_precision_plugin()
+
+    def _steps(self, precision: PolicyPrecision) -> list[Step]:
+        assert self.lightning_module is not None
+        steps: list[Step] = [_Convert(self), *self._own_steps(self.lightning_module, precision)]
+        if is_on_meta(self.lightning_module):
+            plan = plan_initialisation(self.lightning_module, self._recording)
+            steps.append(_Materialise(plan, self._offload, self._initialise_on))
+        return steps
+
+    def _prepare_training(self, precision: PolicyPrecision) -> None:
+        assert self.lightning_module is not None
+        self._buffers = BufferSync(self.lightning_module, group=self._replicas)
+        self._in_manual_step = self._accumulating = False
+        self._starts_accumulation = True
+
+    @override
+    def model_to_device(self) -> None:
+        # Sharding moved parameters and buffers; what is left are metrics and the module's own idea of its device.
+        assert self.lightning_module is not None
+        if self._offload:
+            move_all_but_parameters(self.lightning_module, self.root_device)
+        else:
+            self.lightning_module.to(self.root_device)
+
+    @property
+    def _replicas(self) -> Any:
+        return self.device_mesh[DATA].get_group()
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        assert self._buffers is not None
+        if self._starts_accumulation:
+            self._buffers()  # before the forward, and not within an accumulation, as DDP does
+        self._in_manual_step = not self.lightning_module.automatic_optimization
+        with self._within_step("training_step"):
+            output = super().training_step(*args, **kwargs)
+        self._in_manual_step = False
+        self._buffers.note_step()
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._buffers is not None:
+            self._buffers()
+
+    @contextmanager
+    def _evaluation(self, step: str) -> Iterator[None]:
+        self._poll.poll()
+        with self._within_step(step):
+            yield
+        self._after_evaluation()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._starts_accumulation = not self._accumulating
+        if not self._accumulating:
+            assert self.lightning_module is not None
+            replicated = recall(self.lightning_module).replicated.values()
+            average_gradients(replicated, group=self._replicas, unused=self._unused)
+            self._after_averaging()
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        self._accumulating = True
+        yield
+        self._accumulating = False
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        if self._in_manual_step:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        precision = self.precision_plugin
+        assert isinstance(precision, PolicyPrecision)
+        precision.grad_norm = None
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if precision.grad_norm is not None and self.lightning_module is not None:
+            # A tensor on the device: it is read where the logger writes, and not before.
+            self.lightning_module.log("grad_norm", precision.grad_norm)
+        return result
+
+    # Ending
+
+    @override
+    def teardown(self) -> None:
+        undo(self)  # Lightning calls this after an error too
+        self._in_effect.close()
+        try:
+            self.checkpoints.close()
+        finally:
+            super().teardown()
+
+    # Checkpoints
+
+    @override
+    def on_train_start(self) -> None:
+        self.checkpoints.begin()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.checkpoints.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.checkpoints.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoints.load(checkpoint_path)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.checkpoints.remove(filepath)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.checkpoints.fail()

@@ -1,0 +1,307 @@
+"""Sharding as plain tensor code, which the compiler sees and schedules."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups._compat import overlap
+from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
+from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
+from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, check_known, check_sharding, some
+from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
+from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
+from lightning_ups.transforms.compile_frame import prepared
+from lightning_ups.transforms.gather_graph import GatherPlan
+from lightning_ups.transforms.kv_cache import without_kv_cache
+from lightning_ups.transforms.parametrise import (
+    Gathering,
+    Parametrised,
+    ParametriseOptions,
+    parametrise,
+    parametrised,
+)
+from lightning_ups.transforms.shard import unsharded
+
+__all__ = ["SimpleFSDPStrategy"]
+
+Overlap = Literal["blocks", "none"]
+
+_PART = "SimpleFSDPStrategy"
+
+
+@dataclass(frozen=True)
+class _Graphs(Step):
+    """What the compiler does to gathers and reductions; around the compilation of whole roots."""
+
+    stage = Stage.COMPILE
+    strategy: "SimpleFSDPStrategy"
+    options: ParametriseOptions
+    compiles: bool  # since no Compile is given
+
+    @override
+    @contextmanager
+    def change(self, module: LightningModule, context: Context) -> Iterator[None]:
+        names = [name for name, _ in roots(module)]
+        blocks = select_blocks(module, self.strategy.blocks)
+        key = f"{self.options} over {context.mesh}"
+        plan = GatherPlan.of(blocks, names, recompute=self.options.reshard_after_forward, key=key)
+        with ExitStack() as stack:
+            stack.enter_context(prepared(plan))
+            if (why := self._not_put_together()) is None:
+                stack.enter_context(overlap.bucketing(key=str(plan), told=_Told(context.report)))
+            context.report.note(
+                _PART,
+                "inductor puts collectives together by block, and overlaps them with the next"
+                if why is None
+                else f"each parameter is gathered by itself: {why}",
+                overlap="blocks" if why is None else "none",
+            )
+            if self.compiles:
+                stack.enter_context(self._compiled(module, context))
+            yield
+
+    def _not_put_together(self) -> str | None:
+        return "overlap='none'" if self.strategy.overlap == "none" else overlap.missing()
+
+    @contextmanager
+    def _compiled(self, module: LightningModule, context: Context) -> Iterator[None]:
+        found = Blocks(dict(roots(module)), origin="roots")
+        refuse_compiled(module, found)
+        with ExitStack() as stack:
+            if context.training:
+                stack.enter_context(without_kv_cache(module))
+            compiler = Compiler(fullgraph=True)
+            now = stack.enter_context(compiled(found, compiler, tell=rank_zero_warn))
+            count = f"{len(found)} root{'' if len(found) == 1 else 's'}"
+            context.report.note(_PART, f"{count} compiled whole by inductor, since no Compile is given")
+            self.strategy._compiled = now
+            try:
+                yield
+            finally:
+                context.report.update(_PART, compiled=now.facts)
+                self.strategy._compiled = None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Writes into the report what each graph communicates."""
+
+    report: Report
+
+    def __call__(self, graph: overlap.GraphCollectives) -> None:
+        graphs = self.report.parts[_PART].get("graphs", [])
+        self.report.update(_PART, graphs=[*graphs, asdict(graph)])
+
+
+@dataclass(frozen=True)
+class _Parametrise(Step):
+    stage = Stage.SHARD
+    blocks: tuple[str, ...] | None
+    options: ParametriseOptions
+
+    @override
+    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
+        assert context.mesh is not None
+        blocks = select_blocks(module, self.blocks)
+        done = parametrise(
+            module,
+            blocks=blocks,
+            roots=[root for _, root in roots(module)],
+            mesh=context.mesh,
+            options=self.options,
+        )
+        if left := [name for name in unsharded(module) if name not in done.replicated]:
+            raise RuntimeError(
+                f"{_PART} would never reduce the gradients of {', '.join(left[:8])}."
+                " They are not sharded, though every parameter should be; this is a defect of lightning_ups."
+                " Please report it, with the module."
+            )
+        _report(done, context, origin=blocks.origin)
+        return nullcontext()  # undoing would need collectives, which an exception forbids
+
+
+def _report(done: Parametrised, context: Context, *, origin: str) -> None:
+    layout = ", ".join(f"{name}={size}" for name, size in done.layout)
+    how = {"repeated": "", "named": " as named", "roots": ", the roots, since nothing repeats"}[origin]
+    context.report.note(
+        _PART,
+        f"{len(done.blocks)} blocks{how}, with {done.share_of_blocks:.0%} of the parameters' bytes, over {layout}",
+        blocks=[*done.blocks],
+        mesh=dict(done.layout),
+        share_of_blocks=done.share_of_blocks,
+    )
+    if done.replicated:
+        names = [*done.replicated]
+        context.report.note(_PART, f"whole on every device: {some(names)}", replicated=names)
+
+
+class SimpleFSDPStrategy(ShardingStrategy):
+    """Shard parameters, gradients and optimizer state by tensor code that is compiled with the model.
+
+    One graph for each outermost submodule holds compute and communication, and the compiler puts gathers and reductions
+    together by block and hides them behind the work of other blocks. The module stays as it is, and names of parameters
+    do not change. Options and checkpoints are those of FSDP2Strategy: a user switches by changing the name.
+
+    A `Compile` that is given compiles each outermost submodule whole; without one, the strategy does. What cannot be
+    one graph is an error in the first step.
+
+    Args:
+        sharding: ``"full"`` shards parameters, gradients and optimizer state; ``"gradients"`` keeps parameters
+            gathered from forward to backward; ``"none"`` keeps a copy on every device, as DDP does.
+        reshard_after_forward: Overrides that part of ``sharding``.
+        replicate_size: Copies of the sharded model. Each copy is sharded over neighbours.
+        blocks: Patterns of submodules whose parameters are gathered together. None: what repeats.
+        sync: When gradients are reduced under ``accumulate_grad_batches``. The reduction is part of the graph, so it
+            is after each microbatch: ``"every"``, which ``"auto"`` means here.
+        overlap: ``"blocks"`` lets inductor put together the collectives of each block, and gather a block while the
+            one before it computes; ``"none"`` leaves each parameter's as they are.
+        meta_device: Run ``configure_model`` on the meta device, so that what it builds never exists whole. The values
+            are those that it would have had.
+        initialise_on: Where the values of a module that is built on the meta device are drawn: ``"cpu"`` gives those of
+            a module built in place, ``"device"`` is faster.
+        sigterm_every: Steps between two questions whether any device got SIGTERM; all stop within twice as many.
+        process_group_backend: None: NCCL for GPUs and gloo for CPUs, both.
+        timeout_minutes: After which a collective that hangs is an error.
+        high_priority_communication: Let NCCL's kernels go before others.
+        flight_recorder: A folder for what each device last sent, written when a collective hangs. None: nothing.
+        save: ``"sharded"``: a checkpoint is a folder to which every device writes its part. ``"full"``: one file,
+            gathered on the first, as a single device would write it.
+        async_save: Copy the state to the host, and write it while training goes on.
+        weights_only: Read nothing from a checkpoint that could run code.
+        on_unreplayable: What becomes of a run that could not be resumed exactly: ``"warn"`` or ``"refuse"``.
+
+    Raises:
+        ValueError: If a choice is unknown, impossible here, or two contradict each other.
+
+    Example::
+
+        Trainer(strategy=SimpleFSDPStrategy(), precision="bf16-mixed")
+    """
+
+    whole_graph = True
+
+    def __init__(
+        self,
+        *,
+        sharding: Sharding = "full",
+        reshard_after_forward: bool | None = None,
+        replicate_size: int = 1,
+        blocks: Sequence[str] | None = None,
+        sync: Literal["auto", "every"] = "auto",
+        overlap: Overlap = "blocks",
+        meta_device: bool = False,
+        initialise_on: Literal["cpu", "device"] = "cpu",
+        sigterm_every: int = 4,
+        process_group_backend: str | None = None,
+        timeout_minutes: float = 30,
+        high_priority_communication: bool = True,
+        flight_recorder: str | Path | None = None,
+        save: Save = "sharded",
+        async_save: bool = False,
+        weights_only: bool = True,
+        on_unreplayable: OnUnreplayable = "warn",
+    ) -> None:
+        check_sharding(self, sharding, replicate_size=replicate_size, reshard_after_forward=reshard_after_forward)
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"{_PART}(reshard_after_forward={reshard_after_forward}) asks for a number of devices."
+                " A graph gathers from all of them, or keeps what it gathered."
+                " Use True or False, or FSDP2Strategy."
+            )
+        if sync == "last":
+            raise ValueError(
+                f"{_PART}(sync='last') would reduce gradients once for each optimizer step."
+                " The reduction is part of the graph of forward and backward, which runs for each microbatch."
+                " Use sync='every', which is what 'auto' means here, or FSDP2Strategy."
+            )
+        check_known(self, "sync", sync, ("auto", "every"))
+        check_known(self, "overlap", overlap, ("blocks", "none"))
+        super().__init__(
+            sharding=sharding,
+            replicate_size=replicate_size,
+            tensor_parallel_size=1,
+            offload=False,
+            meta_device=meta_device,
+            initialise_on=initialise_on,
+            unused_parameters=False,
+            sigterm_every=sigterm_every,
+            process_group_backend=process_group_backend,
+            timeout_minutes=timeout_minutes,
+            high_priority_communication=high_priority_communication,
+            flight_recorder=flight_recorder,
+            save=save,
+            async_save=async_save,
+            weights_only=weights_only,
+            on_unreplayable=on_unreplayable,
+        )
+        self.blocks = None if blocks is None else as_patterns(blocks)
+        self.overlap: Overlap = overlap
+        self._reshard = sharding == "full" if reshard_after_forward is None else reshard_after_forward
+        self._compiled: Compiled | None = None  # where no Compile is given
+        self._proven = False
+
+    @property
+    def _gathering(self) -> Gathering:
+        assert self.lightning_module is not None
+        done = parametrised(self.lightning_module)
+        assert done is not None
+        return done.gathering
+
+    @override
+    def _own_steps(self, module: LightningModule, precision: PolicyPrecision) -> list[Step]:
+        options = ParametriseOptions(
+            param_dtype=precision.policy.param,
+            reduce_dtype=precision.policy.reduce,
+            output_dtype=precision.policy.output,
+            reshard_after_forward=self._reshard,
+        )
+        callbacks: Sequence[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+        given = any(isinstance(c, Step) and c.stage is Stage.COMPILE for c in callbacks)
+        return [_Graphs(self, options, not given), _Parametrise(self.blocks, options)]
+
+    @override
+    def _prepare_training(self, precision: PolicyPrecision) -> None:
+        super()._prepare_training(precision)
+        self._proven = False
+
+    # Steps: within them, reading a parameter gathers it
+
+    @override
+    @contextmanager
+    def _within_step(self, step: str) -> Iterator[None]:
+        gathering = self._gathering
+        with gathering.reading(whole=True):
+            yield
+        assert self.lightning_module is not None
+        gathering.check_unwritten(self.lightning_module)
+        if self._compiled is not None:
+            self._compiled.check()
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._gathering.reading(whole=True):  # what is recomputed reads parameters again
+            return super().backward(*args, **kwargs)
+
+    @override
+    def _after_averaging(self) -> None:
+        if self._compiled is not None and not self._proven:
+            self._compiled.check_ran()
+            self._compiled.trial, self._proven = False, True
+            for group in self._compiled.groups:
+                rank_zero_info(f"{_PART}: {group.summary}")
+            if (context := applied(self)) is not None:
+                context.report.update(_PART, compiled=self._compiled.facts)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        # In a manual step: an optimizer of ours may read parameters through their modules, and wants shards.
+        with self._gathering.reading(whole=False):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -1,0 +1,401 @@
+"""Sharding as plain tensor code: each parameter is a shard, and reading it gathers it.
+
+A module whose ``weight`` is sharded gets a class of its own in which ``weight`` is a property: a redistribution of the
+shard, which a compiler sees, schedules, and reverses in backward as a reduction. Names, state dicts and optimizers meet
+the shards. What a read gives is decided by one switch: whole within a step, the shard itself otherwise, so that
+whoever initialises, restores, ties or groups parameters does that to shards.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_ups.transforms.cast import cast_around
+from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, part_of
+from lightning_ups.transforms.sharded_before import check_same, recall, refuse_lazy, remember
+
+__all__ = [
+    "Gathering",
+    "ParametriseOptions",
+    "Parametrised",
+    "is_parametrised",
+    "parametrise",
+    "parametrised",
+    "shards_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametriseOptions:
+    """How parameters are sharded and gathered.
+
+    Args:
+        param_dtype: The type in which parameters are gathered, and modules compute; None: their own.
+        reduce_dtype: The type in which gradients are summed; None: that in which they are computed.
+        output_dtype: The type of what roots return; None: as it is.
+        reshard_after_forward: Gather anew for the backward, rather than keep what the forward gathered.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+
+
+class Gathering:
+    """Whether, and how, reading a parameter of one model gathers it. Copies of the model share it.
+
+    Args:
+        mesh: The devices that shards and copies lie on.
+        options: How.
+    """
+
+    def __init__(self, mesh: DeviceMesh, options: ParametriseOptions) -> None:
+        self.active = False
+        self.mesh, self.options = mesh, options
+        self.sharded: tuple[Placement, ...] = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+        self._whole = tuple(Replicate() for _ in range(mesh.ndim))
+        self._mean = tuple(Partial("avg") for _ in range(mesh.ndim))
+        self._before: list[bool] = []  # of the calls that are open
+        self._read: list[tuple[Tensor, int, Tensor]] = []
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    @contextmanager
+    def reading(self, *, whole: bool) -> Iterator[None]:
+        """Let reads give whole parameters, or shards, until the end of the context; contexts nest."""
+        before, self.active = self.active, whole
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def whole(self, shard: DTensor, *, cast: bool) -> Tensor:
+        """Return ``shard`` gathered, such that its gradient is averaged and sharded; compilers trace this."""
+        dtype = self.options.param_dtype if cast else None
+        gathered = shard.redistribute(
+            placements=self._whole,
+            forward_dtype=dtype,
+            backward_dtype=(self.options.reduce_dtype or dtype) if cast else None,
+        )
+        return gathered.to_local(grad_placements=self._mean)
+
+    def watched(self, whole: Tensor, shard: Tensor) -> Tensor:
+        """Return ``whole`` such that writing to it, which would be lost, is noticed by `check_unwritten`."""
+        seen = whole.as_subclass(_Whole)
+        seen.shard, seen.gathering = shard, self
+        self.watch(seen, shard)
+        return seen
+
+    def watch(self, tensor: Tensor, shard: Tensor) -> None:
+        """Remember in which state ``tensor``, or a view of it, was when it was read."""
+        self._read.append((tensor, tensor._version, shard))
+
+    def check_unwritten(self, model: nn.Module) -> None:
+        """Raise if what was gathered since the last call was written to.
+
+        Raises:
+            RuntimeError: If so; the message names the parameters.
+        """
+        written = {id(shard) for tensor, version, shard in self._read if tensor._version != version}
+        self._read.clear()
+        if written:
+            names = [name for name, p in model.named_parameters() if id(p) in written]
+            raise RuntimeError(_lost(", ".join(names)))
+
+    # Hooks of the model and its roots, so that a call outside of a step gathers too.
+
+    def begin_call(self, *_: Any) -> None:
+        """Gather what is read from here on."""
+        if not torch.compiler.is_compiling():
+            self._before.append(self.active)
+            self.active = True
+
+    def end_call(self, *_: Any) -> None:
+        """Gather as before `begin_call`."""
+        if not torch.compiler.is_compiling():
+            self.active = self._before.pop()
+
+
+def _lost(name: str) -> str:
+    return (
+        f"{name} was written to within a step, where it is gathered from shards."
+        " The shards are what is trained and saved, and the write would be lost with the copy."
+        " Write outside the step, such as in on_train_batch_end, or within"
+        " lightning_ups.transforms.parametrise.shards_of(module), where it is a shard."
+    )
+
+
+class _Whole(Tensor):
+    """A gathered parameter as code that is not compiled sees it; what is computed from it is a plain tensor."""
+
+    __torch_function__ = nn.Parameter.__torch_function__
+    shard: Tensor
+    gathering: Gathering
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        # It counts its own writes.
+        alias = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        self.gathering.watch(alias, self.shard)
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # type: ignore[override]
+        raise RuntimeError(_lost("A parameter"))
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self.shard.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # type: ignore[override]
+        self.shard.grad = value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parametrised:
+    """What was done to a model.
+
+    Args:
+        options: How.
+        layout: The names and sizes of the mesh's dimensions.
+        blocks: The names of what is gathered together.
+        gathering: The switch of its parameters.
+        replicated: Parameters that stay whole, by name.
+        share_of_blocks: The share of the parameters' bytes that blocks hold.
+    """
+
+    options: ParametriseOptions
+    layout: tuple[tuple[str, int], ...]
+    blocks: tuple[str, ...]
+    gathering: Gathering
+    replicated: dict[str, nn.Parameter]
+    share_of_blocks: float
+    _casts: ExitStack = field(repr=False)
+
+
+def parametrised(model: nn.Module) -> Parametrised | None:
+    """Return what ``parametrise`` did to ``model``, or None."""
+    record = recall(model)
+    return record if isinstance(record, Parametrised) else None
+
+
+def is_parametrised(model: nn.Module) -> bool:
+    """Return whether reading a parameter anywhere in ``model`` gathers it."""
+    return any(_gathering_of(module) is not None for module in model.modules())
+
+
+@contextmanager
+def shards_of(model: nn.Module) -> Iterator[None]:
+    """Let reads of the parameters of ``model`` give shards, also within a step, until the end of the context."""
+    with ExitStack() as stack:
+        for gathering in dict.fromkeys(map(_gathering_of, model.modules())):
+            if gathering is not None:
+                stack.enter_context(gathering.reading(whole=False))
+        yield
+
+
+def parametrise(
+    model: nn.Module,
+    *,
+    blocks: Mapping[str, nn.Module],
+    roots: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    options: ParametriseOptions,
+) -> Parametrised:
+    """Shard ``model``, in place, over the data-parallel part of ``mesh``; every rank gets shards of rank 0's values.
+
+    A model that an earlier run sharded in the same way keeps its shards. Scalars stay whole: their gradients are for
+    the caller to average.
+
+    Args:
+        model: What is trained. Its steps need not be its ``forward``.
+        blocks: Modules inside it by name, whose inputs are cast, as those of roots are.
+        roots: Its outermost modules that have a forward.
+        mesh: A mesh with the dimension ``data_parallel``.
+        options: How.
+
+    Raises:
+        ValueError: If it was sharded in another way, or if it holds what cannot be sharded so.
+    """
+    layout = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if (earlier := recall(model)) is not None:
+        check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
+        assert isinstance(earlier, Parametrised)
+        earlier.gathering.check_unwritten(nn.Module())  # what an exception left
+        return earlier
+    _check(model)
+    outermost = list(roots)
+    gathering = Gathering(data_mesh(mesh), options)
+    share = _share(blocks.values(), model)
+    names = {p: name for name, p in model.named_parameters()}
+    whole = {p: name for p, name in names.items() if p.dim() == 0}
+    _start_alike(model, mesh)
+    shards = {p: _shard(p, gathering) for p in names if p not in whole}
+    classes: dict[Any, type[nn.Module]] = {}
+    for module in model.modules():
+        if its := _replace(module, shards):
+            _give_class(module, its, gathering, classes)
+    for module in (model, *outermost):
+        module.register_forward_pre_hook(gathering.begin_call)
+        module.register_forward_hook(gathering.end_call, always_call=True)
+    record = Parametrised(
+        options=options,
+        layout=layout,
+        blocks=tuple(blocks),
+        gathering=gathering,
+        replicated={name: p for p, name in whole.items()},
+        share_of_blocks=share,
+        _casts=_cast(blocks.values(), outermost, options),
+    )
+    remember(model, record)
+    return record
+
+
+def _check(model: nn.Module) -> None:
+    refuse_lazy(model)
+    if sharded := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
+        raise ValueError(
+            f"{sharded[0]} was sharded before the strategy could."
+            " Conversion must come before sharding, and the strategy does it all in that order."
+            " Take what shards it out of the module, or build the module anew and load a checkpoint."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise ValueError(
+                f"{name} is a recurrent layer, {type(module).__name__}."
+                " It keeps its weights a second time, in a list that no property stands before, and torch.compile"
+                " makes no graph of it."
+                " Use FSDP2Strategy."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name} is a module of TorchScript."
+                " It reads its parameters by compiled code of its own, which would meet shards."
+                " Use the module that was scripted or traced."
+            )
+
+
+def _share(blocks: Iterable[nn.Module], model: nn.Module) -> float:
+    inside = {p for block in blocks for p in block.parameters()}
+    return _bytes(inside) / max(_bytes(model.parameters()), 1)
+
+
+def _bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Bring buffers, and what stays whole, to the device, with the values of the first rank."""
+    device, replicas = device_of(mesh), mesh[DATA].get_group()
+    for tensor in (*model.buffers(), *(p for p in model.parameters() if p.dim() == 0)):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+            _broadcast(tensor.data, replicas)
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor, group=group, group_src=0)
+
+
+@torch.no_grad()
+def _shard(parameter: nn.Parameter, gathering: Gathering) -> nn.Parameter:
+    """Return this rank's part of the first rank's values; one parameter at a time is whole on the device."""
+    mesh = gathering.mesh
+    whole = parameter.detach()
+    if not whole.is_meta:
+        whole = whole.to(device_of(mesh)).contiguous()
+        for dim in range(mesh.ndim):
+            _broadcast(whole, mesh.get_group(dim))
+    part = part_of(whole, mesh, gathering.sharded).clone()
+    stride = torch.empty(whole.shape, device="meta").stride()
+    shard = DTensor.from_local(part, mesh, gathering.sharded, run_check=False, shape=whole.shape, stride=stride)
+    made = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    made.__dict__.update(vars(parameter))  # marks for optimizers and initialisers
+    return made
+
+
+def _replace(module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter]) -> dict[str, bool]:
+    """Put shards in the places of parameters; return their names, and whether they are cast."""
+    its: dict[str, bool] = {}
+    for name, p in module._parameters.items():
+        if p is not None and p in shards:
+            module._parameters[name] = shards[p]
+            its[name] = _is_cast(module, p)
+    return its
+
+
+def _is_cast(module: nn.Module, parameter: nn.Parameter) -> bool:
+    # Running statistics are float32, and kernels of norms want weights of that type; wider types were chosen.
+    return not isinstance(module, _NormBase) and parameter.is_floating_point() and parameter.dtype.itemsize <= 4
+
+
+def _give_class(
+    module: nn.Module, names: Mapping[str, bool], gathering: Gathering, classes: dict[Any, type[nn.Module]]
+) -> None:
+    kind = type(module)
+    key = (kind, tuple(names.items()))
+    if key not in classes:
+        classes[key] = _class_of(kind, names, gathering)
+    module.__class__ = classes[key]
+
+
+def _class_of(kind: type[nn.Module], names: Mapping[str, bool], gathering: Gathering) -> type[nn.Module]:
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if name in names and param is not None and not isinstance(param, DTensor):
+            raise ValueError(
+                f"{name} of a {kind.__name__} is sharded and was set to a tensor that is whole."
+                " The optimizer would keep the shard that was there, and only one of the two would be trained."
+                " Write values into it, with torch.no_grad(): module.weight.copy_(...), or set it before fit."
+            )
+        kind.register_parameter(self, name, param)
+
+    namespace: dict[str, Any] = {name: property(_reader(name, gathering, cast=cast)) for name, cast in names.items()}
+    namespace |= {
+        "register_parameter": register_parameter,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        _MARK: gathering,
+    }
+    return type(kind.__name__, (kind,), namespace)
+
+
+_MARK = "_lightning_ups_gathering"
+
+
+def _gathering_of(module: nn.Module) -> Gathering | None:
+    return getattr(type(module), _MARK, None)
+
+
+def _reader(name: str, gathering: Gathering, *, cast: bool) -> Callable[[nn.Module], Any]:
+    def read(self: nn.Module) -> Any:
+        if name not in self._parameters:
+            raise AttributeError(f"{type(self).__name__} has no parameter {name!r}")
+        shard = self._parameters[name]
+        if not gathering.active or not isinstance(shard, DTensor):
+            return shard
+        whole = gathering.whole(shard, cast=cast)
+        return whole if torch.compiler.is_compiling() else gathering.watched(whole, shard)
+
+    return read
+
+
+def _cast(blocks: Iterable[nn.Module], roots: list[nn.Module], options: ParametriseOptions) -> ExitStack:
+    stack = ExitStack()  # never closed: what is sharded stays so
+    if options.param_dtype is not None:
+        inner = [block for block in blocks if block not in roots]
+        stack.enter_context(cast_around(inner, inputs=options.param_dtype, outputs=None))
+        stack.enter_context(cast_around(roots, inputs=options.param_dtype, outputs=options.output_dtype))
+    return stack

@@ -1,0 +1,70 @@
+"""What an earlier run has sharded: the same again is kept, anything else is refused."""
+
+from dataclasses import fields
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+__all__ = ["check_same", "recall", "refuse_lazy", "remember"]
+
+_RECORDS: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
+
+
+def remember(model: nn.Module, record: Any) -> None:
+    """Keep what was done to ``model``, as long as it lives."""
+    _RECORDS[model] = record
+
+
+def recall(model: nn.Module) -> Any:
+    """Return what was done to ``model``, or None."""
+    return _RECORDS.get(model)
+
+
+def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, layout: Any) -> None:
+    """Raise if ``model`` was sharded in another way than it shall be now.
+
+    Args:
+        model: What an earlier run sharded.
+        before: A dataclass of how.
+        now: One of the same class, or of another.
+        layout_before: The mesh of the earlier run.
+        layout: The mesh of this one.
+
+    Raises:
+        ValueError: If they differ; the message names what does.
+    """
+    if type(before) is not type(now):
+        raise ValueError(
+            f"{type(model).__name__} was sharded by an earlier run with another strategy."
+            " Sharding stays on a module, and each strategy has a way of its own."
+            " Keep the strategy of the earlier run, or build the module anew and load a checkpoint."
+        )
+    earlier = {f.name: getattr(before, f.name) for f in fields(before)} | {"mesh": layout_before}
+    asked = {f.name: getattr(now, f.name) for f in fields(now)} | {"mesh": layout}
+    different = [name for name in asked if earlier[name] != asked[name]]
+    if different:
+        precision = all(name.endswith("_dtype") for name in different)
+        raise ValueError(
+            f"{type(model).__name__} was sharded by an earlier run with"
+            f" {', '.join(f'{name}={earlier[name]}' for name in different)}, and this run asks for"
+            f" {', '.join(f'{name}={asked[name]}' for name in different)}."
+            " Sharding stays on a module, and how it was done cannot be changed."
+            f" Keep the {'precision' if precision else 'settings'} of the earlier run,"
+            " or build the module anew and load a checkpoint."
+        )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise if a parameter of ``model`` has no shape yet.
+
+    Raises:
+        ValueError: If so.
+    """
+    if lazy := [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
+        raise ValueError(
+            f"The parameter {lazy[0]} has no shape yet."
+            " It belongs to a lazy module, which learns its shape from the first batch, after sharding."
+            " Run one batch through the module before fit, or give the module its sizes."
+        )
