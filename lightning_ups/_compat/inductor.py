@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._inductor import config
-
 __all__ = ["eager_precision_casts", "eager_random_numbers"]
 
 
@@ -28,6 +26,8 @@ def eager_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def _set(name: str) -> Iterator[None]:
+    from torch._inductor import config  # which takes its time to import
+
     # What is set holds in this thread alone, and a backward may be compiled in one of autograd's: these see defaults.
     entry = config._config[name]
     before = entry.default

@@ -2,17 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
 from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
 from lightning_ups.transforms import float8_mx
+from lightning_ups.transforms.advise import Advice
+from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
+from lightning_ups.transforms.advise_table import Timer, obtain_table
+from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.float8 import (
     Float8Conversion,
@@ -20,6 +27,7 @@ from lightning_ups.transforms.float8 import (
     check_recipe,
     conversion_of,
     convert_to_float8,
+    fitting_linears,
     float8_linears,
 )
 from lightning_ups.transforms.float8_gather import Scales
@@ -27,6 +35,7 @@ from lightning_ups.transforms.mesh import TENSOR
 
 __all__ = ["Float8Precision"]
 
+Filter = Literal["all", "auto"]
 CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 
 
@@ -43,6 +52,10 @@ class Float8Precision(PolicyPrecision):
         include: Patterns of linear layers to convert. None: all in the blocks that repeat.
         exclude: Patterns of linear layers to leave.
         head: Also convert linear layers outside the blocks, such as the head of a language model.
+        filter: ``"all"`` converts what it can; ``"auto"`` only what is faster so on this GPU: each shape is timed once,
+            with its casts, and the times are kept for later runs. It may find that nothing is worth it.
+        tokens: For ``"auto"``: how many rows linear layers get. None: what a training step with the first batch shows.
+        table: For ``"auto"``: a file with times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
         all_gather: Under a sharding strategy, gather weights in float8. None: where the recipe allows it.
         emulate: Compute in high precision what float8 would, on any device, for tests.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
@@ -64,6 +77,9 @@ class Float8Precision(PolicyPrecision):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         head: bool = False,
+        filter: Filter = "all",  # noqa: A002  (what the user reads in YAML)
+        tokens: int | None = None,
+        table: str | Path | None = None,
         all_gather: bool | None = None,
         emulate: bool = False,
         weights: Weights = "masters",
@@ -75,13 +91,23 @@ class Float8Precision(PolicyPrecision):
         self.include = None if include is None else as_patterns(include)
         self.exclude, self.head = as_patterns(exclude), head
         self.all_gather, self.emulate = all_gather, emulate
+        if filter not in get_args(Filter):
+            raise ValueError(
+                f"Float8Precision(filter={filter!r}) is not a known choice."
+                " It says whether all layers are converted that can be, or those that are faster so."
+                f" Use one of {get_args(Filter)}."
+            )
+        self.filter: Filter = filter
+        self.tokens, self.table = tokens, table
+        self.timer: Timer | None = None  # None: on the device
+        self.advice: Advice | None = None
         self.conversion: Float8Conversion | None = None
         self._scales: Scales | None = None
 
     @property
     @override
     def conversion_settings(self) -> dict[str, Any]:
-        names = ("recipe", "include", "exclude", "head", "emulate")
+        names = ("recipe", "include", "exclude", "head", "filter", "emulate")
         return {name: getattr(self, name) for name in names} | {"all_gather": self._gathers}
 
     @property
@@ -96,11 +122,8 @@ class Float8Precision(PolicyPrecision):
         self.teardown()  # of a run that an exception ended before its own
         self.conversion = convert_to_float8(
             module,
-            recipe=self.recipe,
-            include=self.include,
-            exclude=self.exclude,
-            head=self.head,
-            tensor_size=self._tensor_size,
+            **self._selection,
+            losers=self._losers(module) if self.filter == "auto" else None,
             all_gather=self._gathers,
             emulate=self.emulate,
         )
@@ -108,6 +131,55 @@ class Float8Precision(PolicyPrecision):
             self._undo.callback(self.conversion.undo)
         self._round_as_eager()
         return self._with_masters(module)
+
+    @property
+    def _selection(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe,
+            "include": self.include,
+            "exclude": self.exclude,
+            "head": self.head,
+            "tensor_size": self._tensor_size,
+        }
+
+    def _losers(self, module: nn.Module) -> dict[str, str]:
+        """Return why layers stay in bfloat16 that could be converted; the same on every rank."""
+        found: list[dict[str, str] | None] = [None]
+        failure: Exception | None = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                self.advice = self._advise(module)
+                found = [self.advice.losers]
+            except (ValueError, RuntimeError, OSError) as error:
+                failure = error
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)  # times differ, and ranks must not
+        if failure is not None:
+            raise failure
+        if found[0] is None:
+            raise RuntimeError(
+                "Float8Precision(filter='auto') could not be decided on rank 0."
+                " It times the layers there, for all ranks, and says in its own error what failed."
+                " See the error of rank 0."
+            )
+        return found[0]
+
+    def _advise(self, module: nn.Module) -> Advice:
+        linears = fitting_linears(module, **self._selection)
+        trainer: Any = module._trainer if isinstance(module, LightningModule) else None
+        if self.tokens is not None:
+            layers = [Layer(name, {_product(self.tokens, linear): 1}) for name, linear in linears.items()]
+        elif trainer is None or not isinstance(module, LightningModule):
+            layers = []
+        else:
+            batch = first_batch(trainer)
+            with fake_twin(module) as twin:
+                fakes: Any = {name: twin.get_submodule(name) for name in linears}
+                layers = layers_of(fakes, lambda: fake_step(twin, batch))
+        device = trainer.strategy.root_device if trainer is not None else torch.device("cpu")
+        timer = self.timer or (timer_on(device) if device.type == "cuda" else None)
+        table = obtain_table(products_of(layers), [self.recipe], device=device, path=self.table, timer=timer)
+        return Advice(recipe=self.recipe, layers=layers, table=table)
 
     @override
     def keep_module(self, module: nn.Module) -> None:
@@ -140,6 +212,8 @@ class Float8Precision(PolicyPrecision):
             recipe=self.recipe,
             gathered_in_float8=self._gathers,
         )
+        if self.advice is not None:
+            report.note("Precision", f"by times of these layers: {self.advice.verdict()}", filter=self.filter)
 
     @override
     def after_optimizer_step(self, module: nn.Module) -> None:
@@ -188,6 +262,10 @@ class Float8Precision(PolicyPrecision):
                 f" Products in MXFP8 need a GPU of capability {float8_mx.CAPABILITY} or higher, such as B200."
                 " Use recipe='tensorwise', or, to test, emulate=True."
             )
+
+
+def _product(rows: int, linear: nn.Linear) -> Product:
+    return Product(rows, linear.in_features, linear.out_features)
 
 
 def _some(done: Float8Conversion) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,9 +20,9 @@ __all__ = [
     "check_recipe",
     "conversion_of",
     "convert_to_float8",
+    "fitting_linears",
     "float8_linears",
     "float8_swap",
-    "fitting_linears",
 ]
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]

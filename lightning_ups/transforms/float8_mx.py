@@ -57,12 +57,16 @@ def _kind() -> tuple[Any, Any]:
         """Torchao's, for any number of rows and under autocast."""
 
         def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight
             if torch.is_autocast_enabled():
-                x = x.to(torch.get_autocast_dtype("cuda"))
+                dtype = torch.get_autocast_dtype("cuda")
+                x, weight = x.to(dtype), weight.to(dtype)
             rows = x.reshape(-1, x.shape[-1])
             # The gradient of the weight has its blocks along the rows, and rows of zeros add nothing to it.
-            rows = pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
-            result = super().forward(rows)[: x.numel() // x.shape[-1]]
-            return result.reshape(*x.shape[:-1], -1)
+            padded = pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
+            result = layers._to_mxfp8_then_scaled_mm(
+                padded, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp
+            )[: rows.shape[0]].reshape(*x.shape[:-1], -1)
+            return result if self.bias is None else result + self.bias.to(result.dtype)
 
     return MXFP8Linear, layers.KernelPreference

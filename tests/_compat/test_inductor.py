@@ -1,7 +1,7 @@
 from threading import Thread
 
 import pytest
-from torch._inductor import config
+from torch._inductor import config  # noqa: TID251
 
 from lightning_ups._compat.inductor import eager_precision_casts, eager_random_numbers
 

@@ -3,9 +3,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_ups.callbacks import ActivationCheckpoint
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.transforms.advise_table import Times
 from lightning_ups.transforms.float8 import float8_linears
 from tests.toys import Net, trainer
 
@@ -37,7 +38,7 @@ def fit(tmp_path, precision, *, model=None, **options):
 
 
 @pytest.mark.parametrize("weights", ["masters", "autocast"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
 def test_it_trains_near_bfloat16_and_leaves_a_plain_float32_module(tmp_path, recipe, weights):
     model = fit(tmp_path, Float8Precision(recipe=recipe, emulate=True, weights=weights))
     expected = fit(tmp_path, BF16Precision())
@@ -130,3 +131,111 @@ class Bare(LightningModule):
 def test_nothing_to_convert_is_an_error_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match="No linear layer of Bare can compute in float8"):
         fit(tmp_path, Float8Precision(emulate=True), model=Bare())
+
+
+def times(*, up, down):
+    """Return a timer that knows two shapes and counts what it is asked."""
+    asked = []
+
+    def timer(product, recipe):
+        asked.append((product, recipe))
+        factor = up if product.out_features == 64 else down
+        total = 3.0 if recipe == "bfloat16" else 3.0 * factor
+        return Times(forward_ms=total / 3, dgrad_ms=total / 3, wgrad_ms=total / 3)
+
+    return timer, asked
+
+
+def auto(tmp_path, monkeypatch, **options):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    precision = Float8Precision(filter="auto", emulate=True, **{k: v for k, v in options.items() if k == "tokens"})
+    precision.timer, asked = times(up=options.get("up", 0.5), down=options.get("down", 0.5))
+    model, seen = Wide(), []
+    model.on_train_start = lambda: seen.append((sorted(float8_linears(model)), applied(model.trainer.strategy)))
+    fit(tmp_path, precision, model=model, callbacks=[ActivationCheckpoint(save="nothing")])
+    return seen[0][0], seen[0][1].report, asked, model
+
+
+def test_auto_converts_what_is_faster_and_says_why_not(tmp_path, monkeypatch):
+    converted, report, asked, _ = auto(tmp_path, monkeypatch, down=1.2)
+    assert converted == ["layers.0.0", "layers.1.0", "layers.2.0"]
+    assert [str(product) for product, _ in asked] == ["8 x 32 x 64"] * 2 + ["8 x 64 x 32"] * 2
+    assert "not faster: 3 ms in bfloat16, 3.6 ms in float8" in report.parts["Precision"]["not_float8"]["layers.0.2"]
+    assert any("convert 3 of 6 layers by tensorwise" in line for line in report.lines())
+
+
+def test_auto_leaves_bfloat16_where_nothing_wins(tmp_path, monkeypatch):
+    converted, report, _, model = auto(tmp_path, monkeypatch, up=1.1, down=1.1)
+    assert converted == []
+    assert any("leave bfloat16" in line for line in report.lines())
+    expected = fit(tmp_path, BF16Precision(), callbacks=[ActivationCheckpoint(save="nothing")])
+    assert model.losses == expected.losses
+
+
+def test_auto_by_a_number_of_tokens(tmp_path, monkeypatch):
+    _, _, asked, _ = auto(tmp_path, monkeypatch, tokens=4096)
+    assert {product.rows for product, _ in asked} == {4096}
+
+
+def test_auto_without_a_gpu_and_without_a_table_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match=r"Nothing can be timed on this device: cpu.*give a table"):
+        fit(tmp_path, Float8Precision(filter="auto", emulate=True))
+
+
+def test_a_filter_is_one_of_two():
+    with pytest.raises(ValueError, match=r"filter='fast'\) is not a known choice.*'all', 'auto'"):
+        Float8Precision(filter="fast")
+
+
+class Watched(Wide):
+    """Sees what inductor is told while it trains."""
+
+    def training_step(self, batch, index):
+        from torch._inductor import config  # noqa: TID251
+
+        self.rounds = config.emulate_precision_casts
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rounds"), [("tensorwise", False), ("rowwise", True), ("rowwise_with_gw_hp", True), ("mxfp8", False)]
+)
+def test_compiled_code_rounds_as_eager_where_rows_have_scales(tmp_path, recipe, rounds):
+    from torch._inductor import config  # noqa: TID251
+
+    model = fit(tmp_path, Float8Precision(recipe=recipe, emulate=True), model=Watched(), epochs=1)
+    assert model.rounds is rounds
+    assert config.emulate_precision_casts is False
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_compiled_blocks_train_as_eager_ones(tmp_path, recipe):
+    losses = [
+        torch.stack(fit(tmp_path, Float8Precision(recipe=recipe, emulate=True), callbacks=callbacks, epochs=3).losses)
+        for callbacks in ([], [Compile(backend="aot_eager")])
+    ]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+
+
+def test_mxfp8_on_a_gpu_that_cannot_names_what_can(tmp_path, monkeypatch):
+    precision, module = Float8Precision(recipe="mxfp8"), Wide()
+    lightning = trainer(tmp_path, plugins=[precision])
+    lightning.strategy._root_device = torch.device("cuda", 0)
+    module.trainer = lightning
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    with pytest.raises(RuntimeError, match=r"recipe='mxfp8'\) cannot run on this device: NVIDIA H200.*'tensorwise'"):
+        precision.convert_module(module)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    class Odd(Wide):
+        def __init__(self):
+            super().__init__()
+            self.layers[1] = nn.Sequential(nn.Linear(32, 40), nn.GELU(), nn.Linear(40, 32))
+
+    model, seen = Odd(), []
+    model.on_train_start = lambda: seen.append(applied(model.trainer.strategy).report.lines())
+    fit(tmp_path, Float8Precision(emulate=True), model=model, callbacks=[ActivationCheckpoint(save="nothing")])
+    assert any("3 do not, among them layers.1.0 (32 x 40 is no multiple of 16)" in line for line in seen[0])

@@ -1,0 +1,110 @@
+"""Which linear layers of a model would be faster in float8, on the evidence of times, and what the step would gain."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_ups.transforms.advise_shapes import Layer, Product, products_of
+from lightning_ups.transforms.advise_table import BFLOAT16, Table
+
+__all__ = ["Advice", "best_recipe"]
+
+MARGIN = 0.03  # a product must be faster by this share: times of two runs differ by about as much
+WORTH = 0.01  # of the step, or of the products where no step was timed; below it nothing is converted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What float8 by one recipe would do to one model.
+
+    Args:
+        recipe: The recipe.
+        layers: The layers that could be converted, and what they multiply in one microbatch.
+        table: Times of these products.
+        step_ms: What a whole step in bfloat16 takes; None: not known.
+        microbatches: How many there are in a step.
+    """
+
+    recipe: str
+    layers: Sequence[Layer]
+    table: Table
+    step_ms: float | None = None
+    microbatches: int = 1
+
+    def milliseconds(self, layer: Layer, recipe: str) -> float:
+        """Return what the products of ``layer`` take in a microbatch."""
+        return sum(self.table.times[product][recipe].total_ms * n for product, n in layer.calls.items())
+
+    def wins(self, layer: Layer) -> bool:
+        """Return whether ``layer`` by itself is faster in float8, by more than times vary."""
+        return self.milliseconds(layer, self.recipe) < (1 - MARGIN) * self.milliseconds(layer, BFLOAT16)
+
+    @property
+    def winners(self) -> list[Layer]:
+        """The layers to convert: those that win, or none, if all together they save too little."""
+        found = [layer for layer in self.layers if self.wins(layer)]
+        whole = self.step_ms or self.products_ms
+        return found if self.saved_ms(found) > WORTH * whole else []
+
+    @property
+    def losers(self) -> dict[str, str]:
+        """Why each other layer stays in bfloat16, by its name."""
+        winning = {layer.name for layer in self.winners}
+        return {layer.name: self._why_not(layer) for layer in self.layers if layer.name not in winning}
+
+    def _why_not(self, layer: Layer) -> str:
+        bfloat16, float8 = self.milliseconds(layer, BFLOAT16), self.milliseconds(layer, self.recipe)
+        times = f"{bfloat16:.3g} ms in bfloat16, {float8:.3g} ms in float8"
+        return f"saves too little with the rest: {times}" if self.wins(layer) else f"is not faster: {times}"
+
+    @property
+    def products_ms(self) -> float:
+        """What all these products take in a step, in bfloat16."""
+        return self.microbatches * sum(self.milliseconds(layer, BFLOAT16) for layer in self.layers)
+
+    def saved_ms(self, layers: Sequence[Layer]) -> float:
+        """Return how much shorter a step is with ``layers`` in float8; negative: longer."""
+        saved = (self.milliseconds(layer, BFLOAT16) - self.milliseconds(layer, self.recipe) for layer in layers)
+        return self.microbatches * sum(saved)
+
+    def gain(self, layers: Sequence[Layer]) -> float | None:
+        """Return by what share more steps run in the same time with ``layers`` in float8; None: no step was timed."""
+        if self.step_ms is None:
+            return None
+        return self.step_ms / max(self.step_ms - self.saved_ms(layers), 1e-9) - 1
+
+    def verdict(self) -> str:
+        """Return what to do, in one sentence."""
+        winners = self.winners
+        if not winners:
+            return f"leave bfloat16: {self.recipe} would change the speed by {self._said(self.layers)} with all layers"
+        which = "all" if len(winners) == len(self.layers) else f"{len(winners)} of {len(self.layers)}"
+        alternative = "" if which == "all" else f"; with all of them {self._said(self.layers)}"
+        return f"convert {which} layers by {self.recipe}: {self._said(winners)}{alternative}"
+
+    def _said(self, layers: Sequence[Layer]) -> str:
+        gain = self.gain(layers)
+        if gain is None:
+            return f"{-self.saved_ms(layers) / max(self.products_ms, 1e-9):+.1%} of the time of these products"
+        return f"{gain:+.1%} steps a second"
+
+    def rows(self, recipes: Sequence[str]) -> Iterator[Mapping[str, str]]:
+        """Yield a row of the table for each shape, with the times of ``recipes``."""
+        for product, count in products_of(self.layers).items():
+            times = self.table.times[product]
+            base = times[BFLOAT16].total_ms
+            row = {"rows x in x out": str(product), "a step": str(count * self.microbatches)}
+            for name in (BFLOAT16, *recipes):
+                each = times[name]
+                parts = f"{each.forward_ms:.3f} + {each.dgrad_ms:.3f} + {each.wgrad_ms:.3f} ms"
+                row[name] = parts if name == BFLOAT16 else f"{parts}, x{base / each.total_ms:.2f}"
+            yield row | {"in": self._in(product)}
+
+    def _in(self, product: Product) -> str:
+        names = [layer.name for layer in self.layers if product in layer.calls]
+        general = sorted({".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names})
+        return ", ".join(general[:3]) + (", ..." if len(general) > 3 else "")
+
+
+def best_recipe(advices: Sequence[Advice]) -> Advice:
+    """Return the advice whose layers, those that win, save the most."""
+    return max(advices, key=lambda advice: advice.saved_ms(advice.winners))

@@ -1,0 +1,80 @@
+"""The matrix products that a model really has: how many rows each of its linear layers gets, and how often."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Layer", "Product", "layers_of", "products_of"]
+
+
+@dataclass(frozen=True, order=True)
+class Product:
+    """The shape of what one call of a linear layer multiplies.
+
+    Args:
+        rows: Of the input: tokens, mostly.
+        in_features: Columns of the input.
+        out_features: Columns of the output.
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+
+    @property
+    def flops(self) -> int:
+        """Operations of forward, the gradient of the input and that of the weight."""
+        return 6 * self.rows * self.in_features * self.out_features
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.in_features} x {self.out_features}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer, and what it multiplies in one step of training.
+
+    Args:
+        name: Its name in the model.
+        calls: How often it multiplies each shape.
+    """
+
+    name: str
+    calls: Mapping[Product, int]
+
+
+def layers_of(linears: Mapping[str, nn.Linear], step: Callable[[], Any]) -> list[Layer]:
+    """Run ``step`` and return those of ``linears`` that were called in it.
+
+    Args:
+        linears: Layers by name.
+        step: Such as a ``training_step``. Without values is enough: only shapes are looked at.
+    """
+    calls: dict[str, Counter[Product]] = {name: Counter() for name in linears}
+    with ExitStack() as stack:
+        for name, linear in linears.items():
+            handle = linear.register_forward_pre_hook(_count(calls[name]), with_kwargs=True)
+            stack.callback(handle.remove)
+        step()
+    return [Layer(name, dict(counted)) for name, counted in calls.items() if counted]
+
+
+def _count(into: "Counter[Product]") -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def hook(linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        features: Any = linear.in_features, linear.out_features
+        into[Product(x.numel() // max(x.shape[-1], 1), *features)] += 1
+
+    return hook
+
+
+def products_of(layers: Iterable[Layer]) -> dict[Product, int]:
+    """Return each shape that ``layers`` multiply, and how often in all."""
+    total: Counter[Product] = Counter()
+    for layer in layers:
+        total.update(layer.calls)
+    return dict(sorted(total.items()))

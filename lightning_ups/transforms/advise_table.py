@@ -1,0 +1,165 @@
+"""Times of matrix products, kept in a file for one kind of GPU and one set of versions."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from lightning_ups._compat.environment import versions
+from lightning_ups.transforms.advise_shapes import Product
+
+__all__ = ["BFLOAT16", "Table", "Timer", "Times", "cache_path", "obtain_table", "where"]
+
+BFLOAT16 = "bfloat16"
+_FORMAT = "lightning_ups float8 table 1"
+_WHAT_DECIDES = ("torch", "cuda", "triton", "torchao", "transformer-engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Milliseconds of the three products of a linear layer, the casts that each needs included."""
+
+    forward_ms: float
+    dgrad_ms: float
+    wgrad_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """All three."""
+        return self.forward_ms + self.dgrad_ms + self.wgrad_ms
+
+
+Timer = Callable[[Product, str], Times]
+
+
+@dataclass
+class Table:
+    """Times by shape and recipe, of one device.
+
+    Args:
+        place: The device and the versions that the times are of.
+        times: Times by shape, and by ``"bfloat16"`` or the name of a recipe.
+    """
+
+    place: Mapping[str, str]
+    times: dict[Product, dict[str, Times]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Return the table in a file.
+
+        Raises:
+            ValueError: If the file is not one of these.
+        """
+        try:
+            tree: Any = json.loads(Path(path).read_text())
+            if tree["format"] != _FORMAT:
+                raise ValueError(tree["format"])
+            times = {
+                Product(*row["shape"]): {name: Times(**parts) for name, parts in row["times"].items()}
+                for row in tree["products"]
+            }
+            return cls(tree["place"], times)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a table of float8 times."
+                f" It is written by `advise` on a GPU, and this file has another content ({error!r})."
+                " Delete it, or give another path."
+            ) from error
+
+    def write(self, path: str | Path) -> None:
+        """Write it, whole or not at all."""
+        products = [
+            {"shape": [p.rows, p.in_features, p.out_features], "times": {name: vars(t) for name, t in by.items()}}
+            for p, by in sorted(self.times.items())
+        ]
+        text = json.dumps({"format": _FORMAT, "place": dict(self.place), "products": products}, indent=1)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+        os.replace(name, path)
+
+    def missing(self, products: Iterable[Product], recipes: Iterable[str]) -> list[tuple[Product, str]]:
+        """Return what of ``products`` is not timed yet, in bfloat16 and by ``recipes``."""
+        names = [BFLOAT16, *recipes]
+        return [(p, name) for p in products for name in names if name not in self.times.get(p, {})]
+
+    def fill(self, products: Iterable[Product], recipes: Iterable[str], timer: Timer) -> int:
+        """Time what is missing, and return how much that was."""
+        missing = self.missing(products, recipes)
+        for product, name in missing:
+            self.times.setdefault(product, {})[name] = timer(product, name)
+        return len(missing)
+
+
+def obtain_table(
+    products: Iterable[Product],
+    recipes: Sequence[str],
+    *,
+    device: torch.device,
+    path: str | Path | None = None,
+    timer: Timer | None = None,
+) -> Table:
+    """Return a table that has ``products``, in bfloat16 and by ``recipes``.
+
+    Args:
+        products: Shapes.
+        recipes: Recipes.
+        device: The device of the run.
+        path: A file with a table, which need not be of this device. None: the user's cache for this device and these
+            versions, to which what is timed now is added.
+        timer: Times a product that is in no table. None: there is none here.
+
+    Raises:
+        FileNotFoundError: If ``path`` is no file.
+        ValueError: If the file is no table, or lacks a shape.
+        RuntimeError: If nothing can be timed here.
+    """
+    products = [*products]
+    place = where(device)
+    cached = cache_path(place)
+    if path is not None:
+        table = Table.read(path)
+    else:
+        table = Table.read(cached) if cached.exists() else Table(place)
+    missing = table.missing(products, recipes)
+    if missing and path is not None:
+        raise ValueError(
+            f"{path} has no time of {missing[0][0]} by {missing[0][1]}, and {len(missing) - 1} others."
+            f" A table has the shapes of the model for which it was made; this one is of {table.place.get('device')}."
+            " Leave the path out, on a GPU, to time what is missing."
+        )
+    if missing and timer is None:
+        raise RuntimeError(
+            f"Nothing can be timed on this device: {place['device']}."
+            " Whether float8 is faster depends on the GPU, and is measured there."
+            " Run this on the GPU that will train, or give a table that `advise` wrote there."
+        )
+    if missing and timer is not None:
+        table.fill(products, recipes, timer)
+        table.write(cached)
+    return table
+
+
+def where(device: torch.device) -> dict[str, str]:
+    """Return what times depend on: the device, and the versions of what makes kernels for it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    found = versions()
+    return {"device": name} | {package: found[package] for package in _WHAT_DECIDES if package in found}
+
+
+def cache_path(place: Mapping[str, str]) -> Path:
+    """Return the file for ``place``, below the user's folder for caches."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_ups" / "float8"
+    return root / ("_".join(_plain(value) for value in place.values()) + ".json")
+
+
+def _plain(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in ".+" else "-" for letter in text)

@@ -1,0 +1,123 @@
+import random
+from threading import Lock
+from typing import ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
+from tests.toys import Net, data, trainer
+
+
+class Logging(Net):
+    """Writes into a buffer and a list, and logs."""
+
+    shapes: ClassVar[list] = []
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.layers[1][0].weight = self.layers[0][0].weight
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)  # outside of fit, Lightning would warn or fail
+        assert self.layers[1][0].weight is self.layers[0][0].weight
+        self.shapes.append(self.layers[0][0](self.norm(batch)).shape)
+        with torch.no_grad():
+            self.head.weight.add_(1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_neither_computes_nor_logs_nor_leaves_anything_behind():
+    module = Logging()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with fake_twin(module) as twin:
+        fake_step(twin, data())
+    assert Logging.shapes.pop() == (8, 32)
+    assert module.losses == []
+    assert "log" not in vars(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_what_cannot_be_copied_says_what_to_give():
+    module = Net()
+    module.lock = Lock()
+    with pytest.raises(ValueError, match=r"Net.training_step could not run.*tokens="), fake_twin(module):
+        pass
+
+
+class Looking(Net):
+    def training_step(self, batch):
+        return self.head(batch) if batch.sum().item() > 0 else None
+
+
+def test_a_step_that_looks_at_values_says_what_to_give():
+    with pytest.raises(ValueError, match=r"Looking.training_step could not run without values.*tokens="):
+        with fake_twin(Looking()) as twin:
+            fake_step(twin, data())
+
+
+class Counting(Dataset):
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return torch.full((2,), float(index)) + random.random() * 0  # noqa: S311
+
+
+class Streaming(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+LOADERS = {
+    "shuffled": (lambda: DataLoader(Counting(), batch_size=4, shuffle=True), (4, 2)),
+    "single": (lambda: DataLoader(Counting(), batch_size=None), (2,)),
+    "streamed": (lambda: DataLoader(Streaming(), batch_size=3), (3,)),
+    "list": (lambda: [torch.ones(5), torch.ones(5)], (5,)),
+    "own batches": (lambda: DataLoader(Counting(), batch_sampler=[[1, 2, 3], [4]]), (3, 2)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), LOADERS.values(), ids=LOADERS)
+def test_a_batch_has_the_shape_of_training_and_no_random_number_is_drawn(tmp_path, make, shape):
+    class Reader(Net):
+        def train_dataloader(self):
+            return make()
+
+    lightning, model = trainer(tmp_path), Reader()
+    lightning._data_connector.attach_data(model)
+    model.trainer = lightning
+    before = torch.get_rng_state(), random.getstate()
+    assert first_batch(lightning).shape == shape
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_several_loaders_give_a_batch_each(tmp_path):
+    class Two(Net):
+        def train_dataloader(self):
+            return {"a": DataLoader(Counting(), batch_size=2), "b": DataLoader(Counting(), batch_size=3)}
+
+    lightning, model = trainer(tmp_path), Two()
+    lightning._data_connector.attach_data(model)
+    model.trainer = lightning
+    batch = first_batch(lightning)
+    assert {name: len(value) for name, value in batch.items()} == {"a": 2, "b": 3}
+
+
+def test_without_data_it_says_so(tmp_path):
+    class Bare(LightningModule):
+        pass
+
+    lightning = trainer(tmp_path)
+    lightning._data_connector.attach_data(Bare())
+    with pytest.raises(ValueError, match="There is no data for training"):
+        first_batch(lightning)

@@ -1,0 +1,69 @@
+import pytest
+
+from lightning_ups.transforms.advise import Advice, best_recipe
+from lightning_ups.transforms.advise_shapes import Layer, Product
+from lightning_ups.transforms.advise_table import BFLOAT16, Table, Times
+
+WIDE, NARROW = Product(1024, 4096, 4096), Product(1024, 64, 64)
+LAYERS = [Layer("layers.0.up", {WIDE: 1}), Layer("layers.1.up", {WIDE: 1}), Layer("layers.0.gate", {NARROW: 2})]
+
+
+def times(total):
+    return Times(forward_ms=total / 4, dgrad_ms=total / 4, wgrad_ms=total / 2)
+
+
+def advice(*, wide=(10.0, 5.0), narrow=(1.0, 1.5), recipe="tensorwise", **options):
+    by_shape = {WIDE: wide, NARROW: narrow}
+    table = Table({}, {p: {BFLOAT16: times(b), recipe: times(f)} for p, (b, f) in by_shape.items()})
+    return Advice(recipe=recipe, layers=LAYERS, table=table, **options)
+
+
+def test_only_what_wins_is_converted_and_the_rest_says_why():
+    found = advice()
+    assert [layer.name for layer in found.winners] == ["layers.0.up", "layers.1.up"]
+    assert found.losers == {"layers.0.gate": "is not faster: 2 ms in bfloat16, 3 ms in float8"}
+
+
+def test_the_gain_of_a_step_follows_from_the_share_of_its_time():
+    found = advice(step_ms=40.0)
+    assert found.products_ms == 22.0
+    assert found.gain(found.winners) == pytest.approx(40 / 30 - 1)
+    assert found.gain(found.layers) == pytest.approx(40 / 31 - 1)
+    assert "convert 2 of 3 layers by tensorwise: +33.3% steps a second; with all of them +29.0%" in found.verdict()
+    assert advice().gain(LAYERS) is None
+
+
+def test_microbatches_count():
+    found = advice(step_ms=80.0, microbatches=2)
+    assert found.gain(found.winners) == pytest.approx(80 / 60 - 1)
+
+
+def test_what_loses_is_left_in_bfloat16():
+    found = advice(wide=(10.0, 10.5), step_ms=40.0)
+    assert not found.winners
+    assert len(found.losers) == 3
+    assert found.verdict().startswith("leave bfloat16: tensorwise would change the speed by -4.8% steps a second")
+
+
+def test_a_difference_that_times_do_not_show_is_none():
+    assert not advice(wide=(10.0, 9.8)).winners
+
+
+def test_what_saves_too_little_of_the_step_is_left_alone():
+    found = advice(wide=(1.0, 0.9), step_ms=1000.0)
+    assert not found.winners
+    assert "saves too little with the rest" in found.losers["layers.0.up"]
+    assert advice(wide=(1.0, 0.9), step_ms=15.0).winners
+
+
+def test_the_recipe_that_saves_most():
+    slow, fast = advice(wide=(10.0, 8.0), recipe="rowwise"), advice(wide=(10.0, 5.0))
+    assert best_recipe([slow, fast]) is fast
+
+
+def test_rows_have_the_parts_and_the_ratio():
+    rows = [*advice().rows(["tensorwise"])]
+    assert [row["in"] for row in rows] == ["layers.*.gate", "layers.*.up"]
+    assert rows[1]["a step"] == "2"
+    assert rows[1][BFLOAT16] == "2.500 + 2.500 + 5.000 ms"
+    assert rows[1]["tensorwise"] == "1.250 + 1.250 + 2.500 ms, x2.00"

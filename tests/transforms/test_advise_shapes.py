@@ -1,0 +1,27 @@
+import torch
+from torch import nn
+
+from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
+
+
+def test_rows_and_calls_of_each_layer():
+    model = nn.ModuleDict({"a": nn.Linear(4, 8), "b": nn.Linear(8, 4), "idle": nn.Linear(4, 4)})
+
+    def step():
+        x = model["a"](torch.ones(3, 5, 4))
+        model["b"](x)
+        model["b"](input=x[:1])
+
+    found = layers_of(dict(model.items()), step)
+    assert found == [
+        Layer("a", {Product(15, 4, 8): 1}),
+        Layer("b", {Product(15, 8, 4): 1, Product(5, 8, 4): 1}),
+    ]
+    assert not model["a"]._forward_pre_hooks
+
+
+def test_shapes_are_counted_over_layers():
+    layers = [Layer(name, {Product(2, 4, 4): 3}) for name in "ab"]
+    assert products_of(layers) == {Product(2, 4, 4): 6}
+    assert Product(2, 3, 5).flops == 6 * 30
+    assert str(Product(2, 3, 5)) == "2 x 3 x 5"

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+import torch
+
+from lightning_ups.transforms.advise_shapes import Product
+from lightning_ups.transforms.advise_table import BFLOAT16, Table, Times, cache_path, obtain_table, where
+
+SMALL, LARGE = Product(64, 32, 32), Product(8192, 4096, 4096)
+CPU = torch.device("cpu")
+
+
+def timer(calls):
+    def time(product, recipe):
+        calls.append((product, recipe))
+        return Times(forward_ms=1.0, dgrad_ms=2.0, wgrad_ms=3.0 if recipe == BFLOAT16 else 1.0)
+
+    return time
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_each_product_is_timed_once_and_kept_in_a_file_for_this_device_and_these_versions():
+    calls = []
+    first = obtain_table([SMALL, LARGE], ["tensorwise"], device=CPU, timer=timer(calls))
+    assert calls == [(p, name) for p in (SMALL, LARGE) for name in (BFLOAT16, "tensorwise")]
+    again = obtain_table([LARGE], ["tensorwise"], device=CPU)  # no timer is needed
+    assert again.times == first.times
+    assert again.times[LARGE][BFLOAT16].total_ms == 6.0
+    obtain_table([LARGE], ["rowwise"], device=CPU, timer=timer(calls))
+    assert calls[4:] == [(LARGE, "rowwise")]
+    name = cache_path(where(CPU)).name
+    assert name.startswith("cpu_")
+    assert torch.__version__.replace("+", "+") in name
+
+
+def test_other_versions_have_another_file():
+    place = where(CPU)
+    assert cache_path(place) != cache_path({**place, "torch": "9.9"})
+    assert cache_path(place) != cache_path({**place, "device": "NVIDIA H200"})
+
+
+def test_where_nothing_can_be_timed_it_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"Nothing can be timed on this device: cpu\..*give a table that `advise`"):
+        obtain_table([SMALL], ["tensorwise"], device=CPU)
+
+
+def test_a_table_of_another_place_serves_if_it_has_the_shapes(tmp_path):
+    path = tmp_path / "h200.json"
+    table = Table({"device": "NVIDIA H200"})
+    table.fill([LARGE], ["tensorwise"], timer([]))
+    table.write(path)
+    assert obtain_table([LARGE], ["tensorwise"], device=CPU, path=path).place == {"device": "NVIDIA H200"}
+    with pytest.raises(ValueError, match=r"no time of 64 x 32 x 32 by bfloat16, and 1 others.*of NVIDIA H200"):
+        obtain_table([SMALL], ["tensorwise"], device=CPU, path=path, timer=timer([]))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": "other"}', json.dumps([1])])
+def test_a_file_that_is_no_table_is_named(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"table.json is not a table of float8 times.*give another path"):
+        Table.read(path)
+
+
+def test_a_write_is_whole_or_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    Table({"device": "cpu"}).write(path)
+    before = path.read_text()
+    table = Table({"device": "cpu"}, {SMALL: {BFLOAT16: object()}})  # cannot be written
+    with pytest.raises(TypeError):
+        table.write(path)
+    assert path.read_text() == before
