@@ -1,0 +1,353 @@
+"""What a run takes of a device's memory, and what it would take with other settings: the figures behind ``plan``."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_ups.order.placement import Placement
+from lightning_ups.order.policy import policy_of
+from lightning_ups.order.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
+from lightning_ups.order.run import Run
+from lightning_ups.order.stage import Stage
+from lightning_ups.transforms.memory import Kind, Moment
+from lightning_ups.transforms.memory_devices import Device
+from lightning_ups.transforms.memory_layout import Layout, Sharding, between, peak_of
+from lightning_ups.transforms.memory_step import Step
+from lightning_ups.transforms.memory_twin import batch_size, resized, sequence_length
+
+__all__ = ["Planner", "Variant"]
+
+_MOST = 1 << 20  # samples, or positions: beyond that nobody asks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A setting beside the declared one.
+
+    Args:
+        name: What is otherwise.
+        yaml: What to write for it.
+        change: What is rehearsed otherwise.
+        strategy: The strategy under which it runs; None: the declared one.
+        sharding: How that shards; None: as declared.
+        samples: The share of the batch that a microbatch has.
+        host: The share of each kind that lies on the host.
+        state: Bytes of optimizer state for a parameter; None: as declared.
+        price: What it costs in speed, for reading.
+        rank: The order of prices.
+    """
+
+    name: str
+    yaml: str = ""
+    change: Change = field(default_factory=Change)
+    strategy: Placement | None = None
+    sharding: Sharding | None = None
+    samples: float = 1
+    host: Mapping[Kind, float] = field(default_factory=dict)
+    state: float | None = None
+    price: str = ""
+    rank: int = 0
+
+
+class Planner:
+    """Rehearses a run and its variants, each no more often than needed.
+
+    Args:
+        run: What is asked for.
+        batch: What ``training_step`` is given on one device.
+        settings: Of the strategy: ``sharding``, ``reshard_after_forward``, ``replicate_size``, ``offload``.
+        optimizers: Makes the optimizer in place of ``configure_optimizers``.
+        microbatches: Batches in an optimizer step.
+        device: The kind of GPU; None: not known, so that nothing can be said to fit.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        batch: Any,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        optimizers: Callable[[nn.Module], Any] | None = None,
+        microbatches: int = 1,
+        device: Device | None = None,
+    ) -> None:
+        self.run, self.batch, self.device = run, batch, device
+        self.samples, self.tokens = batch_size(batch), sequence_length(batch)
+        self._settings, self._optimizers, self._microbatches = settings or {}, optimizers, microbatches
+        self._steps: dict[Any, Step] = {}
+
+    @property
+    def devices(self) -> int:
+        """How many devices take part."""
+        return self.run.num_devices * self.run.num_nodes
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes that torch's pool may grow to, if the device is known."""
+        return None if self.device is None else self.device.usable(devices=self.devices)
+
+    @cached_property
+    def declared(self) -> Variant:
+        """The run as it is."""
+        return Variant(name="as configured")
+
+    def moment(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Moment:
+        """Return when a step takes the most of one device.
+
+        Args:
+            variant: The setting.
+            samples: Of a microbatch, in place of the batch's.
+            tokens: Of a sequence, in place of the batch's.
+
+        Raises:
+            Uncountable: If it cannot be rehearsed.
+        """
+        wanted = samples or self._samples_of(variant)
+        step = self._at(variant, wanted) if tokens is None else self._step(variant, samples=wanted, tokens=tokens)
+        return peak_of(step, self._layout(variant))
+
+    def fits(self, variant: Variant, **size: int) -> bool:
+        """Return whether it fits on the device."""
+        return self.usable is not None and self.moment(variant, **size).total <= self.usable
+
+    def largest_batch(self, variant: Variant) -> int | None:
+        """Return how many samples a microbatch may have, 0 if not even one; None if batches have no size."""
+        if self.samples is None or self.usable is None:
+            return None
+        return _largest(lambda samples: self.fits(variant, samples=samples))
+
+    def longest_sequence(self, variant: Variant) -> int | None:
+        """Return how many positions a sequence may have at the batch's number of samples; None if it has none.
+
+        Two lengths are rehearsed, and what is found between or beyond them once more.
+
+        Raises:
+            Uncountable: If the module takes no longer sequences.
+        """
+        if self.tokens is None or self.usable is None:
+            return None
+        one, two = self.tokens, 2 * self.tokens - 1 if self.tokens % 2 else 2 * self.tokens
+        samples = self._samples_of(variant)
+        first, second = (self._step(variant, samples=samples, tokens=n) for n in (one, two))
+
+        def fits(tokens: int) -> bool:
+            step = between(first, second, (tokens - one) / (two - one))
+            return peak_of(step, self._layout(variant)).total <= (self.usable or 0)
+
+        found = _largest(fits) // 64 * 64 + self.tokens % 2
+        while found > 64 and not self.fits(variant, tokens=found):
+            found = int(found * 0.95) // 64 * 64 + self.tokens % 2
+        return found
+
+    def variants(self) -> Iterator[Variant]:
+        """Yield the neighbouring settings that differ from the declared one, in the order of their price."""
+        yield from sorted(self._variants(), key=lambda variant: variant.rank)
+
+    def cures(self, *, most: int = 3) -> list[tuple[Variant, int]]:
+        """Return the cheapest variants that save something, and how many bytes each saves."""
+        before, found = self.moment(self.declared).total, []
+        for variant in self.variants():
+            try:
+                saved = before - self.moment(variant).total
+            except Uncountable:
+                continue
+            if saved > 0.01 * before:
+                found.append((variant, saved))
+        enough = [each for each in found if self.usable is None or before - each[1] <= self.usable]
+        return sorted((enough or found)[:most], key=lambda each: each[0].rank)
+
+    def _variants(self) -> Iterator[Variant]:
+        steps = {step.stage: step for step in self.run.declarations}
+        if Stage.COMPILE not in steps:
+            yield Variant(
+                name="Compile",
+                yaml=_callback("Compile"),
+                change=Change(compiling="blocks"),
+                price="faster, after compiling once",
+            )
+        recomputed = getattr(steps.get(Stage.RECOMPUTE), "save", None)
+        if Stage.RECOMPUTE in steps:
+            yield Variant(
+                name="no checkpointing",
+                yaml="trainer.callbacks: without ActivationCheckpoint",
+                change=Change(checkpointing="off"),
+                price="faster",
+            )
+        if recomputed != "matmuls":
+            yield _checkpointing("matmuls", price="1 to 5 % slower", rank=3)
+        if recomputed != "nothing":
+            yield _checkpointing("nothing", price="15 to 25 % slower", rank=5)
+        if self.devices > 1:
+            yield from self._shardings()
+        yield from self._offloads({type(step).__name__ for step in self.run.declarations})
+        if self.samples is not None and self.samples > 1:
+            yield Variant(
+                name=f"batch {self.samples // 2}, accumulated twice",
+                yaml=f"data.init_args.batch_size: {self.samples // 2}\ntrainer.accumulate_grad_batches:"
+                f" {2 * self._microbatches}",
+                samples=0.5,
+                price="slower where the device is then too small a part busy",
+                rank=4,
+            )
+
+    def _shardings(self) -> Iterator[Variant]:
+        ours = Placement(name="FSDP2Strategy", shards=True, ours=True)
+        now = self._sharding(self.declared)
+        if now != "copies":
+            yield Variant(
+                name="DDP: no sharding", yaml="trainer.strategy: ddp", strategy=Placement.of(DDPStrategy), price="as fast"
+            )
+        for sharding, rank in (("gradients", 1), ("full", 2)):
+            if now != sharding:
+                yield Variant(
+                    name=f"FSDP2Strategy(sharding={sharding})",
+                    yaml=f"trainer.strategy: {{class_path: FSDP2Strategy, init_args: {{sharding: {sharding}}}}}",
+                    strategy=ours,
+                    sharding=sharding,  # type: ignore[arg-type]
+                    price="exchanges weights, which hides behind compute on fast links",
+                    rank=rank,
+                )
+
+    def _offloads(self, declared: set[str]) -> Iterator[Variant]:
+        if "OptimizerOffload" not in declared and find_spec("lightning_ups.callbacks.optimizer_offload"):
+            yield Variant(
+                name="OptimizerOffload",
+                yaml=_callback("OptimizerOffload"),
+                host={"optimizer state": 1.0},
+                price="streams the state over the host link each step",
+                rank=6,
+            )
+        if "ActivationOffload" not in declared and find_spec("lightning_ups.callbacks.activation_offload"):
+            yield Variant(
+                name="ActivationOffload",
+                yaml=_callback("ActivationOffload"),
+                host={"activations": 0.0},  # of the blocks only: see `_layout`
+                price="streams activations over the host link each step",
+                rank=7,
+            )
+        if find_spec("torchao"):
+            yield Variant(
+                name="AdamW8bit",
+                yaml="optimizer: torchao.optim.AdamW8bit",
+                state=2 * (1 + 4 / 256),
+                price="a little slower; another optimizer",
+                rank=8,
+            )
+
+    def _samples_of(self, variant: Variant) -> int:
+        return max(int((self.samples or 1) * variant.samples), 1)
+
+    def _run(self, variant: Variant) -> Run:
+        return self.run if variant.strategy is None else replace(self.run, strategy=variant.strategy)
+
+    def _at(self, variant: Variant, samples: int) -> Step:
+        """Return a step with ``samples``, between or beyond two that are rehearsed."""
+        if self.samples is None:
+            return self._step(variant)
+        if samples == self.samples:
+            return self._step(variant, samples=samples)
+        one = max(self.samples, 2)  # not a single sample: torch may treat a dimension of one in its own way
+        first, second = (self._step(variant, samples=n) for n in (one, 2 * one))
+        return between(first, second, (samples - one) / one)
+
+    def _step(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Step:
+        run = self._run(variant)
+        # Strategies that copy the model are alike, and so are those that shard it: only the layout differs.
+        key = (variant.change, run.strategy.shards, samples, tokens)
+        if key not in self._steps:
+            batch = self.batch
+            if samples is not None or tokens is not None:
+                batch = resized(batch, samples=samples, tokens=tokens)
+            self._steps[key] = rehearse_run(
+                run, batch, optimizers=self._optimizers, change=variant.change, microbatches=self._microbatches
+            )
+        return self._steps[key]
+
+    def _sharding(self, variant: Variant) -> Sharding:
+        strategy = self._run(variant).strategy
+        if not strategy.shards:
+            return "copies"
+        if variant.sharding is not None:
+            return variant.sharding
+        if self._settings.get("reshard_after_forward") is False and self._settings.get("sharding", "full") == "full":
+            return "gradients"
+        return self._settings.get("sharding", "full")
+
+    def _layout(self, variant: Variant) -> Layout:
+        run, sharding = self._run(variant), self._sharding(variant)
+        workspace = 0 if self.device is None else self.device.workspace
+        host = {**self._declared_on_host(), **variant.host}
+        elements = max(sum(p.numel() for p in run.module.parameters()), 1)
+        stored = sum(p.numel() * p.element_size() for p in run.module.parameters()) / elements
+        if sharding == "copies":
+            computed = next((b for b in (self._computed(run),) if b and self._has_masters(run)), stored)
+            if variant.state is not None:
+                host["optimizer state"] = max(1 - variant.state / 8, 0)
+            return Layout(devices=self.devices, computed=computed, workspace=workspace, on_host=host)
+        share = self._share
+        if self._settings.get("offload") and variant.strategy is None:
+            host |= {"parameters": 1.0, "gradients": 1.0, "optimizer state": 1.0}
+        policy = policy_of(run.precision)
+        computed = self._computed(run) or stored
+        replicas = self._settings.get("replicate_size", 1) if variant.strategy is None else 1
+        return Layout(
+            sharding=sharding,
+            shards=1 if sharding == "none" else max(self.devices // replicas, 1),
+            devices=self.devices,
+            stored=stored,
+            computed=computed,
+            reduced=policy.reduce.itemsize if policy is not None and policy.reduce is not None else computed,
+            state=share.state if variant.state is None else variant.state,
+            stepping=share.stepping,
+            on_host=host,
+            workspace=workspace,
+        )
+
+    @cached_property
+    def _share(self) -> Any:
+        return optimizer_share(self.run, optimizers=self._optimizers)
+
+    def _declared_on_host(self) -> dict[Kind, float]:
+        """Return what the declared callbacks say that they keep on the host: ``host_resident``, shares by kind."""
+        shares: dict[Kind, float] = {}
+        for step in self.run.declarations:
+            shares.update(getattr(step, "host_resident", None) or {})
+        return shares
+
+    def _computed(self, run: Run) -> int | None:
+        policy = policy_of(run.precision)
+        return None if policy is None or policy.param is None else policy.param.itemsize
+
+    def _has_masters(self, run: Run) -> bool:
+        return getattr(run.precision, "weights", None) == "masters"
+
+
+def _checkpointing(save: Any, *, price: str, rank: int) -> Variant:
+    return Variant(
+        name=f"ActivationCheckpoint(save={save})",
+        yaml=_callback("ActivationCheckpoint", save=save),
+        change=Change(checkpointing=save),
+        price=price,
+        rank=rank,
+    )
+
+
+def _callback(name: str, **settings: Any) -> str:
+    given = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    return f"trainer.callbacks+: [{{class_path: {name}{f', init_args: {{{given}}}' if given else ''}}}]"
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, by doubling and halving; 0 if 1 does not."""
+    low, high = 0, 1
+    while high < _MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,287 @@
+"""Rehearsing the step of a run that is only described, as Lightning would make it, on a twin of its module."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ups._compat.rehearsal import NEEDS_VALUES, FakeTensorMode, fake_mode
+from lightning_ups.optim import MasteredOptimizer
+from lightning_ups.order.applier import Context
+from lightning_ups.order.policy import policy_of
+from lightning_ups.order.precision import PolicyPrecision
+from lightning_ups.order.run import Run
+from lightning_ups.order.stage import Stage
+from lightning_ups.transforms.blocks import roots, select_blocks
+from lightning_ups.transforms.kv_cache import without_kv_cache
+from lightning_ups.transforms.memory import Ledger
+from lightning_ups.transforms.memory_compiled import as_compiled
+from lightning_ups.transforms.memory_cuda import step_as_on_cuda
+from lightning_ups.transforms.memory_step import Play, Step, rehearse
+from lightning_ups.transforms.memory_twin import fake_batch, twin
+from lightning_ups.transforms.recompute import recompute
+
+__all__ = ["Change", "OptimizerShare", "Uncountable", "optimizer_share", "rehearse_run"]
+
+Checkpointing = Literal["off", "matmuls", "nothing"]
+Compiling = Literal["off", "blocks", "model"]
+
+
+class Uncountable(RuntimeError):  # noqa: N818  (it is what the user reads)
+    """A part of a run cannot be rehearsed; its text says which, why, and what helps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What of a run is rehearsed otherwise than it is declared. None: as it is.
+
+    Args:
+        checkpointing: What blocks that are recomputed keep.
+        compiling: What is compiled.
+    """
+
+    checkpointing: Checkpointing | None = None
+    compiling: Compiling | None = None
+
+
+class OptimizerShare(NamedTuple):
+    """What the optimizers of a run take for each trained parameter, in bytes: between steps, and besides while they step."""
+
+    state: float
+    stepping: float
+
+
+def rehearse_run(
+    run: Run,
+    batch: Any,
+    *,
+    optimizers: Callable[[nn.Module], Any] | None = None,
+    change: Change | None = None,
+    microbatches: int = 1,
+) -> Step:
+    """Return what a training step of ``run`` takes of one device, if that has the whole model.
+
+    Under a sharding strategy the twin has parameters of the type that modules compute with, and no optimizer: see
+    `optimizer_share`.
+
+    Args:
+        run: What is asked for; its module is left as it is.
+        batch: What ``training_step`` is given; only shapes and types matter.
+        optimizers: Makes the optimizer in place of ``configure_optimizers``.
+        change: What is otherwise.
+        microbatches: Batches in an optimizer step.
+
+    Raises:
+        Uncountable: If something cannot be rehearsed.
+    """
+    change, mode, ledger = change or Change(), fake_mode(), Ledger()
+    with ExitStack() as stack, _explained(run):
+        module, masters = _twin(run, mode, stack)
+        fakes = fake_batch(batch, mode=mode)
+        _stand_in(module, run)
+        stack.enter_context(without_kv_cache(module))
+        _recomputed(module, run, change, stack)
+        inside = _compiled(module, run, change, ledger, stack)
+        play = Play(
+            module=module,
+            loss=lambda: _loss(module.training_step(fakes, 0)),
+            optimizers=lambda: [] if run.strategy.shards else _optimizers(module, optimizers, masters, microbatches),
+            mode=mode,
+            masters=[] if masters is None else [*masters.of.values()],
+            blocks={name: block for name, block in select_blocks(module, None).items() if block not in inside},
+            batch=fakes,
+            around_forward=lambda: _autocast(run),
+            microbatches=min(microbatches, 2),  # from the second on, each is like the one before
+        )
+        return rehearse(play, ledger=ledger)
+
+
+def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None = None) -> OptimizerShare:
+    """Return what the optimizers of ``run`` take, stepping parameters as the module has them.
+
+    Raises:
+        Uncountable: If they cannot be rehearsed.
+    """
+    mode, ledger = fake_mode(), Ledger()
+    with _explained(run):
+        module = twin(run.module, mode=mode, without=run.module._trainer)
+        assert isinstance(module, LightningModule)
+        _stand_in(module, run)
+        play = Play(
+            module=module,
+            loss=lambda: torch.zeros(()),
+            optimizers=lambda: _optimizers(module, optimizers, None, 1),
+            mode=mode,
+            gradients=True,
+        )
+        step = rehearse(play, ledger=ledger)
+    trained = max(sum(step.trained.values()), 1)
+    return OptimizerShare(
+        state=step.fixed.of("optimizer state") / trained, stepping=step.peaks["optimizer"].of("temporaries") / trained
+    )
+
+
+@contextmanager
+def _explained(run: Run) -> Iterator[None]:
+    name = type(run.module).__name__
+    try:
+        yield
+    except Uncountable:
+        raise
+    except NEEDS_VALUES as error:
+        raise Uncountable(
+            f"{name} cannot be rehearsed: {_first_line(error)}."
+            " Memory is counted on tensors that have shapes and no numbers, and what is done here depends on numbers,"
+            " as `.item()`, `nonzero` and a mask used as an index do."
+            " Measure one step instead: `fit` with fast_dev_run, and MemoryForensics among the callbacks."
+        ) from error
+    except Exception as error:
+        raise Uncountable(
+            f"{name} cannot be rehearsed: {type(error).__name__}: {_first_line(error)}."
+            " A step of it was run on tensors without numbers, with a stand-in for the Trainer."
+            " Plan with --batch in the form that training_step expects, or measure one step: `fit` with fast_dev_run."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")[:300]
+
+
+def _twin(run: Run, mode: FakeTensorMode, stack: ExitStack) -> tuple[LightningModule, Any]:
+    """Return the twin as the precision would convert it, and its masters, if it has some."""
+    precision = run.precision
+    dtype = None
+    policy = policy_of(precision)
+    if run.strategy.shards and policy is not None:
+        dtype = policy.param
+    elif isinstance(precision, (HalfPrecision, DoublePrecision)):
+        dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision.precision, torch.float64)
+    module = twin(run.module, mode=mode, dtype=dtype, without=run.module._trainer)
+    assert isinstance(module, LightningModule)
+    module.train()
+    if not isinstance(precision, PolicyPrecision):
+        return module, None
+    with mode:
+        return module, _converted(precision, module, run, stack)
+
+
+def _converted(precision: PolicyPrecision, module: LightningModule, run: Run, stack: ExitStack) -> Any:
+    fresh = copy.copy(precision)
+    fresh._undo, fresh._masters, fresh._sharded = ExitStack(), None, run.strategy.shards
+    fresh.convert_module(module)
+    stack.callback(_forget, fresh)
+    if (masters := fresh._masters) is not None:
+        # It looks for what others have written, by value, at the first steps: there are no values.
+        masters.take_over = lambda **_: None  # type: ignore[method-assign]
+    return masters
+
+
+def _forget(precision: PolicyPrecision) -> None:
+    precision._undo.pop_all()  # the twin is thrown away as it is
+
+
+def _stand_in(module: LightningModule, run: Run) -> None:
+    """Give ``module`` what a step asks of its Trainer."""
+    devices = run.num_devices * run.num_nodes
+    trainer = SimpleNamespace(
+        estimated_stepping_batches=1000, max_steps=1000, max_epochs=1, num_training_batches=1000, global_step=0,
+        current_epoch=0, training=True, validating=False, testing=False, sanity_checking=False, world_size=devices,
+        num_devices=run.num_devices, num_nodes=run.num_nodes, global_rank=0, local_rank=0, is_global_zero=True,
+        logger=None, loggers=[], callbacks=[*run.callbacks], accumulate_grad_batches=1, gradient_clip_val=None,
+        datamodule=None, log_every_n_steps=50, barebones=False, fast_dev_run=False, optimizers=[], is_last_batch=False,
+        precision=run.precision.precision,
+    )  # fmt: skip
+    module._trainer = trainer  # type: ignore[assignment]
+    for name in ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
+        vars(module)[name] = lambda *_, **__: None
+
+
+def _recomputed(module: LightningModule, run: Run, change: Change, stack: ExitStack) -> None:
+    if change.checkpointing is None:
+        context = Context(device=torch.device("cpu"), mesh=None, training=True, precision=run.precision)
+        for step in run.declarations:
+            if step.stage is Stage.RECOMPUTE and not _on_host(step):
+                stack.enter_context(copy.copy(step).change(module, context))
+    elif change.checkpointing != "off":
+        stack.enter_context(recompute(select_blocks(module, None).values(), save=change.checkpointing))
+
+
+def _on_host(step: Any) -> bool:
+    return bool(getattr(step, "host_resident", None))
+
+
+def _compiled(
+    module: LightningModule, run: Run, change: Change, ledger: Ledger, stack: ExitStack
+) -> frozenset[nn.Module]:
+    """Compile what is to be, and return the modules that are inside of others that are compiled."""
+    scope, patterns = _scope(run)
+    if change.compiling is not None:
+        scope, patterns = change.compiling, None
+    if scope == "off":
+        return frozenset()
+    chosen = [root for _, root in roots(module)] if scope == "model" else [*select_blocks(module, patterns).values()]
+    stack.enter_context(as_compiled(chosen, ledger=ledger))
+    outermost = {*chosen}
+    return frozenset(inner for each in chosen for inner in each.modules() if inner not in outermost)
+
+
+def _scope(run: Run) -> tuple[Compiling, Any]:
+    for step in run.declarations:
+        if step.stage is Stage.COMPILE:
+            scope = getattr(step, "scope", "blocks")
+            if scope == "auto":
+                scope = "blocks" if run.strategy.shards or run.num_devices * run.num_nodes > 1 else "model"
+            return scope, getattr(step, "blocks", None)
+    return "off", None
+
+
+def _autocast(run: Run) -> Any:
+    precision = run.precision
+    if isinstance(precision, MixedPrecision):
+        dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+        # As Lightning opens it: every use of a weight casts it anew.
+        return nullcontext() if run.strategy.shards else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+    if isinstance(precision, PolicyPrecision):
+        lowered = precision.policy.param is not None and precision.weights == "autocast" and not run.strategy.shards
+        return torch.autocast("cpu", dtype=precision.policy.param) if lowered else nullcontext()
+    return nullcontext()
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise Uncountable(
+            f"training_step returned {type(output).__name__}, and no loss."
+            " What backward takes is counted from the loss; under manual optimization training_step makes its own steps."
+            " Measure one step instead: `fit` with fast_dev_run, and MemoryForensics among the callbacks."
+        )
+    return loss
+
+
+def _optimizers(
+    module: LightningModule, make: Callable[[nn.Module], Any] | None, masters: Any, microbatches: int
+) -> Sequence[Optimizer]:
+    made = make(module) if make is not None else module.configure_optimizers()
+    found = [step_as_on_cuda(optimizer) for optimizer in _flattened(made)]
+    if masters is None:
+        return found
+    return [MasteredOptimizer(optimizer, masters, accumulate=microbatches > 1) for optimizer in found]
+
+
+def _flattened(made: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers in whatever ``configure_optimizers`` may return."""
+    if isinstance(made, Optimizer):
+        yield made
+    elif isinstance(made, dict):
+        yield from _flattened(made.get("optimizer"))
+    elif isinstance(made, list | tuple):
+        for each in made:
+            yield from _flattened(each)

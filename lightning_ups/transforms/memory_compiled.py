@@ -1,0 +1,155 @@
+"""Rehearsing compiled code: the graphs that the compiler would make, run so that only what it would store exists."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_ups._compat.rehearsal import (
+    forget_compiled,
+    is_fused,
+    is_view,
+    partitioning_backend,
+)
+from lightning_ups.transforms.forward import Forward, replaced_forward
+from lightning_ups.transforms.memory import Ledger
+from lightning_ups.transforms.memory_cuda import as_on_cpu
+
+__all__ = ["Program", "as_compiled"]
+
+_NEVER = 2**62
+
+
+class Program:
+    """A graph in the compiler's operators, run with the memory that compiled code would take.
+
+    Pointwise operators and reductions are loops that the compiler fuses. A result of one is stored only where the
+    graph returns it or an operator that is no loop reads it; of what a stored result needs, what is needed no more
+    gives its memory to it. Results of other operators are stored. Everything is freed after its last reader.
+
+    Args:
+        graph: What is run.
+        ledger: What is entered in it: what is stored, and nothing else.
+    """
+
+    def __init__(self, graph: fx.GraphModule, ledger: Ledger) -> None:
+        self._run = fx.Interpreter(graph)
+        self._ledger = ledger
+        self._nodes = [*graph.graph.nodes]
+        index = {node: i for i, node in enumerate(self._nodes)}
+        self.stored = _stored(self._nodes)
+        self._last = _last_reads(self._nodes, index, self.stored)
+        self._drop: dict[int, list[fx.Node]] = {}
+        for node in self._nodes:
+            self._drop.setdefault(self._last[node], []).append(node)
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run on ``args``, which are taken out of the list."""
+        self._run.env = env = {}
+        with self._ledger.resumed():
+            for i, node in enumerate(self._nodes):
+                if node.op == "placeholder":
+                    env[node] = args.pop(0)
+                elif node.op == "output":
+                    self._run.env = {}
+                    return fx.node.map_arg(node.args[0], lambda n: env[n])
+                else:
+                    env[node] = self._value(node, env, dying=self._drop.get(i, ()))
+                for dead in self._drop.get(i, ()):
+                    env.pop(dead, None)
+        raise AssertionError("a graph ends with its output")
+
+    def _value(self, node: fx.Node, env: dict[fx.Node, Any], *, dying: Iterable[fx.Node]) -> Any:
+        if node in self.stored and not is_fused(node.target):
+            return self._run.run_node(node)
+        with self._ledger.paused():
+            value = self._run.run_node(node)
+        if node in self.stored:
+            for dead in dying:  # its memory is written over, or free by the time the loop has ended
+                if dead is not node:
+                    env.pop(dead, None)
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    self._ledger.enter(leaf)
+        return value
+
+
+def _stored(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    stored: set[fx.Node] = set()
+    for node in nodes:
+        if node.op == "output" or (node.op == "call_function" and _is_opaque(node)):
+            stored.add(node)
+            for source in node.all_input_nodes:
+                stored.add(_origin(source))
+    return stored
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    return not (is_fused(node.target) or is_view(node.target) or _is_item(node))
+
+
+def _is_item(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """Return what was computed to get ``node``, which may be a view of it."""
+    while node.op == "call_function" and (is_view(node.target) or _is_item(node)):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _last_reads(nodes: Sequence[fx.Node], index: dict[fx.Node, int], stored: set[fx.Node]) -> dict[fx.Node, int]:
+    # What is not stored is computed where it is read: then its own sources are read.
+    last: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        reads = [index[node]]
+        for user in node.users:
+            if user.op == "output":
+                reads.append(_NEVER)
+            else:
+                reads.append(index[user] if user in stored else last[user])
+        last[node] = max(reads)
+    return last
+
+
+@contextmanager
+def as_compiled(modules: Iterable[nn.Module], *, ledger: Ledger) -> Iterator[None]:
+    """Run ``modules``, while the context is open, as if each were compiled for itself.
+
+    What an eager forward between two graphs of a module does is seen as it is. Modules that are recomputed shall be so
+    already: the compiler then splits their graphs accordingly.
+    """
+    forget_compiled()
+    backend = partitioning_backend(lambda graph: Program(graph, ledger))
+    frames: dict[Forward, Callable[..., Any]] = {}
+
+    def compiled(inner: Forward) -> Forward:
+        if inner not in frames:
+            frames[inner] = torch.compile(_own(inner), backend=backend, dynamic=False)
+        run = frames[inner]
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with as_on_cpu():
+                return run(self, *args, **kwargs)
+
+        return forward
+
+    with ExitStack() as undo:
+        for module in dict.fromkeys(modules):
+            undo.enter_context(replaced_forward(module, compiled))
+        try:
+            yield
+        finally:
+            forget_compiled()
+
+
+def _own(inner: Forward) -> Forward:
+    # Dynamo skips functions of torch's own files, and with them all that they call.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,176 @@
+"""From a rehearsed step on one device to what each of many takes: sharding, buckets, gathered blocks, offloading."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_ups.transforms.memory import FIXED, Kind, Moment, Phase
+from lightning_ups.transforms.memory_step import Step
+
+__all__ = ["Layout", "Sharding", "between", "peak_of"]
+
+Sharding = Literal["full", "gradients", "none", "copies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where parameters, gradients and optimizer state lie.
+
+    Args:
+        sharding: As in ``FSDP2Strategy``; ``"copies"``: a whole model on every device, as DDP and one device have it.
+        shards: Devices over which parameters are split.
+        devices: Devices in all.
+        stored: Bytes of a parameter as the optimizer has it, under a sharding that is not ``"copies"``.
+        computed: Bytes of a parameter as modules compute with it.
+        reduced: Bytes of a gradient as it is summed over devices.
+        state: Bytes that the optimizer keeps for a parameter.
+        stepping: Bytes for a parameter that the optimizer takes while it steps, and gives back.
+        on_host: The share of each kind that lies in the host's memory.
+        passing: Bytes on the device through which what lies on the host passes.
+        workspace: Bytes that libraries of the device's maker take from the same pool.
+    """
+
+    sharding: Sharding = "copies"
+    shards: int = 1
+    devices: int = 1
+    stored: float = 4
+    computed: float = 2
+    reduced: float = 4
+    state: float = 8
+    stepping: float = 0
+    on_host: Mapping[Kind, float] | None = None
+    passing: int = 0
+    workspace: int = 0
+
+
+def peak_of(step: Step, layout: Layout) -> Moment:
+    """Return when ``step`` takes the most of one device under ``layout``."""
+    moments = _copied(step, layout) if layout.sharding == "copies" else _sharded(step, layout)
+    return max((_with_host(moment, layout) for moment in moments), key=lambda moment: moment.total)
+
+
+def _with_host(moment: Moment, layout: Layout) -> Moment:
+    shares = layout.on_host or {}
+    held = {(kind, owner): round(size * (1 - shares.get(kind, 0))) for (kind, owner), size in moment.held.items()}
+    held["workspaces", ""] = held.get(("workspaces", ""), 0) + layout.workspace
+    held["gather buffers", "host"] = layout.passing
+    return replace(moment, held={key: size for key, size in held.items() if size})
+
+
+def _copied(step: Step, layout: Layout) -> Iterator[Moment]:
+    # DDP has its gradients a second time, in the buckets that it sends.
+    buckets = round(layout.computed * sum(step.trained.values())) if layout.devices > 1 else 0
+    for moment in step.peaks.values():
+        yield replace(moment, held={**moment.held, ("gather buffers", "buckets"): buckets})
+
+
+def _sharded(step: Step, layout: Layout) -> Iterator[Moment]:
+    for (phase, place), moment in step.loose.items():
+        loose = {key: size for key, size in moment.held.items() if key[0] not in FIXED}
+        yield Moment(
+            phase=phase,
+            place=place,
+            held={
+                **loose,
+                **_shards(step, layout, reduced=_reduced(step, moment)),
+                **_unreduced(moment, place),
+                **_gathered(step, layout, phase, place),
+            },
+        )
+    everything = sum(step.trained.values())
+    root = _Group(step, layout, "")
+    yield Moment(  # the end of backward, where what no block holds is reduced
+        phase="backward",
+        place="",
+        held={
+            **_shards(step, layout, reduced=everything - root.trained),
+            ("gather buffers", ""): root.whole + root.sent,
+            ("gradients", ""): root.gradients,
+        },
+    )
+    yield Moment(
+        phase="optimizer",
+        held={
+            **_shards(step, layout, reduced=everything),
+            ("temporaries", ""): round(layout.stepping * everything / layout.shards),
+        },
+    )
+
+
+class _Group:
+    """What is gathered and reduced together, in bytes."""
+
+    def __init__(self, step: Step, layout: Layout, name: str) -> None:
+        self.elements, self.trained = step.elements.get(name, 0), step.trained.get(name, 0)
+        alone = layout.shards == 1 and layout.computed == layout.stored  # then nothing is gathered, nor cast
+        self.whole = 0 if alone else round(layout.computed * self.elements)
+        self.gradients = round(layout.computed * self.trained)
+        self.sent = 0 if layout.devices == 1 else round(layout.reduced * self.trained)
+
+
+def _shards(step: Step, layout: Layout, *, reduced: int) -> dict[tuple[Kind, str], int]:
+    part = 1 / layout.shards
+    return {
+        ("parameters", ""): round(layout.stored * sum(step.elements.values()) * part),
+        ("optimizer state", ""): round(layout.state * sum(step.trained.values()) * part),
+        ("gradients", "reduced"): round(layout.stored * reduced * part),
+    }
+
+
+def _reduced(step: Step, moment: Moment) -> int:
+    """Return the elements whose gradients are reduced by then: of the blocks that have been left."""
+    left = {owner for (kind, owner), size in moment.held.items() if kind == "gradients" and size}
+    return sum(step.trained.get(owner, 0) for owner in left - {"", moment.place})
+
+
+def _unreduced(moment: Moment, place: str) -> dict[tuple[Kind, str], int]:
+    names = dict.fromkeys(("", place))
+    return {("gradients", name): moment.held.get(("gradients", name), 0) for name in names}
+
+
+def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tuple[Kind, str], int]:
+    """Return what is whole meanwhile: of the model's own group always, of a block while it runs, of the next one."""
+    order = [name for name in step.elements if name]
+    root, here = _Group(step, layout, ""), _Group(step, layout, place)
+    held: dict[tuple[Kind, str], int] = {("gather buffers", ""): root.whole}
+    if not place:
+        # Between two blocks, or after the last of them: the one that ran last is not given back at once.
+        blocks = [_Group(step, layout, name) for name in order]
+        kept = sum(b.whole for b in blocks) if layout.sharding != "full" else max((b.whole for b in blocks), default=0)
+        return {**held, ("gather buffers", "blocks"): kept}
+    index = order.index(place)
+    gathered = here.whole
+    if layout.sharding != "full":  # kept until backward has passed
+        gathered = sum(_Group(step, layout, name).whole for name in order[: index + 1])
+    arriving = here.whole if phase == "forward" else 0
+    if phase == "backward" and index and layout.sharding == "full":
+        arriving = _Group(step, layout, order[index - 1]).whole
+    leaving = 0
+    if phase == "backward":  # the sum before is still being sent, or its own is
+        after = order[index + 1] if index + 1 < len(order) else place
+        leaving = max(_Group(step, layout, after).sent, here.sent)
+    if layout.shards == 1:
+        arriving = 0
+    return {**held, ("gather buffers", place): gathered + arriving + leaving}
+
+
+def between(first: Step, second: Step, share: float) -> Step:
+    """Return the step at ``share`` of the way from ``first`` to ``second``, or beyond: memory grows evenly with a batch.
+
+    Args:
+        first: A step.
+        second: The same with another batch.
+        share: 0 is the first and 1 the second.
+    """
+    return replace(
+        first,
+        peaks={phase: _mixed(first.peaks[phase], second.peaks[phase], share) for phase in first.peaks},
+        loose={key: _mixed(first.loose[key], second.loose[key], share) for key in first.loose if key in second.loose},
+        saved=_mixed(first.saved, second.saved, share),
+    )
+
+
+def _mixed(first: Moment, second: Moment, share: float) -> Moment:
+    keys = {*first.held, *second.held}
+    held = {key: first.held.get(key, 0) * (1 - share) + second.held.get(key, 0) * share for key in keys}
+    return replace(first, held={key: round(size) for key, size in held.items() if size > 0})

@@ -1,0 +1,110 @@
+"""A module's twin, and a batch's, without numbers in them: they have its shapes and types, and take no memory."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_ups._compat.rehearsal import FakeTensorMode
+
+__all__ = ["batch_size", "fake_batch", "resized", "sequence_length", "twin"]
+
+
+def twin(module: nn.Module, *, mode: FakeTensorMode, dtype: torch.dtype | None = None, without: Any = None) -> nn.Module:
+    """Return a copy of ``module`` whose tensors are fake ones of ``mode``; nothing of its weights is copied.
+
+    Args:
+        module: It may be on the meta device, or anywhere else.
+        mode: What fakes.
+        dtype: Of the twin's parameters of floating point; None: as they are.
+        without: An object that the module refers to, such as its Trainer, and the copy shall not: it has None there.
+
+    Raises:
+        ValueError: If the module is sharded, or has tensors of a kind that cannot be faked.
+    """
+    memo: dict[int, Any] = {} if without is None else {id(without): None}
+    for tensor in _tensors(module):
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{type(module).__name__} is sharded already."
+                " A plan begins with the module as it was built, and decides by itself what lies where."
+                " Plan with a module that has not been given to a strategy."
+            )
+        memo[id(tensor)] = _faked(tensor, mode, dtype)
+    other = copy.deepcopy(module, memo)
+    for recurrent in other.modules():
+        if isinstance(recurrent, nn.RNNBase):  # it has its weights a second time, in a list
+            recurrent._flat_weights = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
+    return other
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _faked(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+    parameter = isinstance(tensor, nn.Parameter)
+    wanted = dtype if parameter and dtype is not None and tensor.is_floating_point() else tensor.dtype
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+        if not parameter:
+            return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
+        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    for name, value in vars(tensor).items():  # such as marks that tell an optimizer what not to decay
+        if not name.startswith("__"):
+            setattr(fake, name, value)
+    return fake
+
+
+def fake_batch(batch: Any, *, mode: FakeTensorMode) -> Any:
+    """Return ``batch`` with fake tensors in it."""
+    return apply_to_collection(batch, Tensor, lambda tensor: _faked(tensor.detach(), mode, None))
+
+
+def batch_size(batch: Any) -> int | None:
+    """Return the length of the first dimension that most tensors of ``batch`` have, or None if it has none."""
+    sizes = [tensor.shape[0] for tensor in _found(batch) if tensor.dim()]
+    return max(set(sizes), key=sizes.count) if sizes else None
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Return the length of the sequences in ``batch``: of the second dimension of its integer tensors, or None."""
+    sizes = [tensor.shape[1] for tensor in _found(batch) if tensor.dim() >= 2 and not tensor.is_floating_point()]
+    return max(set(sizes), key=sizes.count) if sizes else None
+
+
+def resized(batch: Any, *, samples: int | None = None, tokens: int | None = None) -> Any:
+    """Return a batch like ``batch`` with another number of samples, or with sequences of another length; it is empty.
+
+    Args:
+        batch: What is like it.
+        samples: The length of the first dimension, where it is that of the batch. None: as it is.
+        tokens: The length of the dimensions that are as long as the sequence. None: as it is.
+    """
+    size, length = batch_size(batch), sequence_length(batch)
+
+    def other(tensor: Tensor) -> Tensor:
+        shape = [*tensor.shape]
+        if samples is not None and shape and shape[0] == size:
+            shape[0] = samples
+        if tokens is not None:
+            shape = [*shape[:1], *(tokens if n == length else n for n in shape[1:])]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return apply_to_collection(batch, Tensor, other)
+
+
+def _found(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found
