@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
@@ -65,8 +65,9 @@ def _fake(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _refusal(module: LightningModule, error: Exception) -> str:
+    reason = (str(error) or repr(error)).splitlines()[0]
     return (
-        f"{type(module).__name__}.training_step could not run without values: {(str(error) or repr(error)).splitlines()[0]}."
+        f"{type(module).__name__}.training_step could not run without values: {reason}."
         " It looks at what a tensor holds, or at something that is there only within fit."
         " Say how many rows its linear layers get: tokens=..., mostly batch size times sequence length."
     )

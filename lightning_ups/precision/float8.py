@@ -55,7 +55,7 @@ class Float8Precision(PolicyPrecision):
         filter: ``"all"`` converts what it can; ``"auto"`` only what is faster so on this GPU: each shape is timed once,
             with its casts, and the times are kept for later runs. It may find that nothing is worth it.
         tokens: For ``"auto"``: how many rows linear layers get. None: what a training step with the first batch shows.
-        table: For ``"auto"``: a file with times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
+        table: For ``"auto"``: a file of times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
         all_gather: Under a sharding strategy, gather weights in float8. None: where the recipe allows it.
         emulate: Compute in high precision what float8 would, on any device, for tests.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
@@ -77,7 +77,7 @@ class Float8Precision(PolicyPrecision):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         head: bool = False,
-        filter: Filter = "all",  # noqa: A002  (what the user reads in YAML)
+        filter: Filter = "all",
         tokens: int | None = None,
         table: str | Path | None = None,
         all_gather: bool | None = None,

@@ -125,10 +125,8 @@ def obtain_table(
     products = [*products]
     place = where(device)
     cached = cache_path(place)
-    if path is not None:
-        table = Table.read(path)
-    else:
-        table = Table.read(cached) if cached.exists() else Table(place)
+    read = Path(path) if path is not None else cached
+    table = Table.read(read) if path is not None or cached.exists() else Table(place)
     missing = table.missing(products, recipes)
     if missing and path is not None:
         raise ValueError(

@@ -62,7 +62,7 @@ def _times(product: Product, recipe: str, device: torch.device, measure: Measure
         return torch.autograd.grad(input_alone(x), (x,), gradient)
 
     whole, forward = measure(forward_and_gradients), measure(lambda: both(x))
-    weight.requires_grad_(False)
+    weight.requires_grad = False
     without_wgrad = measure(forward_and_dgrad)
     without_wgrad = min(max(without_wgrad, forward), whole)
     return Times(forward_ms=forward, dgrad_ms=without_wgrad - forward, wgrad_ms=whole - without_wgrad)
