@@ -30,6 +30,7 @@ __all__ = [
     "host",
     "installed",
     "relevant_variables",
+    "slowed_by",
     "usable_cores",
     "versions",
     "without_secrets",
@@ -165,7 +166,7 @@ def _gpu_state(nvml: Any, index: int) -> GpuState:
             "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             "max_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
             "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            "slowed_by": lambda: _slowed_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+            "slowed_by": lambda: slowed_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
             "nvlinks": lambda: _nvlinks(nvml, handle),
         }
         for name, read in reasons.items():
@@ -174,7 +175,8 @@ def _gpu_state(nvml: Any, index: int) -> GpuState:
     return state
 
 
-def _slowed_by(bits: int) -> list[str]:
+def slowed_by(bits: int) -> list[str]:
+    """Return what slows a GPU, of NVML's ``bits``, in words."""
     return [reason for bit, reason in _SLOWED.items() if bits & bit]
 
 

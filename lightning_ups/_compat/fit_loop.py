@@ -9,6 +9,8 @@ __all__ = [
     "follow_loaders",
     "in_accumulation",
     "is_epoch_over",
+    "is_logging_step",
+    "logged_step",
     "restarted_loaders",
     "set_batches_taken",
 ]
@@ -101,3 +103,14 @@ def restarted_loaders(trainer: Any) -> list[bool]:
     """Return, for each loader, whether it was read to its end in this epoch, and begun again."""
     iterator = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
     return list(getattr(iterator, "_consumed", []))
+
+
+def logged_step(trainer: Any) -> int:
+    """Return the number under which loggers get what Lightning logs of the step that is ending."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def is_logging_step(trainer: Any) -> bool:
+    """Return whether the step that is ending is one that Lightning logs."""
+    every = trainer.log_every_n_steps
+    return every > 0 and (logged_step(trainer) + 1) % every == 0

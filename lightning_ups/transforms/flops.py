@@ -12,10 +12,10 @@ from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from lightning_ups._compat.attention import FakeTensor, attention_operators
+from lightning_ups._compat.flop_counter import RecomputeCounter
 from lightning_ups.kernels.attention.operator import attention_forward
 from lightning_ups.kernels.attention.request import attended_pairs
 
@@ -33,11 +33,13 @@ class FlopCount:
         by_operator: Those of each operator, by its name.
         by_module: Those of each module, those inside it included, by its name from the module that was called;
             ``Global`` is the whole.
+        recomputed: Those of ``total`` that activation checkpointing made once more.
     """
 
     total: int
     by_operator: Mapping[str, int]
     by_module: Mapping[str, int]
+    recomputed: int = 0
 
 
 def count_flops(call: Callable[[], Any], *, attention: Counted = "model") -> FlopCount:
@@ -61,13 +63,14 @@ def count_flops(call: Callable[[], Any], *, attention: Counted = "model") -> Flo
             " MFU counts what the model needs, a kernel's speed what the kernel does."
             f" Use one of {get_args(Counted)}."
         )
-    counter = FlopCounterMode(display=False, custom_mapping=_formulas(attention))
+    forwards = [*attention_operators("forward"), torch.ops.lightning_ups.attention_forward]
+    counter = RecomputeCounter(display=False, custom_mapping=_formulas(attention), forwards=forwards)
     with counter, _FakeAttention():
         call()
     counts = counter.get_flop_counts()
     by_operator = {str(operator): count for operator, count in counts.get("Global", {}).items()}
     by_module = {name: sum(operators.values()) for name, operators in counts.items()}
-    return FlopCount(counter.get_total_flops(), by_operator, by_module)
+    return FlopCount(counter.get_total_flops(), by_operator, by_module, counter.recomputed)
 
 
 def module_flops(

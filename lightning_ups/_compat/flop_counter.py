@@ -1,0 +1,49 @@
+"""Counting apart what is recomputed: torch's counter does not tell it from the rest."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+__all__ = ["RecomputeCounter", "in_backward", "run_backward"]
+
+
+def in_backward() -> bool:
+    """Return whether this is called from within a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def run_backward(loss: Tensor) -> None:
+    """Do what ``loss.backward()`` does, with the function modes that are on: torch leaves them out of a backward."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class RecomputeCounter(FlopCounterMode):
+    """Counts all that runs, as torch's does, and in ``recomputed`` what ran once more within a backward pass.
+
+    Args:
+        forwards: Operators that no backward calls by itself.
+        **options: Those of torch's counter.
+    """
+
+    def __init__(self, *, forwards: Collection[Any] = (), **options: Any) -> None:
+        super().__init__(**options)
+        self.recomputed = 0
+        self._forwards = frozenset(forwards)
+
+    @override
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        # The formulas of backward run without grad mode; what is recomputed runs with it, to be differentiated, but for
+        # the inside of operators that bring a backward of their own.
+        again = in_backward() and (torch.is_grad_enabled() or func_packet in self._forwards)
+        before = self.flop_counts["Global"].get(func_packet, 0) if again else 0
+        result = super()._count_flops(func_packet, out, args, kwargs)
+        if again:
+            self.recomputed += self.flop_counts["Global"].get(func_packet, 0) - before
+        return result

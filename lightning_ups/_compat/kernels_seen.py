@@ -1,0 +1,103 @@
+"""What the device does in a few steps, kernel by kernel, and where the host waits for it."""
+
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["Kernels", "is_profiled", "watched_waits"]
+
+Kernel = tuple[str, float, float]  # name, start and end in microseconds
+
+
+def is_profiled() -> bool:
+    """Return whether somebody profiles this process by torch's profiler, of which there is one."""
+    return torch._C._autograd._profiler_enabled()
+
+
+class Kernels:
+    """Torch's profiler, for the device's work only."""
+
+    def __init__(self) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+
+    def start(self) -> None:
+        """Begin; it takes up to a second the first time in a process."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._profile.start()
+
+    def stop(self) -> list[Kernel]:
+        """End, and return what the device did, in any order. This waits for the device."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._profile.stop()
+        return [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in self._profile.events() or ()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        ]
+
+
+@contextmanager
+def watched_waits(counts: "Counter[str]") -> Iterator[None]:
+    """Count, while the context is open, at which lines the host waits for the device; nothing is printed.
+
+    Torch itself says where (``torch.cuda.set_sync_debug_mode``), but for explicit ``torch.cuda.synchronize``, which is
+    watched here.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    stock_synchronize = torch.cuda.synchronize
+    stock_show = warnings.showwarning
+
+    def note() -> None:
+        if (place := _place()) is not None:
+            counts[place] += 1
+
+    def show(message: Any, *args: Any, **kwargs: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            note()
+        elif "Synchronization debug mode" not in str(message):
+            stock_show(message, *args, **kwargs)
+
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        note()
+        stock_synchronize(*args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
+        warnings.filterwarnings("always", message=".*Synchronization debug mode.*")
+        warnings.showwarning = show  # type: ignore[assignment]
+        torch.cuda.synchronize = synchronize
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            torch.cuda.synchronize = stock_synchronize
+
+
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+
+
+def _place(ours: Callable[[str], bool] = lambda path: path == __file__) -> str | None:
+    """Return the line that waits: the innermost of the user's, or that of a library if none is."""
+    frames = [frame for frame in traceback.extract_stack(sys._getframe(2)) if not ours(frame.filename)]
+    frames = [frame for frame in frames if not frame.filename.endswith("/warnings.py")]
+    if not frames:
+        return None
+    own = [
+        frame for frame in frames if not frame.filename.startswith(_LIBRARIES) and "lightning_ups" not in frame.filename
+    ]
+    # The outermost of the user's own frames is the script that called fit; a step's lies below Lightning's.
+    last_library = max((i for i, frame in enumerate(frames) if "lightning" in frame.filename), default=-1)
+    inside = [frame for frame in own if frames.index(frame) > last_library]
+    chosen = (inside or frames)[-1]
+    return f"{chosen.filename}:{chosen.lineno} ({chosen.name})"

@@ -1,0 +1,197 @@
+"""Figures of a run from the times of its steps: rates, percentiles, the split of a step, utilisation."""
+
+import statistics
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_ups.transforms.throughput.inspection import Inspection
+from lightning_ups.transforms.throughput.timeline import PHASES, Phase, StepTime
+
+__all__ = ["Flops", "Meter", "RankTimes", "Summary", "quantile"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flops:
+    """Floating-point operations of one unit (such as a token) on one device, and what the device can do.
+
+    Args:
+        model: What the model needs, for MFU.
+        hardware: With what is computed twice, for HFU.
+        low_precision: The part of ``model`` that is computed in fp8.
+        peak: The device's FLOP/s in the type of the rest, or None if the device is not known.
+        low_precision_peak: Its FLOP/s in fp8.
+    """
+
+    model: float
+    hardware: float
+    low_precision: float = 0.0
+    peak: float | None = None
+    low_precision_peak: float | None = None
+
+    def utilisation(self, units_per_s: float) -> dict[str, float]:
+        """Return MFU, HFU, and MFU with the part in fp8 held against the peak of fp8, of one device at that rate."""
+        if self.peak is None:
+            return {}
+        found = {"mfu": units_per_s * self.model / self.peak, "hfu": units_per_s * self.hardware / self.peak}
+        if self.low_precision and self.low_precision_peak:
+            rest = (self.model - self.low_precision) / self.peak
+            found["mfu_mixed"] = units_per_s * (rest + self.low_precision / self.low_precision_peak)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """What one rank measured, as plain values that can be sent to others."""
+
+    steps: int
+    seconds: float
+    units: float
+    split: Mapping[str, float]
+    split_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in figures, and what they were measured on. What was not measured is None.
+
+    Shares are of a step, those of ``pauses`` and ``start_s`` are seconds of the fit. Memory is in bytes.
+    """
+
+    unit: str
+    device: str
+    num_devices: int
+    steps: int
+    warmup_steps: int
+    units_per_s: float | None = None
+    units_per_s_per_device: float | None = None
+    units_per_step: float | None = None
+    step_s: float | None = None
+    step_p95_s: float | None = None
+    split: Mapping[str, float] = field(default_factory=dict)
+    split_steps: int = 0
+    pauses: Mapping[str, float] = field(default_factory=dict)
+    start_s: float | None = None
+    fit_s: float | None = None
+    inspection: Inspection | None = None
+    flops: Flops | None = None
+    utilisation: Mapping[str, float] = field(default_factory=dict)
+    why_no_mfu: str = ""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+    single_device: float | None = None
+    ranks: Sequence[RankTimes] = ()
+    hints: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scaling(self) -> float | None:
+        """How much of ``num_devices`` times one device's rate is reached, if that rate was given."""
+        if self.single_device is None or self.units_per_s is None:
+            return None
+        return self.units_per_s / (self.single_device * self.num_devices)
+
+    @property
+    def slowest_rank(self) -> tuple[int, float] | None:
+        """The rank that works longest in a step, and how much longer than the median: the others wait for it.
+
+        A rank that is slow waits for nobody; the others spend the difference in the phase that communicates.
+        """
+        own = [_own_work(rank) for rank in self.ranks]
+        if len(own) < 2 or not all(own):
+            return None
+        worst = max(range(len(own)), key=own.__getitem__)
+        return worst, own[worst] / statistics.median(own) - 1
+
+
+def _own_work(rank: RankTimes) -> float:
+    # Reductions are waited for in backward and in the optimizer step; what comes before is a rank's own.
+    return sum(rank.split.get(phase, 0.0) for phase in ("data", "transfer", "forward", "other")) / max(1, rank.steps)
+
+
+class Meter:
+    """Adds steps up, for the whole run and since the last window.
+
+    Args:
+        warmup_steps: How many steps at the beginning count for nothing: they compile, allocate, and fill caches.
+        share: What part of the units of a batch one device works on, such as a half where two devices split each matrix.
+        replicas: How many devices, or groups of them, work on batches of their own.
+    """
+
+    def __init__(self, *, warmup_steps: int, share: float = 1.0, replicas: int = 1) -> None:
+        self.warmup_steps, self.share, self.replicas = warmup_steps, share, replicas
+        self.seconds = array("d")
+        self.units = 0.0
+        self.pauses: dict[str, float] = {"checkpoint": 0.0, "validation": 0.0}
+        self.split: dict[str, float] = dict.fromkeys(set(PHASES) - self.pauses.keys(), 0.0)
+        self.split_seconds, self.split_steps = 0.0, 0
+        self._window: list[StepTime] = []
+
+    def add(self, step: StepTime) -> None:
+        """Count a step; its note is how many units it worked on, or None if it is not to count."""
+        for phase, seconds in step.pauses.items():
+            self.pauses[phase] += seconds
+        if step.note is None or step.number < self.warmup_steps:
+            return
+        self.seconds.append(step.seconds)
+        self.units += float(step.note)
+        self._window.append(step)
+        if step.split is not None:
+            self.split_steps += 1
+            self.split_seconds += step.seconds
+            for phase, seconds in step.split.items():
+                self.split[phase] += seconds
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps that count."""
+        return sum(self.seconds)
+
+    def per_device(self, units: float, seconds: float) -> float:
+        """Return the rate of one device."""
+        return units * self.share / seconds
+
+    def window(self) -> dict[str, float]:
+        """Return figures of the steps since the last call, or nothing if there were none; times in milliseconds."""
+        steps, self._window = self._window, []
+        seconds = [step.seconds for step in steps]
+        total = sum(seconds)
+        if not steps or total <= 0:
+            return {}
+        units = sum(float(step.note) for step in steps)
+        found = {
+            "units_per_s": units * self.replicas / total,
+            "units_per_s_per_device": self.per_device(units, total),
+            "step_ms": statistics.median(seconds) * 1e3,
+            "step_p95_ms": quantile(seconds, 0.95) * 1e3,
+        }
+        splits = [step.split for step in steps if step.split is not None]
+        for phase in self.split if splits else ():
+            found[f"{phase}_ms"] = sum(split.get(_phase(phase), 0.0) for split in splits) / len(splits) * 1e3
+        return found
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each phase in the steps that were split."""
+        if not self.split_seconds:
+            return {}
+        return {phase: seconds / self.split_seconds for phase, seconds in self.split.items()}
+
+    def own(self) -> RankTimes:
+        """Return what this rank measured."""
+        return RankTimes(
+            steps=self.split_steps,
+            seconds=self.total_s,
+            units=self.units,
+            split=dict(self.split),
+            split_seconds=self.split_seconds,
+        )
+
+
+def _phase(name: str) -> Phase:
+    return name  # type: ignore[return-value]
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the smallest of ``values`` that at least ``share`` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

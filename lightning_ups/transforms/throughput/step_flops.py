@@ -1,0 +1,232 @@
+"""What one training step costs, counted on a twin of the module that has no data.
+
+The twin has the module's classes and attributes, meta tensors in place of all tensors, and none of its hooks. To run its
+``training_step`` computes nothing, draws no random number on a device, and touches no gradient, buffer, metric, counter
+or logger of the run. Sharded, compiled and converted modules have a plain twin.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_ups._compat.flop_counter import in_backward, run_backward
+from lightning_ups.transforms.flops import count_flops
+
+__all__ = ["StepFlops", "step_flops"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFlops:
+    """Floating-point operations of one forward and backward.
+
+    Args:
+        model: What the model needs.
+        hardware: With what is recomputed in backward.
+        low_precision: The part of ``model`` that layers converted to fp8 compute.
+    """
+
+    model: int
+    hardware: int
+    low_precision: int = 0
+
+
+def step_flops(
+    module: nn.Module, batch: Any, *, step: Callable[[Any, Any], Any], attributes: Mapping[str, Any] | None = None
+) -> StepFlops:
+    """Count ``step(twin, batch)``, which returns a loss, a mapping with one, or None, and the backward of that loss.
+
+    Args:
+        module: Left as it is.
+        batch: Only shapes and types matter.
+        step: Calls the twin's training step.
+        attributes: What the twin has in place of the module's own, such as a ``log`` that does nothing.
+
+    Raises:
+        Exception: Whatever the step raises on tensors without data.
+    """
+    twins = _Twins()
+    twin = twins.of(module)
+    for name, value in (attributes or {}).items():
+        object.__setattr__(twin, name, value)
+    found = twins.value(batch)
+
+    def run() -> None:
+        result = step(twin, found)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            run_backward(loss)  # attention that is recomputed is counted as it was in forward
+
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # what would be said is said when the step runs
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):  # casts follow the device, and meta has none of its own
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.device("meta"))  # for what the step makes itself
+        stack.enter_context(_Answers())
+        counted = count_flops(run)
+    low = sum(layer.operations for layer in twins.low_precision)
+    return StepFlops(model=counted.total - counted.recomputed, hardware=counted.total, low_precision=low)
+
+
+class _Twins:
+    """Makes each module's and each tensor's twin once, so that what is shared stays shared."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self.low_precision: list[_LowPrecisionLinear] = []
+
+    def of(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self._modules:
+            self._make(module)
+        return self._modules[id(module)]
+
+    def _make(self, module: nn.Module) -> None:
+        if isinstance(inner := vars(module).get("_modules", {}).get("_orig_mod"), nn.Module):
+            self._modules[id(module)] = self.of(inner)  # what torch.compile(module) returned
+        elif _is_metric(module):
+            self._modules[id(module)] = _Silent()
+        elif _is_low_precision(module):
+            self._modules[id(module)] = layer = _LowPrecisionLinear(self, module)
+            self.low_precision.append(layer)
+        else:
+            twin = self._modules[id(module)] = _bare(module)
+            self._fill(module, twin)
+
+    def _fill(self, module: nn.Module, twin: nn.Module) -> None:
+        own = vars(twin)
+        for name, value in vars(module).items():
+            if name.endswith("_hooks") or name.endswith(("_hooks_with_kwargs", "_hooks_always_called")):
+                own[name] = type(value)()  # they belong to the run: sharding, capturing, counting
+            elif name in ("_parameters", "_buffers", "_modules"):
+                own[name] = {key: self.value(inner) for key, inner in value.items()}
+            elif name == "forward":
+                if (forward := _forward_of(value, module, twin)) is not None:
+                    own["forward"] = forward
+            elif name != "_compiled_call_impl":
+                own[name] = self.value(value)
+
+    def value(self, value: Any) -> Any:
+        """Return what stands for ``value`` in a twin: tensors and modules within plain containers, too."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return self.of(value)
+        if type(value) in (list, tuple, set):
+            return type(value)(map(self.value, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.value, value))
+        if isinstance(value, dict) and type(value).__init__ is dict.__init__:
+            return type(value)((key, self.value(inner)) for key, inner in value.items())
+        if isinstance(value, Mapping) and hasattr(value, "data") and isinstance(value.data, dict):  # a UserDict
+            twin = copy(value)
+            twin.data = self.value(value.data)  # type: ignore[attr-defined]
+            return twin
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._tensors:
+            # In one type: what casts between types is left out with the hooks, and costs no operations that count.
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            twin = torch.empty(tensor.shape, dtype=dtype, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            self._tensors[id(tensor)] = twin
+        return self._tensors[id(tensor)]
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    kind = type(module)
+    if isinstance(module, FSDPModule):
+        kind = next(k for k in kind.__mro__ if not issubclass(k, FSDPModule))
+    return object.__new__(kind)
+
+
+def _forward_of(value: Any, module: nn.Module, twin: nn.Module) -> Any:
+    # Of replaced forwards only recomputation is of interest: it is work. Compilation and casts are left out.
+    while value is not None:
+        function = getattr(value, "__func__", None)
+        if function is not None and function.__module__ == "lightning_ups.transforms.recompute":
+            return MethodType(function, twin)
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, twin) if value.__self__ is module else None
+        value = getattr(value, "__wrapped__", None)
+    return None
+
+
+class _LowPrecisionLinear(nn.Module):
+    """Stands for a linear layer that computes in fp8, and counts what it computes by itself."""
+
+    def __init__(self, twins: _Twins, layer: nn.Module) -> None:
+        super().__init__()
+        self.weight = twins.value(layer.weight)
+        self.bias = twins.value(layer.bias)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.operations = 0
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        forward = 2 * x.numel() * self.weight.shape[0]
+        backwards = (x.requires_grad + self.weight.requires_grad) if torch.is_grad_enabled() else 0
+        if not in_backward():  # not what is recomputed
+            self.operations += forward * (1 + backwards)
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def _is_low_precision(module: nn.Module) -> bool:
+    return any(base.__name__ == "Float8Linear" for base in type(module).__mro__)
+
+
+class _Silent(nn.Module):
+    """Stands for a metric, which costs next to nothing and often needs values."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.forward
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros((), device="meta")
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__)
+
+
+class _Answers(TorchFunctionMode):
+    """Answers a question for the value of a tensor that has none, as logging and checks of finiteness ask."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _ANSWERS and args and isinstance(args[0], Tensor) and args[0].device.type == "meta":
+            return _ANSWERS[name](args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_ANSWERS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda tensor: 1.0 if tensor.is_floating_point() else tensor.dtype is not torch.bool and 1,
+    "__bool__": lambda _: False,
+    "__float__": lambda _: 1.0,
+    "__int__": lambda _: 1,
+    "__index__": lambda _: 1,
+    "__format__": lambda _: "1",
+    "cpu": lambda tensor: tensor,
+    "cuda": lambda tensor: tensor,
+}

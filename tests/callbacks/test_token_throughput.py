@@ -1,0 +1,428 @@
+"""TokenThroughput measures without slowing, waiting or changing anything."""
+
+import csv
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ups.callbacks import TokenThroughput
+from lightning_ups.transforms.throughput import timeline
+from tests.toys import Net, loader, trainer
+
+
+def steps(count, *, epochs=1):
+    return {"epochs": epochs, "limit_train_batches": count}
+
+
+class Many(Dataset):
+    def __init__(self, length=64, *, sleep=0.0):
+        self.length, self.sleep = length, sleep
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.sleep:
+            time.sleep(self.sleep)
+        return torch.full((8,), float(index))
+
+
+def many(length=64, *, sleep=0.0, batch_size=2):
+    return DataLoader(Many(length, sleep=sleep), batch_size=batch_size)
+
+
+def fitted(tmp_path, module=None, data=None, *, callbacks=(), epochs=1, **settings):
+    options = {key: settings.pop(key) for key in [*settings] if key in OPTIONS}
+    throughput = TokenThroughput(**{"warmup_steps": 2, "unit": "samples", "table": False} | settings)
+    made = trainer(tmp_path, callbacks=[throughput, *callbacks], epochs=epochs, **options)
+    made.fit(module or Net(), data or many())
+    return throughput, made
+
+
+OPTIONS = ("profiler", "accumulate_grad_batches", "limit_train_batches", "max_steps", "val_check_interval")
+
+
+def test_training_is_the_same_bit_for_bit(tmp_path):
+    nets = []
+    for callbacks in ([], [TokenThroughput(warmup_steps=0, table=False)]):
+        torch.manual_seed(0)
+        net = Net()
+        trainer(tmp_path, callbacks=callbacks, epochs=2).fit(net, many())
+        nets.append(net)
+    assert torch.equal(*(torch.stack(net.losses) for net in nets))
+
+
+def test_rates_are_those_of_a_stopwatch(tmp_path):
+    class Stopwatch(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 2:
+                self.start = time.perf_counter()
+
+        def on_train_end(self, *_):
+            self.seconds = time.perf_counter() - self.start
+
+    watch = Stopwatch()
+    throughput, _ = fitted(tmp_path, data=many(sleep=0.004), callbacks=[watch])
+    by_hand = 30 * 2 / watch.seconds
+    assert throughput.summary.steps == 30
+    assert throughput.summary.units_per_s == pytest.approx(by_hand, rel=0.05)
+    assert throughput.summary.units_per_step == 2
+
+
+def test_a_step_is_split_among_who_took_the_time(tmp_path):
+    class Slow(Net):
+        def training_step(self, batch, index):
+            time.sleep(0.02)
+            return super().training_step(batch, index)
+
+        def backward(self, loss):
+            time.sleep(0.01)
+            super().backward(loss)
+
+        def on_before_optimizer_step(self, optimizer):
+            time.sleep(0.03)
+
+    throughput, _ = fitted(tmp_path, Slow(), many(16, sleep=0.02))  # two samples a batch: 0.04 s
+    split = throughput.summary.split
+    for phase, seconds in {"forward": 0.02, "backward": 0.01, "optimizer": 0.03, "data": 0.04}.items():
+        assert split[phase] * throughput.summary.step_s >= seconds * 0.95, phase
+    assert sum(split.values()) == pytest.approx(1)
+    assert split["data"] > split["optimizer"] > split["backward"]
+
+
+def test_an_accumulation_is_one_step(tmp_path):
+    throughput, made = fitted(tmp_path, accumulate_grad_batches=4)
+    assert made.global_step == 8
+    assert throughput.summary.steps == 6
+    assert throughput.summary.units_per_step == 8
+
+
+def test_validation_and_checkpoints_are_no_part_of_a_step(tmp_path):
+    class Validated(Net):
+        def validation_step(self, batch, index):
+            time.sleep(0.05)
+
+        def val_dataloader(self):
+            return many(4)
+
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if index % 4 == 1:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+        def on_save_checkpoint(self, *args):
+            time.sleep(0.1)
+
+    throughput, _ = fitted(tmp_path, Validated(), many(32), callbacks=[Saving()], val_check_interval=4)
+    pauses, summary = throughput.summary.pauses, throughput.summary
+    assert pauses["validation"] >= 4 * 2 * 0.05 * 0.95
+    assert pauses["checkpoint"] >= 4 * 0.1 * 0.95
+    assert sum(summary.split.values()) == pytest.approx(1)
+    assert summary.units_per_s > 2 / 0.05  # a step that had validation or a save in it would take longer
+    assert sum(pauses.values()) < summary.fit_s
+
+
+def test_figures_reach_loggers_under_lightnings_steps(tmp_path):
+    class Logging(Net):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            self.log("train_loss", loss)
+            return loss
+
+    logger = CSVLogger(tmp_path)
+    throughput = TokenThroughput(warmup_steps=1, table=False, unit="samples")
+    made = trainer(tmp_path, callbacks=[throughput], epochs=1)
+    made.loggers = [logger]
+    made.log_every_n_steps = 8
+    made.fit(Logging(), many())
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = {}
+        for row in csv.DictReader(file):  # one for each that logs
+            rows.setdefault(int(row["step"]), {}).update({name: value for name, value in row.items() if value})
+    assert [*rows] == [7, 15, 23, 31]
+    for row in rows.values():
+        assert row["train_loss"]
+        for name in ("samples_per_s", "samples_per_s_per_device", "step_ms", "step_p95_ms", "data_ms", "forward_ms"):
+            assert float(row[f"throughput/{name}"]) > 0, name
+
+
+def test_the_progress_bar_shows_it_while_fit_runs(tmp_path):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import TQDMProgressBar
+
+    class Bar(TQDMProgressBar):
+        seen = None
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            self.seen = self.get_metrics(trainer, pl_module)
+
+        def init_train_tqdm(self):
+            bar = super().init_train_tqdm()
+            bar.disable = True
+            return bar
+
+    bar = Bar()
+    Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        log_every_n_steps=4,
+        callbacks=[bar, TokenThroughput(warmup_steps=1, table=False, unit="samples")],
+    ).fit(Net(), many())
+    assert "samples/s" in bar.seen
+    assert "get_metrics" not in vars(bar)
+
+
+def test_the_trainers_own_profiler_hears_everything(tmp_path):
+    profiler = SimpleProfiler()
+    _, made = fitted(tmp_path, profiler=profiler)
+    assert made.profiler is profiler
+    assert len(profiler.recorded_durations["run_training_batch"]) == 32
+    assert len(profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]) >= 32
+
+
+def test_manual_optimization_is_split(tmp_path):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            time.sleep(0.01)
+            loss = super().training_step(batch, index)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    throughput, _ = fitted(tmp_path, Manual())
+    assert throughput.summary.steps == 30
+    split = throughput.summary.split
+    assert min(split["backward"], split["optimizer"]) > 0
+    assert split["forward"] * throughput.summary.step_s > 0.009
+
+
+class FakeEvent:
+    """Is recorded by a device that is five events behind."""
+
+    made, behind = [], 5
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+        self.time, self.number = None, None
+
+    def record(self):
+        self.time, self.number = time.perf_counter(), len(FakeEvent.made)
+        FakeEvent.made.append(self)
+
+    def query(self):
+        return len(FakeEvent.made) - self.number >= self.behind
+
+    def elapsed_time(self, other):
+        assert self.query() and other.query(), "an event was read before the device came to it"
+        return (other.time - self.time) * 1e3
+
+    def synchronize(self):
+        raise AssertionError("the host waited")
+
+
+class Strict(FakeEvent):
+    """Lets the host wait at the end of training only."""
+
+    ended = False
+
+    def synchronize(self):
+        assert Strict.ended, "the host waited in a step"
+        FakeEvent.behind = 0
+
+
+def test_nothing_waits_in_a_step(tmp_path, monkeypatch):
+    class End(Callback):
+        def on_train_end(self, *_):
+            Strict.ended = True
+
+    FakeEvent.made, FakeEvent.behind, Strict.ended = [], 5, False
+    monkeypatch.setattr(torch.cuda, "Event", Strict)
+    waits = []
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: waits.append(name))
+    monkeypatch.setattr("lightning_ups.callbacks.token_throughput.clock_for", lambda _: timeline.EventClock())
+    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples", split_every=3)
+    trainer(tmp_path, callbacks=[End(), throughput], epochs=1).fit(Net(), many())
+    assert throughput.summary.steps == 30
+    assert throughput.summary.split_steps == 10
+    assert waits == []
+    assert len({id(event) for event in FakeEvent.made}) < 60  # of more than 32 + 11 x 10 marks: they are used again
+
+
+def test_the_host_pays_microseconds(tmp_path):
+    class Idle(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch, index):
+            return (self.weight * 0).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    cost = []
+    for _ in range(3):
+        for callbacks in ([], [TokenThroughput(warmup_steps=2, table=False, unit="samples")]):
+            made = trainer(tmp_path, callbacks=callbacks, epochs=1)
+            start = time.perf_counter()
+            made.fit(Idle(), many(600))
+            cost.append((time.perf_counter() - start) / 300)
+    extra = min(cost[1::2]) - min(cost[::2])
+    assert extra < 500e-6, f"{extra * 1e6:.0f} microseconds a step"
+
+
+def test_a_slow_loader_is_found_and_named(tmp_path):
+    throughput, _ = fitted(tmp_path, data=many(40, sleep=0.01))
+    from lightning_ups.transforms.throughput import first_change
+
+    change = first_change(throughput.summary)
+    assert change.name == "slow loader"
+    assert "num_workers=0" in change.what
+
+
+def test_the_table_is_printed_once_at_the_end(tmp_path, capsys):
+    fitted(tmp_path, data=many(40, sleep=0.01), table=True)
+    out = capsys.readouterr().out
+    assert out.count("samples/s") == 1
+    assert "Change first: slow loader" in out
+    assert "waiting for data" in out and "FAIL" in out
+
+
+def test_a_run_within_its_warmup_says_so(tmp_path, capsys):
+    throughput, _ = fitted(tmp_path, limit_train_batches=3, table=True, warmup_steps=10)
+    assert throughput.summary.units_per_s is None
+    assert "warm-up of 10 steps" in capsys.readouterr().out
+
+
+def test_fast_dev_run_is_left_alone(tmp_path, capsys):
+    throughput = TokenThroughput()
+    trainer(tmp_path, callbacks=[throughput], fast_dev_run=2).fit(Net(), many())
+    assert throughput.summary is None
+    assert "hroughput" not in capsys.readouterr().out
+
+
+def test_flops_and_peaks_make_mfu(tmp_path):
+    throughput, _ = fitted(tmp_path, peak_tflops=1e-3)
+    summary = throughput.summary
+    # Three blocks of 8-32-8 and a head of 8-1; the first product needs no gradient of its input.
+    by_hand = 2 * (3 * 2 * 8 * 32 * 3 - 8 * 32 + 3 * 8)
+    assert summary.flops.model == by_hand
+    assert summary.utilisation["mfu"] == pytest.approx(summary.units_per_s * by_hand / 1e9)
+    assert summary.utilisation["hfu"] == summary.utilisation["mfu"]
+
+
+def test_a_device_that_is_not_known_has_no_mfu(tmp_path):
+    throughput, _ = fitted(tmp_path)
+    assert throughput.summary.utilisation == {}
+    assert "peak of 'cpu' is not known" in throughput.summary.why_no_mfu
+
+
+def test_what_cannot_be_counted_is_said(tmp_path, caplog):
+    class Picky(Net):
+        def training_step(self, batch, index):
+            batch = batch[batch.sum(1).nonzero()[:, 0]]
+            return super().training_step(batch, index)
+
+    throughput, _ = fitted(tmp_path, Picky(), peak_tflops=1.0)
+    assert throughput.summary.utilisation == {}
+    assert "give flops_per_unit" in throughput.summary.why_no_mfu
+
+
+def test_flops_may_be_given(tmp_path):
+    throughput, _ = fitted(tmp_path, peak_tflops={"fp32": 1e-3, "tf32": 1e-3}, flops_per_unit=1e3)
+    assert throughput.summary.utilisation["mfu"] == pytest.approx(throughput.summary.units_per_s * 1e3 / 1e9)
+
+
+def test_a_count_may_be_a_function_or_a_tensor(tmp_path):
+    throughput, _ = fitted(tmp_path, unit="points", count=lambda batch: torch.tensor(batch.shape[0] * 3))
+    assert (throughput.summary.unit, throughput.summary.units_per_step) == ("points", 6)
+
+
+def test_a_second_fit_measures_anew(tmp_path):
+    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples")
+    made = trainer(tmp_path, callbacks=[throughput], epochs=1)
+    net = Net()
+    made.fit(net, many(20))
+    first = throughput.summary
+    made.fit_loop.max_epochs = 3
+    made.fit(net, many(40))
+    assert first.steps == 8
+    assert throughput.summary is not first
+    assert throughput.summary.steps == 2 * 20 - 2
+
+
+def test_an_exception_leaves_the_trainer_as_it_was(tmp_path):
+    throughput = TokenThroughput()
+    made = trainer(tmp_path, callbacks=[throughput])
+    profiler = made.profiler
+    with pytest.raises(RuntimeError, match="stop here"):
+        made.fit(Net(fail=True), loader())
+    assert made.profiler is profiler
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({"warmup_steps": -1}, "Use 0 or more"),
+        ({"inspect_at": 0}, "Use 1 or more"),
+        ({"split_every": 0}, "Use 1 or more"),
+        ({"unit": "frames"}, "Give count as well"),
+        ({"peak_tflops": {"bf17": 1.0}}, "Use numbers above zero"),
+        ({"peak_tflops": 0.0}, "Use numbers above zero"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, cure):
+    with pytest.raises(ValueError, match=cure):
+        TokenThroughput(**settings)
+
+
+def test_a_batch_without_tokens_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="count=a function of the batch"):
+        fitted(tmp_path, unit="tokens")
+
+
+def two_ranks(folder):
+    torch.manual_seed(0)
+    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples")
+    trainer(folder, callbacks=[throughput], epochs=1, strategy="ddp", devices=2).fit(Net(), many())
+    summary = throughput.summary
+    assert summary.num_devices == 2
+    assert len(summary.ranks) == 2
+    assert summary.units_per_step == 4
+    assert summary.units_per_s == pytest.approx(2 * summary.units_per_s_per_device)
+    return summary.steps
+
+
+def test_ranks_add_up(ranks, tmp_path):
+    assert ranks(two_ranks, str(tmp_path)) == 14
+
+
+def sharded(folder):
+    from lightning_ups.strategies import FSDP2Strategy
+
+    torch.manual_seed(0)
+    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples", peak_tflops=1e-3)
+    trainer(folder, callbacks=[throughput], epochs=1, strategy=FSDP2Strategy(), devices=2).fit(Net(), many())
+    return throughput.summary.flops.model
+
+
+def test_a_sharded_module_is_counted_whole(ranks, tmp_path):
+    assert ranks(sharded, str(tmp_path)) == 2 * (3 * 2 * 8 * 32 * 3 - 8 * 32 + 3 * 8)
