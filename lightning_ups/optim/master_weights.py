@@ -58,6 +58,7 @@ class MasterWeights:
             _copy_as(parameter, self.of[parameter])
         self._writes: dict[nn.Parameter, int] = {}
         self._looks, self._found, self._by_value = 0, None, False
+        self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
         self.note_writes(self.of)
         self._handles: list[RemovableHandle] = [
             module.register_state_dict_post_hook(partial(self._show)),  # torch sets an attribute on it
@@ -74,6 +75,7 @@ class MasterWeights:
     @torch.no_grad()
     def take_over(self, *, by_value: bool = False) -> None:
         """Bring into the masters what others have written into the parameters since they were last written here."""
+        self._settle()
         self._looks += not by_value
         self._by_value = self._by_value or self._found_before()
         look = by_value or self._by_value or self._looks <= FIRST_LOOKS or self._looks % LOOK_EVERY == 0
@@ -82,13 +84,18 @@ class MasterWeights:
             counted = count_writes(parameter) != self._writes[parameter]
             if not (counted or look):
                 continue
-            written = parameter != master.to(parameter.dtype)
-            master.copy_(torch.where(written, parameter.to(master.dtype), master))
+            low = parameter.to(master.device)  # masters may lie on the host
+            written = low != master.to(parameter.dtype)
+            master.copy_(torch.where(written, low.to(master.dtype), master))
             if not counted and not self._by_value:
                 uncounted.append(written.any())
         if uncounted:
             self._found = torch.stack([flag.to(uncounted[0].device) for flag in uncounted]).any()
         self.note_writes(self.of)
+
+    def _settle(self) -> None:
+        if self.settle is not None:
+            self.settle()
 
     def _found_before(self) -> bool:
         # Of the look before, so that the device has long known it and nobody waits.
@@ -132,6 +139,7 @@ class MasterWeights:
                 state[prefix + name] = self.of[parameter].detach()
 
     def _read(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        self._settle()
         with torch.no_grad():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 value = state.get(prefix + name)
@@ -359,6 +367,8 @@ def _copy_as(parameter: nn.Parameter, master: nn.Parameter) -> None:
 
     def like(value: nn.Parameter) -> nn.Parameter:
         value.requires_grad_(parameter.requires_grad)  # it may have been frozen since
+        if value.device != parameter.device:
+            return nn.Parameter(value.data.to(parameter.device), requires_grad=value.requires_grad)
         return value
 
     # Both are looked up on the object, and not on its class, by `copy` and `pickle`.

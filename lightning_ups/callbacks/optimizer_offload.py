@@ -1,0 +1,111 @@
+"""Optimizer state on the host: larger models for a part of the link to the device."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups.optim import OffloadedOptimizer, Update
+from lightning_ups.order import Context, Declaration, Report, Stage
+
+__all__ = ["OptimizerOffload"]
+
+_PART = "OptimizerOffload"
+
+
+class OptimizerOffload(Declaration):
+    """Keep the state of every optimizer in pinned memory of the host, and bring it to the device a chunk at a time.
+
+    The module's ``configure_optimizers`` stays as it is. With master weights, as `BF16Precision` has them, the masters
+    are state too: on the device remain the weights in which the module computes, and their gradients. Values stay as
+    they are, bit for bit. Checkpoints have the same names and values with this callback and without.
+
+    Any optimizer is admitted that, on tiny tensors, steps in chunks as it steps as a whole.
+
+    Args:
+        update: ``"device"``: a chunk of the state comes to the device, is stepped there and goes back, while the next
+            comes. ``"host"``: the CPU makes the step; gradients come down and parameters go up.
+        chunk_mb: The most state of a chunk, in MiB; three chunks are on the device. A parameter that has more is
+            stepped in parts, if its optimizer treats each element by itself.
+        resident: The share of the state, from 0 to less than 1, that stays on the device, and costs no transfer.
+
+    Raises:
+        ValueError: If an argument is out of its range; when fitting starts, if an optimizer is not admitted, or the
+            parameters are on the host already.
+        RuntimeError: If nothing was offloaded in the first step.
+
+    Example::
+
+        Trainer(callbacks=[OptimizerOffload(resident=0.25)])
+    """
+
+    stage = Stage.OPTIMIZERS
+    owns_optimizer_state = True
+
+    def __init__(self, *, update: Update = "device", chunk_mb: float = 256, resident: float = 0.0) -> None:
+        OffloadedOptimizer.check(update=update, chunk_bytes=int(chunk_mb * 2**20), resident=resident)
+        self.update: Update = update
+        self.chunk_mb, self.resident = chunk_mb, resident
+        self._ours: list[OffloadedOptimizer] = []
+        self._report: Report | None = None
+
+    @override
+    def wrap(self, optimizer: Optimizer, context: Context) -> Optimizer:
+        _refuse_offloaded(optimizer, context)
+        ours = OffloadedOptimizer(
+            optimizer, update=self.update, chunk_bytes=int(self.chunk_mb * 2**20), resident=self.resident
+        )
+        self._ours.append(ours)
+        self._report = context.report
+        where = {"device": f"on {context.device.type}, by chunks of {self.chunk_mb:g} MiB", "host": "on the CPU"}
+        kept = f", {self.resident:.0%} of it staying" if self.resident else ""
+        context.report.note(
+            _PART,
+            f"state of {type(ours.stepper).__name__} on the host{kept}, stepped {where[self.update]}",
+            update=self.update,
+            resident=self.resident,
+            parted=ours.admission.parted,
+        )
+        return ours
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._report is None or not any(ours.steps_made for ours in self._ours):
+            return
+        report, self._report = self._report, None
+        host = sum(ours.steps.host_bytes for ours in self._ours)
+        device = sum(ours.steps.device_bytes for ours in self._ours)
+        report.update(_PART, host_bytes=host, device_bytes=device)
+        if host == 0:
+            names = ", ".join(type(ours.stepper).__name__ for ours in self._ours)
+            raise RuntimeError(
+                f"OptimizerOffload moved nothing in the first step: {names} keeps no state."
+                " There are no master weights either, and parameters and gradients are not offloaded."
+                " Leave the callback out, or use FSDP2Strategy(offload=True), which moves parameters."
+            )
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._give_back()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._report = None
+        while self._ours:
+            self._ours.pop().undo()
+
+
+def _refuse_offloaded(optimizer: Optimizer, context: Context) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if context.device.type != "cpu" and all(p.device.type == "cpu" for p in parameters):
+        raise ValueError(
+            f"OptimizerOffload has nothing to move: the parameters of {type(optimizer).__name__} are on the host."
+            " The strategy keeps them there, with their gradients and the state, as FSDP2Strategy(offload=True) does."
+            " Use one of the two: the callback where parameters and gradients fit the device."
+        )

@@ -1,0 +1,308 @@
+"""An optimizer whose state lies on the host, and which is one to everybody else.
+
+It stands for an optimizer of any class that treats each parameter by itself, over the same parameter groups:
+
+    optimizer = OffloadedOptimizer(AdamW(module.parameters(), lr=3e-4))
+    ...
+    optimizer.undo()
+
+With master weights these are state too, and the largest part of it: ``OffloadedOptimizer(MasteredOptimizer(...))``.
+"""
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, get_args, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups._compat.optimizer_hooks import hooked_once
+from lightning_ups.optim.master_weights import MasteredOptimizer
+from lightning_ups.optim.offload_admission import Admission, admit
+from lightning_ups.optim.offload_host import HostSteps
+from lightning_ups.optim.offload_memory import Memory, memory_of
+from lightning_ups.optim.offload_source import Mastered, Plain
+from lightning_ups.optim.offload_streamed import StreamedSteps
+
+__all__ = ["OffloadedOptimizer", "Update"]
+
+Update = Literal["device", "host"]
+
+
+class OffloadedOptimizer(Optimizer):
+    """Keeps the state of an optimizer on the host, and steps it in chunks.
+
+    Groups, options, gradients and the numbers of a state dict are those of the optimizer that it stands for. The state
+    that one looks at is on the host; what one writes there, counts.
+
+    Args:
+        inner: The optimizer, which may have state already, or one with master weights.
+        update: ``"device"``: the state of a chunk comes to the device, is stepped there, and goes back. ``"host"``:
+            the CPU steps; gradients come down, parameters go up.
+        chunk_bytes: The most that one of the three chunks on the device has of state. A parameter that has more is
+            stepped in parts, if the optimizer treats each element by itself.
+        resident: the share on the device, for ``"device"``.
+        memory: Where state is kept and where it is used. None: as the device of the parameters has it.
+
+    Attributes:
+        stepper: The optimizer that makes the steps: the one inside that with master weights.
+        admission: What the trial on tiny tensors found.
+        steps: Where the state lies, and how much of it.
+        steps_made: How many were made.
+
+    Raises:
+        ValueError: If an argument is out of its range, or stepping in chunks is not, bit for bit, stepping as a whole.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        update: Update = "device",
+        chunk_bytes: int = 256 * 2**20,
+        resident: float = 0.0,
+        memory: Memory | None = None,
+    ) -> None:
+        self.check(update=update, chunk_bytes=chunk_bytes, resident=resident)
+        stepper = inner.inner if isinstance(inner, MasteredOptimizer) else inner
+        self.admission = admit(stepper, partial(_twin_of_ours, update=update), in_parts=update == "device")
+        self._begin(inner, self.admission, update=update, chunk_bytes=chunk_bytes, resident=resident, memory=memory)
+
+    def _begin(
+        self,
+        inner: Optimizer,
+        admission: Admission,
+        *,
+        update: Update,
+        chunk_bytes: int,
+        resident: float,
+        memory: Memory | None,
+    ) -> None:
+        self._inner: Optimizer = inner
+        self._coefficient: Tensor | None = None
+        self.steps_made = 0
+        self.stepper = inner.inner if isinstance(inner, MasteredOptimizer) else inner
+        super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], inner.defaults)  # its hooks; groups are inner's
+        self.source = Mastered(inner) if isinstance(inner, MasteredOptimizer) else Plain(inner)
+        memory = memory_of(_device_of(inner)) if memory is None else memory
+        with torch.no_grad():
+            if update == "host":
+                self.steps = HostSteps(self.stepper, self.source, memory=memory, chunk_bytes=chunk_bytes)
+            else:
+                self.steps = StreamedSteps(
+                    self.stepper,
+                    self.source,
+                    memory=memory,
+                    chunk_bytes=chunk_bytes,
+                    state_bytes=admission.state_bytes,
+                    parted=admission.parted,
+                    resident=resident,
+                )
+        if isinstance(inner, MasteredOptimizer):
+            inner.masters.settle = self.steps.settle
+
+    @staticmethod
+    def check(*, update: str, chunk_bytes: int, resident: float) -> None:
+        """Raise ValueError if an argument is out of its range."""
+        if update not in get_args(Update):
+            raise ValueError(
+                f"update={update!r} is not a known choice."
+                " It says where an optimizer with offloaded state makes its steps."
+                f" Use one of {get_args(Update)}."
+            )
+        if chunk_bytes < 1:
+            raise ValueError(
+                f"chunk_bytes={chunk_bytes} is no size."
+                " It is how much state of the optimizer is on the device at a time, three times over."
+                " Use a number of bytes, such as 2**28."
+            )
+        if not 0 <= resident < 1 or (resident and update == "host"):
+            raise ValueError(
+                f"resident={resident} is given with update={update!r}."
+                " It is the share of the state that stays on the device, from 0 to less than 1."
+                " Use a smaller share, or update='device'."
+            )
+
+    @property
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups of the optimizer that it stands for."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Leave them: ``Optimizer.__init__`` sets them."""
+
+    @property
+    @override
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The state, on the host; what is written into it stays there."""
+        if not hasattr(self, "steps"):
+            return {}
+        self.steps.settle()
+        return _States(self.stepper.state)
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Leave it where it is: ``Optimizer.__init__`` and moves between devices set it."""
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not hasattr(self, "steps"):
+            return  # called by ``Optimizer.__init__``
+        self._inner.add_param_group(param_group)
+        with torch.no_grad():
+            self.steps.plan()
+
+    def take_clip_coefficient(self, coefficient: Tensor) -> None:
+        """Multiply the gradients of the next step by ``coefficient``."""
+        self._coefficient = coefficient
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Return the gradients that the next step will use, before any clipping."""
+        return self.source.gradients()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        coefficient, self._coefficient = self._coefficient, None
+        if isinstance(self._inner, MasteredOptimizer):
+            self._inner._hand_over_options()
+        wanted = {parameter for group in self.param_groups for parameter in group["params"]}
+        with torch.no_grad(), hooked_once(self.stepper):
+            self.steps.step(wanted, coefficient=coefficient)
+        self.steps_made += 1
+        return loss
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inner.zero_grad(set_to_none)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self.steps.settle()
+        return self._inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps.settle()
+        with torch.no_grad():
+            with _on_host(self.stepper) as real:
+                self._inner.load_state_dict(state_dict)
+                real()
+            self.steps.adopt()
+
+    def undo(self) -> Optimizer:
+        """Return the optimizer it stands for, with its state, which stays where it is."""
+        self.steps.close()
+        if isinstance(self._inner, MasteredOptimizer):
+            self._inner.masters.settle = None
+        if isinstance(self.source, Mastered):
+            self.source.undo()
+        return self._inner
+
+
+class _States(MutableMapping[Any, Any]):
+    """What `OffloadedOptimizer.state` shows: whose values stay on the host, whoever would move them."""
+
+    def __init__(self, states: MutableMapping[Any, Any]) -> None:
+        self._states = states
+
+    @override
+    def __getitem__(self, key: Any) -> Any:
+        value = self._states[key]
+        return _State(value) if isinstance(value, MutableMapping) else value
+
+    @override
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, MutableMapping) and key in self._states:
+            self[key].update(value)
+        else:
+            self._states[key] = value
+
+    @override
+    def __delitem__(self, key: Any) -> None:
+        raise TypeError(
+            "State was deleted from an OffloadedOptimizer."
+            " Its place on the host belongs to a chunk, which would be stepped with what lies there."
+            " Load a state dict without it, or overwrite it."
+        )
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+class _State(_States):
+    @override
+    def __setitem__(self, key: Any, value: Any) -> None:
+        kept = self._states.get(key)
+        if isinstance(kept, Tensor) and isinstance(value, Tensor) and kept.shape == value.shape and kept.dim():
+            if value is not kept:  # Lightning moves state to the device when it has restored it: it stays here
+                kept.copy_(value)
+        else:
+            self._states[key] = value
+
+
+@contextmanager
+def _on_host(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
+    """Let ``optimizer`` believe that its parameters are on the host, so that the state it loads comes no further.
+
+    Yields:
+        A function that gives what was loaded to the real parameters.
+    """
+    real = [[*group["params"]] for group in optimizer.param_groups]
+    stand_ins = {p: nn.Parameter(torch.empty((), dtype=p.dtype), requires_grad=False) for ps in real for p in ps}
+    _set_params(optimizer, [[stand_ins[p] for p in ps] for ps in real])
+
+    def give() -> None:
+        loaded = {p: optimizer.state[s] for p, s in stand_ins.items() if s in optimizer.state}
+        for stand_in in stand_ins.values():
+            optimizer.state.pop(stand_in, None)
+        _set_params(optimizer, real)
+        optimizer.state.update(loaded)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                for name, value in loaded.get(p, {}).items():
+                    # Where torch wants the count of steps, on the device, if a kernel on the device reads it.
+                    if (
+                        isinstance(value, Tensor)
+                        and not value.dim()
+                        and (group.get("fused") or group.get("capturable"))
+                    ):
+                        loaded[p][name] = value.to(device=p.device)
+
+    try:
+        yield give
+    finally:
+        _set_params(optimizer, real)
+
+
+def _set_params(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> None:
+    for group, mine in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = mine
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    return next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+
+
+def _twin_of_ours(inner: Optimizer, admission: Admission, *, update: Update) -> OffloadedOptimizer:
+    """Return an offloaded optimizer for the admission itself: every parameter, or part of one, by itself."""
+    ours = OffloadedOptimizer.__new__(OffloadedOptimizer)
+    ours._begin(inner, admission, update=update, chunk_bytes=1, resident=0.0, memory=None)
+    return ours

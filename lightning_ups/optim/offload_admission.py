@@ -1,0 +1,197 @@
+"""Finding out, on tiny tensors, whether an optimizer may be stepped in chunks: by doing it both ways."""
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_ups.optim.offload_chunks import PART, is_large, local_of, nbytes_of
+from lightning_ups.optim.offload_layout import plain_parts
+
+__all__ = ["Admission", "admit"]
+
+STEPS = 3
+LENGTHS = {1: 4 * PART, 2: 64, 3: 16}  # of a side of a tiny tensor, by its number of dimensions; beyond, 8
+EACH = 3  # tiny tensors for each group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What is known of an optimizer that may be stepped in chunks.
+
+    Args:
+        parted: A parameter may be stepped in parts, since each element is treated by itself.
+        state_bytes: The bytes of state that it keeps for each byte of a parameter.
+    """
+
+    parted: bool
+    state_bytes: float
+
+
+MakeOurs = Callable[[Optimizer, Admission], Optimizer]
+
+
+def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool) -> Admission:
+    """Return what is known of ``optimizer``, whose twins are stepped as a whole and in chunks.
+
+    Args:
+        optimizer: Of any class; it is not touched.
+        ours: Returns an optimizer that steps another in chunks, of one parameter or, where admitted, a part of one.
+        in_parts: Whether parts shall be tried as well.
+
+    Raises:
+        ValueError: If the two end at other bits, or the optimizer cannot be stepped so at all.
+    """
+    name = type(optimizer).__name__
+    _refuse_by_form(optimizer, name)
+    whole, state_bytes = _outcome(optimizer, None)
+    in_chunks, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=False, state_bytes=1.0)))
+    if not _same(whole, in_chunks):
+        raise ValueError(
+            f"{name} cannot be offloaded: stepping its parameters one after another ended at other values than stepping"
+            " them together, on tiny tensors."
+            " Its step looks at all of them at once, such as for a norm, or counts its calls."
+            " Use an optimizer that treats each parameter by itself, such as AdamW, or leave the offloading out."
+        )
+    return Admission(parted=in_parts and _in_parts(optimizer, ours, whole), state_bytes=state_bytes)
+
+
+def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{name} cannot be offloaded: its step calls the closure itself."
+            " It runs forward and backward within a step, for which every parameter must be stepped at once."
+            " Use an optimizer whose step needs no closure, such as AdamW."
+        )
+    if not isinstance(getattr(optimizer, "defaults", None), dict) or not isinstance(
+        getattr(optimizer, "state", None), defaultdict
+    ):
+        raise ValueError(
+            f"{name} cannot be offloaded: it keeps its state where optimizers of torch do not."
+            " It has no `defaults` or no `state`, as one that offloads itself, or that wraps another."
+            " Give the optimizer inside it, such as torch.optim.AdamW."
+        )
+
+
+def _in_parts(optimizer: Optimizer, ours: MakeOurs, whole: list[Tensor]) -> bool:
+    if not _keeps_elements(optimizer):
+        return False
+    try:
+        parts, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=True, state_bytes=1.0)))
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+        return False  # it asks for matrices, say, and a part is none
+    return _same(whole, parts)
+
+
+def _keeps_elements(optimizer: Optimizer) -> bool:
+    """Return whether each tensor of state has one number for each of its parameter's, of the same type."""
+    with _seeded(optimizer):
+        twin = twin_of(optimizer)
+        names = []
+        for step in range(STEPS):
+            _fill_gradients(twin, step)
+            twin.step()
+            names.append([sorted(map(str, state)) for state in twin.state.values()])
+        pairs = [(p, value) for p, state in twin.state.items() for value in state.values() if is_large(value)]
+    same = all(v.shape == p.shape and v.dtype is p.dtype and len(plain_parts(v)) == 1 for p, v in pairs)
+    return same and all(found == names[-1] for found in names[1:])
+
+
+def _outcome(optimizer: Optimizer, ours: Callable[[Optimizer], Optimizer] | None) -> tuple[list[Tensor], float]:
+    """Return the bits of all parameters and of all state after some steps, and the share of the state."""
+    with _seeded(optimizer):
+        twin = twin_of(optimizer)
+        stepped = twin if ours is None else ours(twin)
+        for step in range(STEPS):
+            _fill_gradients(twin, step)
+            stepped.step()
+        parameters = [p for group in twin.param_groups for p in group["params"]]
+        state = stepped.state_dict()["state"]
+        kept = [state[key] for key in sorted(state, key=str) if isinstance(state[key], dict)]
+        values = [entries[name] for entries in kept for name in sorted(entries, key=str)]
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        share = sum(nbytes_of(v) for v in tensors if is_large(v)) / max(sum(map(nbytes_of, parameters)), 1)
+        options = [
+            torch.as_tensor(value)
+            for group in twin.param_groups
+            for value in group.values()
+            if isinstance(value, (int, float, Tensor))
+        ]
+        found = [part.detach().cpu().clone() for t in (*parameters, *tensors, *options) for part in plain_parts(t)]
+    return found, share
+
+
+def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    if [(t.shape, t.dtype) for t in ones] != [(t.shape, t.dtype) for t in others]:
+        return False
+    pairs = zip(ones, others, strict=True)
+    return all(
+        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        for a, b in pairs
+    )
+
+
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer like ``optimizer`` over tiny parameters, with no state and no hooks."""
+    tiny = {p: _tiny(p) for group in optimizer.param_groups for p in _chosen(group["params"])}
+    twin = object.__new__(type(optimizer))
+    apart = {"state", "param_groups", "step"}  # `step`: a scheduler's, which counts
+    hooks = {name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
+    memo: dict[int, Any] = {id(p): other for p, other in tiny.items()}
+    rest = {n: v for n, v in vars(optimizer).items() if n not in apart | hooks}
+    vars(twin).update(copy.deepcopy(rest, memo))
+    vars(twin).update({name: OrderedDict() for name in hooks}, state=defaultdict(dict))
+    twin.param_groups = [
+        {
+            **{name: _copied(value) for name, value in group.items() if name not in ("params", "param_names")},
+            "params": [tiny[p] for p in group["params"] if p in tiny],
+        }
+        for group in optimizer.param_groups
+    ]
+    twin.param_groups = [group for group in twin.param_groups if group["params"]]
+    return twin
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _chosen(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return a few of a group's parameters, with every number of dimensions among them."""
+    first = {p.dim(): p for p in reversed(parameters)}
+    wanted = {*first.values(), *parameters[:EACH]}
+    return [p for p in parameters if p in wanted]
+
+
+def _tiny(parameter: nn.Parameter) -> nn.Parameter:
+    local = local_of(parameter)
+    side = LENGTHS.get(local.dim(), 8)
+    data = torch.randn([side] * local.dim(), device=local.device).to(local.dtype)
+    if isinstance(parameter, DTensor):
+        data = DTensor.from_local(data, parameter.device_mesh, parameter.placements, run_check=False)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _fill_gradients(optimizer: Optimizer, step: int) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        # One has none in the first step, and none of its state until the second.
+        absent = (step == 0 and index == len(parameters) - 1 and len(parameters) > 1) or not parameter.requires_grad
+        parameter.grad = None if absent else torch.randn_like(parameter)
+
+
+@contextmanager
+def _seeded(optimizer: Optimizer) -> Iterator[None]:
+    devices = {local_of(p).device for group in optimizer.param_groups for p in group["params"]}
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
+        torch.manual_seed(0)
+        yield

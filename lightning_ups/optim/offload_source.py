@@ -1,0 +1,121 @@
+"""What an offloaded optimizer is given: parameters, their gradients, and the tensors that are stepped for them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups.optim.master_weights import MasteredOptimizer
+
+__all__ = ["Mastered", "Plain", "Source"]
+
+
+class Source(Protocol):
+    """Parameters, and what is stepped for each: itself, or its master."""
+
+    def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
+        """Yield the index of a group, a parameter of the module, and what is stepped for it."""
+        ...
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return what the next step uses for ``parameter``, before any clipping."""
+        ...
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Return every gradient that the next step uses."""
+        ...
+
+    def spent(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that a step has used the gradients of ``parameters``."""
+        ...
+
+
+class Plain:
+    """The parameters of an optimizer, which are stepped themselves."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
+        """See `Source`."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            yield from ((index, parameter, parameter) for parameter in group["params"])
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `Source`."""
+        return parameter.grad
+
+    def gradients(self) -> Sequence[Tensor]:
+        """See `Source`."""
+        return [parameter.grad for _, parameter, _ in self.pairs() if parameter.grad is not None]
+
+    def spent(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave the gradients: an optimizer does."""
+
+
+class HostMaster(nn.Parameter):
+    """A master on the host, whose gradient is on the device: torch wants both in one place."""
+
+    _gradient: Tensor | None = None
+
+    @property
+    @override
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The gradient, wherever it is."""
+        return self._gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._gradient = value
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._gradient = None
+
+
+class Mastered:
+    """The parameters that a `MasteredOptimizer` shows, whose masters are stepped."""
+
+    def __init__(self, optimizer: MasteredOptimizer) -> None:
+        self._optimizer, self._of, self._wrapper = optimizer, optimizer.masters.of, optimizer._wrapper
+        for _, parameter, key in self.pairs():
+            if key is not parameter:
+                gradient, key.grad = key.grad, None
+                key.__class__ = HostMaster
+                key.grad = gradient
+
+    def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
+        """See `Source`."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            yield from ((index, parameter, self._of.get(parameter, parameter)) for parameter in group["params"])
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `Source`."""
+        master = self._of.get(parameter)
+        if master is None or (master.grad is None and self._wrapper is None):
+            return parameter.grad
+        return master.grad
+
+    def gradients(self) -> Sequence[Tensor]:
+        """See `Source`."""
+        found = (self.gradient(parameter) for _, parameter, _ in self.pairs())
+        return [gradient for gradient in found if gradient is not None]
+
+    def spent(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give the gradients up, as a `MasteredOptimizer` does."""
+        for parameter in parameters:
+            master = self._of.get(parameter)
+            if master is None:
+                continue
+            master.grad = None
+            if self._wrapper is None:
+                parameter.grad = None
+
+    def undo(self) -> None:
+        """Let masters be parameters like others again."""
+        for _, parameter, key in self.pairs():
+            if key is not parameter:
+                key.grad = None
+                key.__class__ = nn.Parameter

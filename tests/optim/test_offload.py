@@ -1,0 +1,250 @@
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, RMSprop
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer
+from lightning_ups.transforms.clip import TakesClipCoefficient
+from tests.optim.offloading import LateMemory, Net, assert_same, assert_same_state, grouped, train
+
+OPTIMIZERS = {
+    "adamw": grouped(AdamW),
+    "fused": grouped(AdamW, fused=True),
+    "amsgrad, loop": grouped(AdamW, amsgrad=True, foreach=False),
+    "momentum": grouped(SGD, momentum=0.9),
+    "factored": grouped(Adafactor),
+    "rms": grouped(RMSprop),
+}
+WAYS = {
+    "parts": {"chunk_bytes": 1},
+    "chunks": {"chunk_bytes": 20_000},
+    "at once": {},
+    "some stay": {"chunk_bytes": 20_000, "resident": 0.4},
+    "host": {"update": "host", "chunk_bytes": 20_000},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_values_are_those_without_it(make, masters, way):
+    right, plain = train(make, masters=masters, freeze_at=1)
+    memory = LateMemory()
+    result, ours = train(make, masters=masters, freeze_at=1, wrap=lambda o: OffloadedOptimizer(o, memory=memory, **way))
+    assert_same(result, right)
+    assert_same_state(ours.state_dict(), plain.state_dict())
+    assert memory.loads + memory.stores > 0
+
+
+def test_most_of_the_state_is_on_the_host_and_little_on_the_device():
+    memory = LateMemory()
+    _, ours = train(
+        OPTIMIZERS["adamw"], masters=True, wrap=lambda o: OffloadedOptimizer(o, memory=memory, chunk_bytes=15_000)
+    )
+    state = 12 * sum(p.numel() for p in Net().parameters())  # a master and two moments, four bytes each
+    assert ours.steps.host_bytes == state
+    assert memory.on_host >= state
+    assert memory.on_device == ours.steps.device_bytes
+    assert memory.peak <= 3 * 2 * 3 * 1024 * 4  # three chunks of at most two smallest parts of three tensors
+
+
+def test_at_least_sixty_percent_less_is_on_the_device():
+    memory = LateMemory()
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    ours = OffloadedOptimizer(
+        MasteredOptimizer(AdamW(model.parameters(), lr=1e-2, fused=True), masters), memory=memory, chunk_bytes=50_000
+    )
+    for _ in range(3):
+        model(torch.ones(2, 128, dtype=torch.bfloat16)).sum().backward()
+        ours.step()
+        ours.zero_grad()
+    whole = 12 * sum(p.numel() for p in model.parameters())
+    assert ours.steps.host_bytes == whole
+    assert memory.peak <= 3 * 50_000 < 0.4 * whole
+
+
+def test_a_share_stays_on_the_device():
+    memory = LateMemory()
+    _, ours = train(
+        OPTIMIZERS["adamw"], wrap=lambda o: OffloadedOptimizer(o, memory=memory, chunk_bytes=4096, resident=0.3)
+    )
+    resident = sum(chunk.nbytes_kept for chunk in ours.steps.chunks if chunk.resident)
+    whole = resident + ours.steps.host_bytes
+    assert 0 < resident <= 0.3 * whole
+
+
+def test_the_same_state_dict_resumes_with_it_and_without():
+    for masters in (False, True):
+        make = OPTIMIZERS["fused"]
+        right, _ = train(make, masters=masters, steps=6)
+        for save_ours, load_ours in [(True, True), (True, False), (False, True)]:
+            assert_same(resumed(make, masters, save_ours, load_ours), right)
+
+
+def resumed(make, masters, save_ours, load_ours):
+    def wrap(ours):
+        return (lambda o: OffloadedOptimizer(o, memory=LateMemory(), chunk_bytes=20_000)) if ours else None
+
+    model, optimizer = train_then(make, masters, wrap(save_ours), range(3))
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    saved.seek(0)
+    model, _ = train_then(make, masters, wrap(load_ours), range(3, 6), torch.load(saved))
+    return model.state_dict()
+
+
+def train_then(make, masters, wrap, steps, saved=None):
+    model = Net()
+    optimizer = make(model)
+    if masters:
+        optimizer = MasteredOptimizer(optimizer, MasterWeights(model, dtype=torch.bfloat16))
+    optimizer = wrap(optimizer) if wrap else optimizer
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    inputs = torch.Generator().manual_seed(1)
+    for step in range(steps.stop):
+        x = torch.randn(4, 64, generator=inputs).to(next(model.parameters()).dtype)
+        if step in steps:
+            optimizer.zero_grad()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+    return model, optimizer
+
+
+def test_schedulers_drive_it():
+    def make(model):
+        return AdamW(model.parameters(), lr=1e-2)
+
+    def scheduled(wrap):
+        schedules = {}
+
+        def between(step, model, optimizer):
+            if step == 0:
+                schedules[0] = OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+            else:
+                schedules[0].step()
+
+        weights, optimizer = train(make, wrap=wrap, between=between)
+        return weights, [group["lr"] for group in optimizer.param_groups]
+
+    right, rates = scheduled(None)
+    result, ours = scheduled(lambda o: OffloadedOptimizer(o, memory=LateMemory(), chunk_bytes=9999))
+    assert ours == rates
+    assert_same(result, right)
+
+
+def test_a_clip_coefficient_is_taken_in_the_step():
+    def clipped(wrap):
+        def between(step, model, optimizer):
+            if isinstance(optimizer, OffloadedOptimizer):
+                assert isinstance(optimizer, TakesClipCoefficient)
+                optimizer.take_clip_coefficient(torch.tensor(0.3))
+            else:
+                torch._foreach_mul_([p.grad for p in model.parameters()], torch.tensor(0.3))
+
+        return train(OPTIMIZERS["momentum"], wrap=wrap, between=between)[0]
+
+    for way in WAYS.values():
+        assert_same(clipped(lambda o, w=way: OffloadedOptimizer(o, memory=LateMemory(), **w)), clipped(None))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_others_write_into_a_parameter_reaches_its_master(way):
+    def between(step, model, optimizer):
+        if step == 1:
+            model[0].weight.data.clamp_(-0.05, 0.05)
+        if step == 2:
+            with torch.no_grad():
+                model[2].bias.fill_(0.25)
+
+    right, _ = train(OPTIMIZERS["adamw"], masters=True, between=between)
+    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
+    assert_same(train(OPTIMIZERS["adamw"], masters=True, between=between, wrap=wrap)[0], right)
+
+
+def test_a_group_that_is_added_later_is_offloaded_too():
+    def make(model):
+        return AdamW(model[0].parameters(), lr=1e-2)
+
+    def between(step, model, optimizer):
+        if step == 2:
+            optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.1})
+
+    right, _ = train(make, between=between)
+    result, ours = train(make, between=between, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()))
+    assert_same(result, right)
+    assert ours.steps.host_bytes == 8 * sum(p.numel() for i in (0, 2) for p in Net()[i].parameters())
+
+
+def test_a_closure_and_hooks_are_called_once():
+    model, calls = Net(), []
+    inner = AdamW(model.parameters(), lr=1e-2)
+    inner.register_step_pre_hook(lambda *_: calls.append("before"))
+    inner.register_step_post_hook(lambda *_: calls.append("after"))
+    ours = OffloadedOptimizer(inner, chunk_bytes=1)
+
+    def closure():
+        calls.append("closure")
+        loss = model(torch.ones(2, 64)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    expected = closure()
+    ours.zero_grad()
+    calls.clear()
+    assert ours.step(closure) == expected
+    assert calls == ["closure", "before", "after"]
+
+
+def test_state_that_others_move_stays_on_the_host_and_what_they_write_counts():
+    memory = LateMemory()
+    _, ours = train(OPTIMIZERS["adamw"], wrap=lambda o: OffloadedOptimizer(o, memory=memory))
+    before = {p: entries["exp_avg"].data_ptr() for p, entries in ours.state.items()}
+    for entries in ours.state.values():  # as Lightning does it, when state was restored
+        for name, value in entries.items():
+            entries[name] = value.clone().mul_(2)
+    assert {p: entries["exp_avg"].data_ptr() for p, entries in ours.state.items()} == before
+    memory.settle()
+    assert all(entries["step"] == 8 for entries in ours.state.values())
+    with pytest.raises(TypeError, match=r"or overwrite it\.$"):
+        del ours.state[next(iter(ours.state))]
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_undone_it_leaves_the_optimizer_as_it_would_be(way, masters):
+    _, plain = train(OPTIMIZERS["adamw"], masters=masters)
+    _, ours = train(
+        OPTIMIZERS["adamw"], masters=masters, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)
+    )
+    inner = ours.undo()
+    assert type(inner) is type(plain)
+    assert_same_state(inner.state_dict(), plain.state_dict())
+    if masters:
+        assert all(type(master) is nn.Parameter for master in inner.masters.of.values())
+
+
+def test_saved_state_is_no_larger_than_itself():
+    _, ours = train(OPTIMIZERS["adamw"], wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()))
+    for entries in ours.state_dict()["state"].values():
+        value = entries["exp_avg"]
+        assert value.untyped_storage().nbytes() == value.nbytes  # a view of a block would be saved as all of that
+
+
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        ({"update": "gpu"}, r"Use one of \('device', 'host'\)\.$"),
+        ({"chunk_bytes": 0}, r"such as 2\*\*28\.$"),
+        ({"resident": 1.0}, r"or update='device'\.$"),
+        ({"resident": 0.5, "update": "host"}, r"or update='device'\.$"),
+    ],
+)
+def test_bad_arguments(options, cure):
+    with pytest.raises(ValueError, match=cure):
+        OffloadedOptimizer(AdamW(Net().parameters()), **options)

@@ -1,0 +1,146 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
+
+from lightning_ups.optim import OffloadedOptimizer
+from lightning_ups.optim.offload_admission import twin_of
+from tests.optim.offloading import Net, grouped, train
+
+
+class Parted(SGD):
+    """Steps only the first parameter of each group, wrongly, as a whole."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 1 / len(gradients))
+        super().step(closure)
+
+
+class Counted(SGD):
+    """Counts its steps beside its groups, and decays by the count."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        super().step(closure)
+
+
+class CountedByGroup(SGD):
+    """Counts its steps in its groups, as those without a schedule do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        super().step(closure)
+
+
+class RowByRow(SGD):
+    """Treats the rows of a matrix as one."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(p.grad.norm())
+        super().step(closure)
+
+
+class Noisy(SGD):
+    """Draws random numbers, for each parameter in turn."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p))
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Parted, Counted])
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_what_looks_at_all_parameters_or_counts_its_calls_is_refused(kind, update):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__} cannot .* or leave the offloading out\.$"):
+        OffloadedOptimizer(kind(Net().parameters(), lr=0.1), update=update)
+
+
+def test_what_needs_its_closure_is_refused():
+    with pytest.raises(ValueError, match=r"^LBFGS cannot .* whose step needs no closure, such as AdamW\.$"):
+        OffloadedOptimizer(LBFGS(Net().parameters()))
+
+
+class OffloadsItself(Optimizer):
+    def __init__(self, params):
+        self.inner = AdamW(params)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_what_is_no_optimizer_of_torch_inside_is_refused():
+    with pytest.raises(ValueError, match=r"^OffloadsItself cannot .* such as torch\.optim\.AdamW\.$"):
+        OffloadedOptimizer(OffloadsItself(Net().parameters()))
+
+
+@pytest.mark.parametrize("kind", [CountedByGroup, RowByRow, Noisy])
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_what_keeps_to_its_parameters_is_admitted(kind, update):
+    right, _ = train(grouped(kind, momentum=0.9))
+    torch.manual_seed(0)
+    result, ours = train(
+        grouped(kind, momentum=0.9), wrap=lambda o: OffloadedOptimizer(o, chunk_bytes=9999, update=update)
+    )
+    if kind is not Noisy:  # of which the parts draw what the whole draws, on some devices
+        assert ours.admission.parted is (kind is CountedByGroup and update == "device")
+    for name, value in right.items():
+        assert torch.equal(value, result[name])
+
+
+def test_matrices_that_are_orthogonalised_are_stepped_whole():
+    def make(model):
+        return Muon([model[0].weight, model[2].weight], lr=1e-2)
+
+    right, _ = train(make)
+    result, ours = train(make, wrap=lambda o: OffloadedOptimizer(o, chunk_bytes=1))
+    assert not ours.admission.parted
+    assert len(ours.steps.chunks) == 2
+    assert all(torch.equal(right[name], result[name]) for name in right)
+
+
+def test_the_share_of_state_is_known():
+    assert OffloadedOptimizer(AdamW(Net().parameters())).admission.state_bytes == 2
+    assert OffloadedOptimizer(AdamW(Net().parameters(), amsgrad=True)).admission.state_bytes == 3
+    assert OffloadedOptimizer(SGD(Net().parameters())).admission.state_bytes == 0
+    assert 0 < OffloadedOptimizer(Adafactor(Net().parameters())).admission.state_bytes < 1
+
+
+def test_the_optimizer_itself_is_not_touched():
+    model = Net()
+    optimizer = Noisy(model.parameters(), lr=0.1, momentum=0.9)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    OffloadedOptimizer(optimizer)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_twin_has_the_groups_and_nothing_of_the_size():
+    model = nn.Sequential(nn.Linear(5000, 300), nn.Conv2d(70, 80, 3))
+    optimizer = grouped(AdamW)(model)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook of the user's"))
+    twin = twin_of(optimizer)
+    twin.step()
+    assert type(twin) is AdamW
+    assert [group["lr"] for group in twin.param_groups] == [1e-2, 3e-3]
+    assert all(p.numel() <= 4096 for group in twin.param_groups for p in group["params"])
+    assert {p.dim() for group in twin.param_groups for p in group["params"]} == {1, 2, 4}
