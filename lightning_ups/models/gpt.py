@@ -313,9 +313,11 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """An embedding with small entries: it is also the head where weights are tied."""
 
+    std = 0.02
+
     @override
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class GPTModule(LightningModule):

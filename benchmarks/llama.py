@@ -1,0 +1,566 @@
+"""Our Trainer beside torchtitan, a bare loop and stock Lightning, on one piece of work.
+
+    python benchmarks/llama.py --row 1B-4 --output benchmarks/results/DATE_llama_1B-4
+    python benchmarks/llama.py --row 8B-float8 --sides ours torchtitan --titan PATH_OF_ITS_RUNNER
+    python benchmarks/llama.py --row tiny          # on a CPU, in a minute: tries it out
+
+Every side is a process of its own, in turn, A B A B, on the same machine. All of them train the same shape with
+float32 masters and moments, gradients clipped to a norm of 1 at each step, fused AdamW, random tokens, weights drawn as
+torchtitan draws them, a loss logged every 10 steps. The time of a step is taken by CUDA events around it, without a
+wait before the last; a run's figure is the median over its steps, a side's the median over its runs, and the table has
+the spread. With several GPUs a step is as slow as on its slowest rank.
+
+`ours` is a stock Trainer with our plugins, logger and progress bar on. `bare` is a loop by hand with the same settings
+and without a Trainer. `stock` is Lightning as most use it: bf16-mixed, plain AdamW; `stock, compiled` compiles the
+LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles each block. `torchtitan` is its
+own trainer in its best setting, run by bench_titan.sh.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import PACKAGES
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_ups.callbacks import AccelerationFlags, Compile, LeanProgressBar
+from lightning_ups.kernels.attention import routed_attention
+from lightning_ups.models.gpt import GPT, SIZES, GPTModule, Linear, Size
+from lightning_ups.optim import MasteredOptimizer, MasterWeights
+from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.clip import clip_coefficient, total_norm
+from lightning_ups.transforms.float8 import convert_to_float8
+
+ON_GPU = torch.cuda.is_available()
+DENSE_BF16 = 989e12  # of an H100 or H200, in FLOP/s
+POOL = 64  # different sequences of a rank, again and again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        size: Of our GPT.
+        seq: Tokens of a sequence.
+        batch: Sequences of a step on each GPU.
+        gpus: How many.
+        float8: Whether linear layers compute in float8, tensorwise.
+        head: Whether the head does as well.
+        graphs: Whether ours replays CUDA graphs.
+        steps: Of a run.
+        warmup: Steps that are not timed.
+        sides: What is run, in this order.
+        titan: What torchtitan is told for its best.
+        goal: The ratio to ``against`` that ours is to reach.
+        against: The side that the goal is about.
+    """
+
+    size: Size
+    seq: int
+    batch: int
+    gpus: int = 1
+    float8: bool = False
+    head: bool = False
+    graphs: bool = False
+    steps: int = 40
+    warmup: int = 12
+    sides: tuple[str, ...] = ("ours", "torchtitan", "bare", "stock", "stock, compiled")
+    titan: str = ""
+    goal: float = 1.0
+    against: str = "torchtitan"
+
+
+def rows() -> dict[str, Row]:
+    """Return the rows by name."""
+    one = Row(size="1B", seq=4096, batch=4, titan="--ngpu 1 --flavor 1B --compile --seq-len 4096", goal=1.07)
+    eight = Row(
+        size="8B",
+        seq=8192,
+        batch=2,
+        gpus=4,
+        steps=20,
+        warmup=6,
+        titan="--ngpu 4 --flavor 8B --compile --seq-len 8192 --ac none --reshard never",
+        goal=1.05,
+        sides=("ours", "torchtitan", "bare", "stock"),
+    )
+    tiny = Row(
+        size="tiny", seq=64, batch=2, steps=6, warmup=2, against="bare", goal=0.1, sides=("ours", "bare", "stock")
+    )
+    small = Row(size="150M", seq=1024, batch=32, steps=120, warmup=30, sides=("ours", "bare"), against="bare")
+    return {
+        "1B-4": one,
+        "1B-8": replace(one, batch=8, goal=1.05, sides=("ours", "torchtitan", "bare")),
+        "1B-4-float8": replace(one, float8=True, goal=1.15, sides=("ours", "torchtitan", "bare")),
+        "1B-8-float8": replace(one, batch=8, float8=True, goal=1.15, sides=("ours", "torchtitan", "bare")),
+        "1B-4-float8-head": replace(one, float8=True, head=True, goal=1.15, sides=("ours", "torchtitan")),
+        "8B": eight,
+        "8B-float8": replace(eight, float8=True, goal=1.08, sides=("ours", "torchtitan", "bare")),
+        "150M-32": small,
+        "150M-4": replace(small, batch=4, graphs=True, goal=1.1),
+        "tiny": tiny,
+        "tiny-2": replace(tiny, gpus=2),
+    }
+
+
+# --- what all sides have in common
+
+
+class Work(GPTModule):
+    """Our GPT with weights drawn as torchtitan draws them."""
+
+    def __init__(self, row: Row, *, fused: bool = True) -> None:
+        super().__init__(size=row.size, max_seq_len=row.seq, schedule="constant", warmup_steps=2, fused=fused)
+
+    @override
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = drawn_like_torchtitan(GPT(self.config))
+
+
+def drawn_like_torchtitan(model: GPT) -> GPT:
+    """Return ``model`` with its weights drawn with the spreads of torchtitan's Llama 3."""
+    for depth, block in enumerate(model.layers):
+        late = 0.02 / (2 * (depth + 1)) ** 0.5
+        spreads = {"attention.qkv": 0.02, "attention.out": late, "ffn.gate": 0.02, "ffn.up": late, "ffn.down": late}
+        for name, spread in spreads.items():
+            linear = block.get_submodule(name)
+            assert isinstance(linear, Linear)
+            linear.std = spread
+    model.embedding.std = 1.0
+    model.head.std = model.config.dim**-0.5
+    model.init_weights()  # on the meta device too: a strategy of ours repeats what happens to it there
+    return model
+
+
+def batches(row: Row, *, rank: int) -> list[Tensor]:
+    """Return one rank's batches [batch, seq + 1], which are repeated."""
+    generator = torch.Generator().manual_seed(1234 + 1000 * rank)
+    tokens = torch.randint(SIZES[row.size].vocab_size, (POOL, row.seq + 1), generator=generator)
+    return [*tokens[: POOL // row.batch * row.batch].split(row.batch)]
+
+
+class Marks:
+    """The moments between steps, on the device's clock."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def set(self) -> None:
+        """Note this moment."""
+        if ON_GPU:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """Return the time of each step; this waits for the device."""
+        if ON_GPU:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [1e3 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+def figures(row: Row, marks: Marks, losses: Mapping[int, Tensor], norm: Tensor | None) -> dict[str, Any]:
+    """Return the figures of one run, over all ranks."""
+    milliseconds = torch.tensor(marks.milliseconds(), dtype=torch.float64)
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated()) if ON_GPU else 0.0)
+    shown = {step: torch.as_tensor(loss).detach().float().cpu() for step, loss in losses.items()}
+    if torch.distributed.is_initialized():
+        group = torch.distributed.new_group(backend="gloo")
+        torch.distributed.all_reduce(milliseconds, torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
+        for loss in shown.values():
+            torch.distributed.all_reduce(loss, group=group)
+            loss /= row.gpus
+    timed = milliseconds[row.warmup :]
+    median = statistics.median(timed.tolist())
+    speed = row.batch * row.seq / median * 1e3
+    return {
+        "tok_s_gpu": round(speed, 1),
+        "step_ms": round(median, 2),
+        "step_ms_min": round(timed.min().item(), 2),
+        "step_ms_max": round(timed.max().item(), 2),
+        "mfu": round(100 * speed * SIZES[row.size].flops_per_token(row.seq) / DENSE_BF16, 2),
+        "peak_gib": round(peak.item() / 2**30, 2),
+        "norm_first": None if norm is None else round(norm.item(), 4),
+        "losses": {step: round(loss.item(), 4) for step, loss in shown.items()},
+        "step_ms_all": [round(value, 2) for value in milliseconds.tolist()],
+    }
+
+
+# --- the sides
+
+
+class Watch(Callback):
+    """Marks steps, keeps every tenth loss and the first norm of a Trainer's run, and waits for nothing."""
+
+    def __init__(self) -> None:
+        self.marks, self.losses, self.norm = Marks(), {}, None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.marks.set()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 0 and not hasattr(trainer.precision_plugin, "grad_norm"):
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self.norm = total_norm(gradients)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1 and self.norm is None:
+            self.norm = trainer.precision_plugin.grad_norm.clone()  # type: ignore[attr-defined]
+        if trainer.global_step % 10 == 1:
+            self.losses[trainer.global_step] = outputs["loss"].detach().clone()
+
+
+def fitted(row: Row, module: Any, *, callbacks: Sequence[Callback], **options: Any) -> dict[str, Any]:
+    """Fit ``module``, and return the figures."""
+    watch = Watch()
+    trainer = Trainer(
+        accelerator="gpu" if ON_GPU else "cpu",
+        devices=row.gpus,
+        max_steps=row.steps + 1,
+        gradient_clip_val=1.0,
+        logger=CSVLogger(os.environ.get("LLAMA_LOGS", "runs/llama")),
+        log_every_n_steps=10,
+        callbacks=[*callbacks, watch],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    mine = batches(row, rank=int(os.environ.get("RANK", "0")))
+    loader = DataLoader(
+        [mine[i % len(mine)] for i in range(row.steps + 1)], batch_size=None, pin_memory=ON_GPU  # type: ignore[arg-type]
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    return figures(row, watch.marks, watch.losses, watch.norm)
+
+
+def ours(row: Row) -> dict[str, Any]:
+    """Run a stock Trainer with our plugins."""
+    precision = BF16Precision()
+    if row.float8:
+        precision = Float8Precision(recipe="tensorwise", head=row.head, emulate=not ON_GPU)
+    compiled = Compile(scope="auto", mode="reduce-overhead" if row.graphs else "default") if ON_GPU else None
+    flags = AccelerationFlags(attention="auto", gc_interval=50)
+    strategy: Any = "auto"
+    if row.gpus > 1:
+        strategy = FSDP2Strategy(sharding="gradients", meta_device=True, initialise_on="device")
+    callbacks = [flags, LeanProgressBar(refresh_rate=10), *([compiled] if compiled else [])]
+    return fitted(row, Work(row), callbacks=callbacks, plugins=[precision], strategy=strategy)
+
+
+def stock(row: Row, *, compiled: bool = False) -> dict[str, Any]:
+    """Run Lightning as most use it."""
+    if row.gpus > 1:
+        return stock_sharded(row)
+    module: Any = Work(row, fused=False)
+    if compiled:
+        module.configure_model()
+        module = torch.compile(module)
+    return fitted(row, module, callbacks=[], precision="bf16-mixed")
+
+
+def stock_sharded(row: Row) -> dict[str, Any]:
+    """Run Lightning's ModelParallelStrategy with what its users write by hand."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    class ByHand(Work):
+        @override
+        def configure_model(self) -> None:
+            with torch.device("meta"):
+                self.model = drawn_like_torchtitan(GPT(self.config))
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            for block in self.model.layers:
+                if ON_GPU:
+                    block.compile()
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+    strategy = ModelParallelStrategy(data_parallel_size=row.gpus, tensor_parallel_size=1)
+    return fitted(row, ByHand(row), callbacks=[], strategy=strategy, precision="32-true")
+
+
+def bare(row: Row) -> dict[str, Any]:
+    """Run a loop by hand with our settings."""
+    if row.gpus > 1:
+        return bare_sharded(row)
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    model = drawn_like_torchtitan(GPT(replace(SIZES[row.size], max_seq_len=row.seq)))
+    if row.float8:
+        convert_to_float8(model, recipe="tensorwise", head=row.head, emulate=not ON_GPU)
+    model.to(device)
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    inner = torch.optim.AdamW(groups(model), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None)
+    optimizer = MasteredOptimizer(inner, masters)
+    forward: Callable[..., Tensor] = model
+    if ON_GPU:
+        forward = torch.compile(model, mode="reduce-overhead" if row.graphs else None)
+
+    def clipped() -> Tensor:
+        norm = total_norm(optimizer.gradients())
+        optimizer.take_clip_coefficient(clip_coefficient(norm, max_norm=1.0))
+        return norm
+
+    with routed_attention("auto"):
+        return looped(row, forward, clipped, optimizer, device=device)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return parameter groups in which matrices decay."""
+    parameters = [*model.parameters()]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def bare_sharded(row: Row) -> dict[str, Any]:
+    """Run a loop by hand over FSDP2, blocks compiled."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (row.gpus,))
+    with torch.device("meta"):
+        model = drawn_like_torchtitan(GPT(replace(SIZES[row.size], max_seq_len=row.seq)))
+    if row.float8:
+        convert_to_float8(model, recipe="tensorwise", head=row.head, all_gather=True, emulate=not ON_GPU)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.layers:
+        if ON_GPU:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    model.to_empty(device=device)
+    model.init_weights()
+    optimizer = torch.optim.AdamW(groups(model), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None)
+
+    def clipped() -> Tensor:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def scaled() -> None:
+        if row.float8:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    with routed_attention("auto"):
+        return looped(row, model, clipped, optimizer, device=device, afterwards=scaled)
+
+
+def looped(
+    row: Row,
+    forward: Callable[..., Tensor],
+    clipped: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: torch.device,
+    afterwards: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Run the steps, and return the figures."""
+    pinned = [batch.pin_memory() if ON_GPU else batch for batch in batches(row, rank=int(os.environ.get("RANK", "0")))]
+    marks, losses, first = Marks(), {}, None
+    for step in range(row.steps + 1):
+        marks.set()
+        if row.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        batch = pinned[step % len(pinned)].to(device, non_blocking=True)
+        loss = forward(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        norm = clipped()
+        optimizer.step()
+        afterwards()
+        optimizer.zero_grad()
+        if step == 0:
+            first = norm.clone()
+        if step % 10 == 0:
+            losses[step + 1] = loss.detach().clone()
+    return figures(row, marks, losses, first)
+
+
+SIDES: Mapping[str, Callable[[Row], dict[str, Any]]] = {
+    "ours": ours,
+    "bare": bare,
+    "stock": stock,
+    "stock, compiled": partial(stock, compiled=True),
+}
+
+
+# --- running them
+
+
+def main() -> None:
+    """Run a row, or one side of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", choices=rows(), required=True)
+    parser.add_argument("--sides", nargs="*", choices=[*SIDES, "torchtitan"], help="only these")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=570, help="seconds for everything: later runs are left out")
+    parser.add_argument("--output", type=Path, default=Path("runs/llama"), help="where the raw output is kept")
+    parser.add_argument("--titan", type=Path, default=Path(".gpu/titan"), help="the folder of bench_titan.sh")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    row = rows()[options.row]
+    if options.side:
+        seed_everything(1, verbose=False)
+        found = SIDES[options.side](row)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("RESULT " + json.dumps(found), flush=True)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    print_versions(options.output)
+    sides = options.sides or row.sides
+    results = [*run(options.row, sides, options)]
+    print(table(options.row, results))
+
+
+def print_versions(folder: Path) -> None:
+    """Keep the versions and the device."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    lines = [" ".join(sys.argv), torch.cuda.get_device_name() if ON_GPU else "cpu"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    (folder / "env.txt").write_text("\n".join(lines) + "\n")
+
+
+def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    """Run the sides in turn, round after round, while the budget lasts, and yield what each found."""
+    start, longest = time.monotonic(), {}
+    for turn in range(1, options.rounds + 1):
+        for side in sides:
+            left = options.budget - (time.monotonic() - start)
+            if left < longest.get(side, 45):
+                print(f"{side}, round {turn}: left out, {left:.0f} s of the budget are left", flush=True)
+                continue
+            began = time.monotonic()
+            result, text = titan(rows()[name], options, left) if side == "torchtitan" else child(name, side, left)
+            longest[side] = 1.1 * (time.monotonic() - began)
+            result = {"row": name, "side": side, "round": turn, "seconds": round(time.monotonic() - began, 1), **result}
+            with (options.output / "results.jsonl").open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            with (options.output / "log.txt").open("a") as file:
+                file.write(f"===== {side}, round {turn}\n{text}\n")
+            print(json.dumps({key: value for key, value in result.items() if key != "step_ms_all"}), flush=True)
+            yield result
+
+
+def child(name: str, side: str, timeout: float) -> tuple[dict[str, Any], str]:
+    """Run one side in a process of its own, or in one for each GPU."""
+    gpus = rows()[name].gpus
+    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    command = [sys.executable, *starter, __file__, "--row", name, "--side", side]
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0"}
+    text = finished(command, timeout, environment)
+    for line in text.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT ")), text
+    return {"error": text.strip()[-800:]}, text
+
+
+def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[str, Any], str]:
+    """Run torchtitan by its runner."""
+    words = [*row.titan.split(), "--local-batch-size", str(row.batch), "--steps", str(row.steps)]
+    words += ["--warmup", str(row.warmup), "--log-freq", "10"]
+    if row.float8:
+        words += ["--float8", "tensorwise", *(["--float8-filter", ""] if row.head else [])]
+    environment = {"OUT": str(options.output.resolve()), "BT_TIMEOUT": str(round(timeout))}
+    text = finished(["bash", str(options.titan / "bench_titan.sh"), *words], timeout + 30, environment)
+    for line in text.splitlines():
+        if line.startswith("RESULT_JSON "):
+            found = json.loads(line.removeprefix("RESULT_JSON "))
+            if "error" in found:
+                return {"error": found["error"]}, text
+            return {
+                "tok_s_gpu": found["tok_s_gpu"],
+                "step_ms": found["step_ms"],
+                "mfu": round(100 * found["tok_s_gpu"] * SIZES[row.size].flops_per_token(row.seq) / DENSE_BF16, 2),
+                "peak_gib": found["peak_alloc_gib"],
+                "norm_first": first_norm(options.output / "titan.log"),
+                "losses": found["losses"],
+                "all": found,
+            }, text
+    return {"error": text.strip()[-800:]}, text
+
+
+def first_norm(log: Path) -> float | None:
+    """Return the norm that torchtitan's last run printed at its first step."""
+    last = log.read_text(errors="replace").rpartition("#####")[2] if log.exists() else ""
+    for line in last.splitlines():
+        if "step:  1 " in line and "grad_norm:" in line:
+            return float(line.partition("grad_norm:")[2].split()[0])
+    return None
+
+
+def finished(command: Sequence[str], timeout: float, environment: Mapping[str, str]) -> str:
+    """Return all that ``command`` printed; it is ended, with all it started, after ``timeout`` seconds."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0] + f"\nended after {timeout:.0f} s"
+
+
+def table(name: str, results: Iterable[Mapping[str, Any]]) -> str:
+    """Return the row's table: medians, spreads, ratios of ours to each side, and the goal."""
+    row, speeds = rows()[name], {}
+    kept: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        if "tok_s_gpu" in result:
+            speeds.setdefault(result["side"], []).append(result["tok_s_gpu"])
+            kept[result["side"]] = result
+    lines = ["| side | tok/s per GPU | spread | MFU | peak GiB | first norm | ours is |", "|---" * 7 + "|"]
+    mine = statistics.median(speeds["ours"]) if "ours" in speeds else None
+    for side, runs in speeds.items():
+        median = statistics.median(runs)
+        ratio = f"{mine / median:.3f}x" if mine else ""
+        spread, last = (max(runs) - min(runs)) / median, kept[side]
+        cells = (f"{median:.0f}", f"{spread:.1%}", f"{last['mfu']} %", last["peak_gib"], last["norm_first"], ratio)
+        lines.append(f"| {side} | {' | '.join(map(str, cells))} |")
+    if mine and row.against in speeds:
+        ratio = mine / statistics.median(speeds[row.against])
+        verdict = "reached" if ratio >= row.goal else "missed"
+        lines.append(f"\n{name}: {ratio:.3f} of {row.against}; the goal of {row.goal:.2f} is {verdict}.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
