@@ -17,7 +17,10 @@ __all__ = ["main"]
 
 
 class _Tool(NamedTuple):
-    """A command beside fit: its module has ``main(argv)``, or ``show(asked)`` if it takes the options of fit."""
+    """A command beside fit: its module has ``main(argv)``, or ``show(asked)`` if it takes the options of fit.
+
+    One that has both answers by ``main`` what needs no configuration, and returns None otherwise.
+    """
 
     says: str
     module: str
@@ -33,9 +36,9 @@ TOOLS = {  # a command appears when its module exists, and is imported when it i
     "explain": _Tool("show what a configuration will do, in which order, and what is refused", "explain"),
     "presets": _Tool("list the configurations that the package ships, or print one", "presets"),
     "doctor": _Tool("show the machine, its packages, and what can run here", "doctor"),
-    "plan": _Tool("predict memory and time of a configuration", "plan"),
+    "plan": _Tool("predict the memory of a configuration, without a GPU: what fits, and what to change", "plan"),
     "verify": _Tool("check that a configuration trains as the plain model does", "verify"),
-    "advise": _Tool("look at a run and say what would make it faster", "advise"),
+    "advise": _Tool("measure which layers would be faster in float8, and by how much", "advise"),
     "export": _Tool("write a checkpoint in another format", "export"),
 }
 
@@ -98,8 +101,8 @@ def _call(command: str, words: list[str]) -> int:
     if command in TRAINER:
         return importlib.import_module("lightning_ups.cli").main([command, *words])
     tool = importlib.import_module(f"lightning_ups.tools.{TOOLS[command].module}")
-    if hasattr(tool, "main"):
-        return tool.main(words)
+    if hasattr(tool, "main") and (code := tool.main(words)) is not None:  # None: it needs a configuration
+        return code
     return importlib.import_module("lightning_ups.cli").show(tool, words)
 
 

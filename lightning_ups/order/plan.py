@@ -37,6 +37,7 @@ class Variant:
         sharding: How that shards; None: as declared.
         samples: The share of the batch that a microbatch has.
         host: The share of each kind that lies on the host.
+        passing: Bytes on the device through which optimizer state on the host passes.
         state: Bytes of optimizer state for a parameter; None: as declared.
         price: What it costs in speed, for reading.
         rank: The order of prices.
@@ -49,6 +50,7 @@ class Variant:
     sharding: Sharding | None = None
     samples: float = 1
     host: Mapping[Kind, float] = field(default_factory=dict)
+    passing: int = 0
     state: float | None = None
     price: str = ""
     rank: int = 0
@@ -218,17 +220,10 @@ class Planner:
             yield Variant(
                 name="OptimizerOffload",
                 yaml=_callback("OptimizerOffload"),
-                host={"optimizer state": 1.0},
+                host={"optimizer state": 1.0, "master weights": 1.0},
+                passing=3 * 256 * 2**20,
                 price="streams the state over the host link each step",
                 rank=6,
-            )
-        if "ActivationOffload" not in declared and find_spec("lightning_ups.callbacks.activation_offload"):
-            yield Variant(
-                name="ActivationOffload",
-                yaml=_callback("ActivationOffload"),
-                host={"activations": 0.0},  # of the blocks only: see `_layout`
-                price="streams activations over the host link each step",
-                rank=7,
             )
         if find_spec("torchao"):
             yield Variant(
@@ -281,14 +276,14 @@ class Planner:
     def _layout(self, variant: Variant) -> Layout:
         run, sharding = self._run(variant), self._sharding(variant)
         workspace = 0 if self.device is None else self.device.workspace
-        host = {**self._declared_on_host(), **variant.host}
+        host, passing = self._on_host(variant)
         elements = max(sum(p.numel() for p in run.module.parameters()), 1)
         stored = sum(p.numel() * p.element_size() for p in run.module.parameters()) / elements
         if sharding == "copies":
             computed = next((b for b in (self._computed(run),) if b and self._has_masters(run)), stored)
             if variant.state is not None:
                 host["optimizer state"] = max(1 - variant.state / 8, 0)
-            return Layout(devices=self.devices, computed=computed, workspace=workspace, on_host=host)
+            return Layout(devices=self.devices, computed=computed, workspace=workspace, on_host=host, passing=passing)
         share = self._share
         if self._settings.get("offload") and variant.strategy is None:
             host |= {"parameters": 1.0, "gradients": 1.0, "optimizer state": 1.0}
@@ -305,6 +300,7 @@ class Planner:
             state=share.state if variant.state is None else variant.state,
             stepping=share.stepping,
             on_host=host,
+            passing=passing,
             workspace=workspace,
         )
 
@@ -312,12 +308,21 @@ class Planner:
     def _share(self) -> Any:
         return optimizer_share(self.run, optimizers=self._optimizers)
 
-    def _declared_on_host(self) -> dict[Kind, float]:
-        """Return what the declared callbacks say that they keep on the host: ``host_resident``, shares by kind."""
+    def _on_host(self, variant: Variant) -> tuple[dict[Kind, float], int]:
+        """Return the shares by kind that lie on the host, and the bytes through which they pass.
+
+        A declared step says so by ``host_resident``, shares by kind, or, if it keeps the optimizer's state, by
+        ``resident``, the share that stays on the device, and ``chunk_mb``, of which three are on it.
+        """
         shares: dict[Kind, float] = {}
+        passing = variant.passing
         for step in self.run.declarations:
             shares.update(getattr(step, "host_resident", None) or {})
-        return shares
+            if step.owns_optimizer_state and hasattr(step, "resident"):
+                share = 1 - step.resident  # type: ignore[attr-defined]
+                shares |= {"optimizer state": share, "master weights": share}
+                passing = max(passing, int(3 * getattr(step, "chunk_mb", 256) * 2**20))
+        return {**shares, **variant.host}, passing
 
     def _computed(self, run: Run) -> int | None:
         policy = policy_of(run.precision)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -16,7 +17,17 @@ from lightning_ups.order import Placement, Run
 from lightning_ups.tools.layers import items
 from lightning_ups.tools.spelling import suggestion
 
-__all__ = ["Asked", "build", "check_accelerator", "check_slots", "check_strategy", "configured", "elsewhere", "run_of"]
+__all__ = [
+    "Asked",
+    "build",
+    "check_accelerator",
+    "check_slots",
+    "check_strategy",
+    "configured",
+    "elsewhere",
+    "made",
+    "run_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +41,8 @@ class Asked:
         slots: The sections of callbacks that have one, by the names of their classes.
         preset: The preset below them, if there is one.
         notes: What could not be known here.
+        data: Makes the datamodule, if there is one.
+        make_optimizer: Makes the optimizer of the section ``optimizer`` for a module, if it is there.
     """
 
     run: Run
@@ -38,6 +51,8 @@ class Asked:
     slots: Mapping[str, str]
     preset: str | None = None
     notes: Sequence[str] = ()
+    data: Callable[[], Any] | None = None
+    make_optimizer: Callable[[Any], Any] | None = None
 
     def label(self, part: object) -> str | None:
         """Return the class of a part and the settings that differ from its defaults; None for a section left alone."""
@@ -67,6 +82,16 @@ def build(make: Callable[[], Any]) -> tuple[Any, list[str]]:
         if "meta" not in str(error):
             raise
     return make(), ["The module needs values while it is built, so that it was built on the CPU."]
+
+
+def made(spec: Any) -> Any:
+    """Return what ``spec``, as YAML has it, stands for: an object for each ``class_path``, whatever is in it first."""
+    if isinstance(spec, list):
+        return [made(each) for each in spec]
+    if not isinstance(spec, dict):
+        return spec
+    inner = {key: made(value) for key, value in spec.items()}
+    return instantiate_class((), inner) if "class_path" in inner else inner
 
 
 def configured(module: LightningModule) -> list[str]:

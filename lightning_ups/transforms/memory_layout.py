@@ -26,7 +26,8 @@ class Layout:
         state: Bytes that the optimizer keeps for a parameter.
         stepping: Bytes for a parameter that the optimizer takes while it steps, and gives back.
         on_host: The share of each kind that lies in the host's memory.
-        passing: Bytes on the device through which what lies on the host passes.
+        passing: Bytes on the device through which optimizer state that lies on the host passes, a chunk at a time: with
+            them, nothing else is taken while the optimizer steps.
         workspace: Bytes that libraries of the device's maker take from the same pool.
     """
 
@@ -52,8 +53,10 @@ def peak_of(step: Step, layout: Layout) -> Moment:
 def _with_host(moment: Moment, layout: Layout) -> Moment:
     shares = layout.on_host or {}
     held = {(kind, owner): round(size * (1 - shares.get(kind, 0))) for (kind, owner), size in moment.held.items()}
+    if layout.passing and moment.phase == "optimizer":
+        held = {key: size for key, size in held.items() if key[0] != "temporaries"}
     held["workspaces", ""] = held.get(("workspaces", ""), 0) + layout.workspace
-    held["gather buffers", "host"] = layout.passing
+    held["temporaries", "host"] = layout.passing
     return replace(moment, held={key: size for key, size in held.items() if size})
 
 
