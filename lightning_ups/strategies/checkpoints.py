@@ -1,5 +1,7 @@
 """What a sharding strategy does about checkpoints, in one place for all of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -175,6 +177,15 @@ class Checkpoints:
         if isinstance(self._strategy.precision_plugin, PolicyPrecision):
             self._strategy.precision_plugin.after_restore(self._module)
         return {"pytorch-lightning_version": lightning_version, **rest}  # which files of weights alone do not have
+
+    @contextmanager
+    def keeping_place(self) -> Iterator[None]:
+        """Leave the training data and random numbers where they are, whatever is loaded in this context."""
+        connection, self._connection = self._connection, None
+        try:
+            yield
+        finally:
+            self._connection = connection
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint, once the one that is being written is whole."""

@@ -1,0 +1,30 @@
+"""Taking a running fit back to a checkpoint: its weights, optimizers, schedulers and step count, not its data."""
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["roll_back"]
+
+
+def roll_back(trainer: Any, path: Path) -> None:
+    """Restore from ``path`` what the steps since then have changed; every rank takes part.
+
+    The run goes on with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their state.
+    """
+    connector = trainer._checkpoint_connector
+    connector.resume_start(str(path), weights_only=False)  # this run wrote it, or was started from it
+    connector.restore_model()
+    connector.restore_precision_plugin_state()
+    connector.restore_optimizers_and_schedulers()
+    _restore_progress(trainer, connector._loaded_checkpoint["loops"]["fit_loop"])
+    connector.resume_end()
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _restore_progress(trainer: Any, saved: dict[str, Any]) -> None:
+    # Of the loops only what counts steps: epochs and batches say where the data are.
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = epoch_loop.automatic_optimization.optim_progress
+    steps.load_state_dict(saved["epoch_loop.automatic_optimization.optim_progress"])
+    epoch_loop._batches_that_stepped = saved["epoch_loop.state_dict"].get("_batches_that_stepped", trainer.global_step)

@@ -1,0 +1,345 @@
+"""Steps that go wrong: seen on the device, left out, or undone."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups._compat.averages import averaged_copies
+from lightning_ups._compat.rollback import roll_back
+from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
+from lightning_ups.order import PolicyPrecision, applied
+from lightning_ups.transforms.checkpoint import is_complete
+from lightning_ups.transforms.clip import gradients_of, total_norm
+from lightning_ups.transforms.guard import Deferred, LossWatch, Verdict
+
+__all__ = ["Action", "GuardEvent", "StepGuard"]
+
+Action = Literal["ignore", "warn", "skip", "rollback", "stop"]
+Where = Literal["auto", "device", "host"]
+
+_LATE = 8  # steps, on a GPU: the host is seldom that far ahead
+
+
+@dataclass(frozen=True, slots=True)
+class GuardEvent:
+    """Something that went wrong.
+
+    Args:
+        step: Which optimizer step, as Lightning counted it.
+        epoch: In which epoch.
+        batch: The number of its last batch in the epoch.
+        kind: What it was.
+        what: The figures, in words.
+        done: What was done about it.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    kind: Literal["nonfinite", "spike"]
+    what: str
+    done: str
+
+
+class StepGuard(Callback):
+    """See NaN, infinity and loss spikes without waiting for the GPU, and leave such steps out or go back before them.
+
+    The loss and the norm of all gradients are judged on the device, by all ranks together, before the optimizer steps.
+    The host reads the verdict some steps late. A step is skipped on the device where the optimizer is one of torch's
+    fused ones: parameters, moments and step count stay as they are, bit for bit. For any other optimizer the host has
+    to read the verdict first.
+
+    ``"rollback"`` restores weights, optimizers, schedulers and step count from the last whole checkpoint that was saved
+    before the step, and goes on with the data that follow.
+
+    Args:
+        on_nonfinite: What becomes of a step with NaN or infinity: ``"ignore"``, ``"warn"``, ``"skip"``, ``"rollback"``, or
+            ``"stop"`` the run.
+        on_spike: What becomes of a step whose loss or norm is far above the last ones.
+        gradients: Watch the norm of gradients too, which reads them all once more.
+        skip_on: ``"device"``, ``"host"``, or ``"auto"``: the device where the optimizer can.
+        window: How many steps a spike is measured against.
+        sigmas: How many standard deviations above their mean make a spike.
+        warmup_steps: No step before this many is called a spike.
+        max_in_a_row: After how many bad steps in a row the run ends with an error.
+        max_rollbacks: After how many roll-backs it does.
+
+    Attributes:
+        events: What went wrong in this fit.
+
+    Raises:
+        ValueError: If a choice is unknown, or if this run cannot do what is asked.
+        RuntimeError: If a run is ended.
+
+    Example::
+
+        Trainer(callbacks=[StepGuard(on_nonfinite="skip", on_spike="rollback")])
+    """
+
+    def __init__(
+        self,
+        *,
+        on_nonfinite: Action = "skip",
+        on_spike: Action = "warn",
+        gradients: bool = True,
+        skip_on: Where = "auto",
+        window: int = 128,
+        sigmas: float = 6.0,
+        warmup_steps: int = 32,
+        max_in_a_row: int = 10,
+        max_rollbacks: int = 3,
+    ) -> None:
+        for name, value, known in (
+            ("on_nonfinite", on_nonfinite, get_args(Action)),
+            ("on_spike", on_spike, get_args(Action)),
+            ("skip_on", skip_on, get_args(Where)),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"StepGuard({name}={value!r}) is not a known choice."
+                    " It says what becomes of a step that goes wrong, and where that is decided."
+                    f" Use one of {known}."
+                )
+        if window < 2 or not sigmas > 0 or min(warmup_steps, max_rollbacks) < 0 or max_in_a_row < 1:
+            raise ValueError(
+                f"StepGuard(window={window}, sigmas={sigmas}, warmup_steps={warmup_steps}, max_in_a_row={max_in_a_row},"
+                f" max_rollbacks={max_rollbacks}) is out of range."
+                " A spike is measured against at least two steps, by more than zero deviations; the rest are counts."
+                " Use window=128, sigmas=6.0 and the other defaults to begin with."
+            )
+        self.on_nonfinite: Action = on_nonfinite
+        self.on_spike: Action = on_spike
+        self.gradients, self.skip_on = gradients, skip_on
+        self.window, self.sigmas, self.warmup_steps = window, sigmas, warmup_steps
+        self.max_in_a_row, self.max_rollbacks = max_in_a_row, max_rollbacks
+        self.events: list[GuardEvent] = []
+        self._undo = ExitStack()
+
+    # When
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._undo.close()
+        self._check(trainer)
+        device = trainer.strategy.root_device
+        self.events = []
+        self._watch = LossWatch(device, window=self.window, sigmas=self.sigmas, least=self.warmup_steps)
+        self._verdicts = Deferred(late=_LATE if device.type == "cuda" else 0)
+        self._loss = torch.zeros((), device=device)
+        self._in_a_row = self._rollbacks = 0
+        self._on_device = self.skip_on != "host" and all(map(skips_on_device, trainer.optimizers))
+        self._saved: list[tuple[int, Path]] = []
+        if "rollback" in (self.on_nonfinite, self.on_spike):
+            self._follow_saves(trainer)
+        self._say_how(trainer)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._loss = self._loss + loss.detach().float()  # of each microbatch, divided by their number
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        verdict = self._watch.judge(self._measured(optimizer))
+        self._loss = torch.zeros_like(self._loss)
+        if skipped := [
+            verdict[index] for index, action in enumerate((self.on_nonfinite, self.on_spike)) if action == "skip"
+        ]:
+            flag = torch.stack(skipped).amax()
+            if self._on_device:
+                skip_if(optimizer, flag)
+            elif flag.item():  # the price of optimizers that know no flag
+                optimizer.zero_grad(set_to_none=True)  # without gradients no optimizer changes anything
+        place = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        self._verdicts.push(verdict, place)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._on_device:
+            for optimizer in trainer.optimizers:
+                clear_skip(optimizer)
+        for values, place in self._verdicts.due():
+            if self._act(trainer, Verdict.of(values), *place):
+                break  # the steps that follow are undone, and with them their verdicts
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for values, place in self._verdicts.rest():
+            if self._act(trainer, Verdict.of(values), *place):
+                break
+        self._undo.close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._undo.close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._undo.close()
+
+    # What
+
+    def _measured(self, optimizer: Optimizer) -> Tensor:
+        norm = torch.zeros_like(self._loss)
+        if self.gradients:
+            own = getattr(optimizer, "gradients", None)
+            gradients = (
+                own() if callable(own) else gradients_of(p for group in optimizer.param_groups for p in group["params"])
+            )
+            norm = total_norm(gradients).to(norm.device, norm.dtype)
+        values = torch.stack([self._loss, norm])
+        if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
+            dist.all_reduce(values)  # NaN on one rank is NaN on all; nobody on the host waits for it
+            values = values / size
+        return values
+
+    def _act(self, trainer: Trainer, verdict: Verdict, step: int, epoch: int, batch: int) -> bool:
+        """Do what is to be done about a step; return whether the run went back."""
+        if not verdict.nonfinite and not verdict.spike:
+            self._in_a_row = 0
+            return False
+        kind: Literal["nonfinite", "spike"] = "nonfinite" if verdict.nonfinite else "spike"
+        action = self.on_nonfinite if verdict.nonfinite else self.on_spike
+        if action == "ignore":
+            return False
+        self._in_a_row += 1
+        where = f"Step {step} (epoch {epoch}, batch {batch}): {verdict}"
+        if action == "stop":
+            raise RuntimeError(
+                f"{where}. StepGuard was told to stop the run at that."
+                " Look at that batch and at the learning rate, and resume from the last checkpoint before it."
+            )
+        if self._in_a_row > self.max_in_a_row:
+            raise RuntimeError(
+                f"{where}. That is the {self._in_a_row}th step in a row, and StepGuard allows {self.max_in_a_row}."
+                " A run in which every step is bad does not recover by itself."
+                " Lower the learning rate, look at the data, or resume from an earlier checkpoint."
+            )
+        done = {"warn": "nothing was done", "skip": "the step was skipped"}.get(action) or self._go_back(
+            trainer, step, where
+        )
+        self._note(trainer, GuardEvent(step, epoch, batch, kind, str(verdict), done))
+        rank_zero_info(f"{where}; {done}.")
+        return action == "rollback"
+
+    def _note(self, trainer: Trainer, event: GuardEvent) -> None:
+        self.events.append(event)
+        if (context := applied(trainer.strategy)) is not None:
+            context.report.update("StepGuard", events=[asdict(each) for each in self.events[-100:]])
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics({f"guard/{event.kind}": float(len(self.events))}, step=event.step)
+
+    # Going back
+
+    def _go_back(self, trainer: Trainer, step: int, where: str) -> str:
+        self._rollbacks += 1
+        if self._rollbacks > self.max_rollbacks:
+            raise RuntimeError(
+                f"{where}. The run went back {self.max_rollbacks} times already, and StepGuard allows no more."
+                " Going back does not help: it is not the data of one place."
+                " Lower the learning rate, or look at the model; the last checkpoints are as they were."
+            )
+        strategy: Any = trainer.strategy
+        checkpoints = getattr(strategy, "checkpoints", None)
+        if checkpoints is not None:
+            checkpoints.saver.wait()  # one may be on its way in the background
+        path = strategy.broadcast(self._newest_before(step))
+        if path is None:
+            raise RuntimeError(
+                f"{where}. There is no whole checkpoint from before that step to go back to."
+                " Checkpoints of weights alone do not count, and neither do those that were deleted since."
+                " Save more often (ModelCheckpoint(every_n_train_steps=...)), or use 'skip'."
+            )
+        with getattr(checkpoints, "keeping_place", nullcontext)():
+            roll_back(trainer, path)
+        if isinstance(strategy.precision_plugin, PolicyPrecision):
+            strategy.precision_plugin.after_restore(trainer.lightning_module)
+        self._verdicts.forget()
+        self._loss = torch.zeros_like(self._loss)
+        return (
+            f"weights, optimizers and schedulers went back to step {trainer.global_step}, from {path}"
+            f" ({self._rollbacks} of {self.max_rollbacks} times); the data go on"
+        )
+
+    def _newest_before(self, step: int) -> Path | None:
+        return next((path for saved, path in reversed(self._saved) if saved <= step and is_complete(path)), None)
+
+    def _follow_saves(self, trainer: Trainer) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.ckpt_path:
+            self._saved.append((trainer.global_step, Path(trainer.ckpt_path)))
+        stock: Callable[..., None] = strategy.save_checkpoint
+
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+            step, whole = checkpoint["global_step"], "optimizer_states" in checkpoint
+            stock(checkpoint, filepath, *args, **kwargs)
+            if whole:
+                self._saved.append((step, Path(filepath)))
+
+        strategy.save_checkpoint = save_checkpoint
+        self._undo.callback(vars(strategy).pop, "save_checkpoint", None)
+
+    # What cannot be
+
+    def _check(self, trainer: Trainer) -> None:
+        module, asked = trainer.lightning_module, {self.on_nonfinite, self.on_spike}
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"StepGuard cannot guard {type(module).__name__}, which optimizes manually."
+                " Its losses and steps are its own, and there is no telling which belong together."
+                " Leave StepGuard out, or let Lightning optimize (automatic_optimization=True)."
+            )
+        if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
+            raise ValueError(
+                "StepGuard is used with precision='16-mixed'."
+                " Its gradient scaler overflows on purpose, and skips such steps itself."
+                " Use bfloat16 (precision='bf16-mixed' or BF16Precision), or leave StepGuard out."
+            )
+        able = [type(optimizer).__name__ for optimizer in trainer.optimizers if not skips_on_device(optimizer)]
+        if "skip" in asked and self.skip_on == "device" and able:
+            raise ValueError(
+                f"StepGuard(skip_on='device') cannot skip steps of {', '.join(able)}."
+                " Only torch's fused optimizers read a flag on the device."
+                " Use fused=True in the optimizer, or skip_on='auto', which waits for the GPU in every step instead."
+            )
+        if "rollback" not in asked:
+            return
+        if not trainer.checkpoint_callbacks and not trainer.ckpt_path:
+            raise ValueError(
+                "StepGuard is to go back to a checkpoint, and this run saves none."
+                " There is no checkpoint callback, and the run does not start from one."
+                " Add ModelCheckpoint(every_n_train_steps=...), or use 'skip'."
+            )
+        if averaged_copies(trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "StepGuard is to go back to a checkpoint, and a callback averages weights."
+                " Callbacks keep their state then, and the average would keep what is undone."
+                " Use on_nonfinite='skip' and on_spike='skip', which change no average."
+            )
+
+    def _say_how(self, trainer: Trainer) -> None:
+        context = applied(trainer.strategy)
+        skips = "skip" in (self.on_nonfinite, self.on_spike)
+        how = (
+            (", on the device" if self._on_device else ", by the host, which waits for the device in every step")
+            if skips
+            else ""
+        )
+        line = f"nonfinite: {self.on_nonfinite}, spike: {self.on_spike}{how}"
+        if context is not None:
+            context.report.note("StepGuard", line, on_device=self._on_device if skips else None, events=[])
+        if skips and not self._on_device and self.skip_on == "auto":
+            rank_zero_info(f"StepGuard: {line}. A fused optimizer (fused=True) would not make it wait.")

@@ -1,0 +1,87 @@
+"""Judging a step by its loss and the norm of its gradients, on the device."""
+
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+__all__ = ["LossWatch", "Verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the device found of a step.
+
+    Args:
+        nonfinite: The loss or the norm is NaN or infinite, on any rank.
+        spike: One of them is far above those before it.
+        loss: The loss, averaged over ranks.
+        norm: The norm of the gradients; 0 where it is not watched.
+        loss_limit: From where on a loss was a spike; infinite while there are too few steps to say.
+        norm_limit: The same of the norm.
+    """
+
+    nonfinite: bool
+    spike: bool
+    loss: float
+    norm: float
+    loss_limit: float
+    norm_limit: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Verdict":
+        """Return the verdict that `LossWatch.judge` put into ``values``."""
+        nonfinite, spike, *rest = values
+        return cls(nonfinite > 0, spike > 0, *rest)
+
+    def __str__(self) -> str:
+        """Say what was found, in words."""
+        parts = []
+        for name, value, limit in (
+            ("loss", self.loss, self.loss_limit),
+            ("gradients' norm", self.norm, self.norm_limit),
+        ):
+            if not isfinite(value):
+                parts.append(f"the {name} is {value}")
+            elif value > limit:
+                parts.append(f"the {name} is {value:.6g}, a spike above {limit:.6g}")
+        return " and ".join(parts) or f"the loss is {self.loss:.6g}"
+
+
+class LossWatch:
+    """Keeps the last losses and norms on the device, and says whether the next ones are far above them.
+
+    A spike is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps. Of a spike the
+    limit is kept, not the value: one does not hide the next, and a loss that stays high becomes usual in time. No value
+    is read by the host.
+
+    Args:
+        device: Where all this lies.
+        window: How many steps are remembered.
+        sigmas: How many standard deviations make a spike.
+        least: How many steps there must be before anything is called a spike.
+    """
+
+    def __init__(self, device: torch.device, *, window: int = 128, sigmas: float = 6.0, least: int = 32) -> None:
+        self._last = torch.zeros(window, 2, device=device)
+        self._seen = torch.zeros((), dtype=torch.long, device=device)  # finite ones, since the beginning
+        self._rows = torch.arange(window, device=device)
+        self._sigmas, self._least = sigmas, least
+
+    def judge(self, values: Tensor) -> Tensor:
+        """Return a verdict on ``values`` [loss, norm], float32, as `Verdict.of` reads it."""
+        window = self._rows.numel()
+        there = (self._rows < self._seen).unsqueeze(1)
+        count = self._seen.clamp(1, window)
+        mean = self._last.sum(0) / count  # rows that are not there yet are zero
+        deviation = (((self._last - mean) * there).square().sum(0) / count).sqrt()
+        # A deviation of zero, as of a constant loss, would make a spike of rounding.
+        limit = mean + self._sigmas * torch.maximum(deviation, 1e-3 * mean.abs())
+        limit = torch.where(self._seen >= self._least, limit, torch.inf)
+        finite = values.isfinite().all()
+        spike = (values > limit).any() & finite
+        kept = torch.where(finite, torch.minimum(values, limit), self._last[self._seen % window])
+        self._last.index_copy_(0, (self._seen % window).unsqueeze(0), kept.unsqueeze(0))
+        self._seen += finite
+        return torch.cat([torch.stack([~finite, spike]).float(), values, limit])

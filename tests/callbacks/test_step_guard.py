@@ -1,0 +1,351 @@
+"""StepGuard leaves bad steps out, or takes the run back before them, on all ranks alike."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch.utils.data import DataLoader
+
+from lightning_ups.callbacks import RunManifest, StepGuard
+from lightning_ups.precision import BF16Precision
+from tests.toys import Net
+
+NAN = float("nan")
+
+
+class Bad(Net):
+    """Has a loss of ``factor`` times what it should be at the batches ``bad``."""
+
+    def __init__(self, bad=(), *, factor=NAN, optimizer=None, schedule=False):
+        super().__init__()
+        self.bad, self.factor = set(bad), factor
+        self.optimizer = optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+        self.schedule = schedule
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss * self.factor if index in self.bad else loss
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters())
+        if not self.schedule:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def batches(count=24, *, without=()):
+    torch.manual_seed(1)
+    rows = torch.randn(count, 4, 8)
+    return DataLoader([row for index, row in enumerate(rows) if index not in without], batch_size=None)
+
+
+def fit(folder, module, guard=None, *, data=None, callbacks=(), **options):
+    made = Trainer(
+        accelerator="cpu",
+        **{"max_epochs": 1, "devices": 1} | options,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        default_root_dir=folder,
+        callbacks=[*([guard] if guard else []), *callbacks],
+    )
+    made.fit(module, data or batches())
+    return made
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+OPTIMIZERS = {
+    "fused": None,
+    "plain": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_run_with_a_skipped_step_is_the_run_without_its_batch(tmp_path, kind, clip):
+    guarded, without = (Bad(bad, optimizer=OPTIMIZERS[kind]) for bad in ([0, 5], []))
+    guard = StepGuard()
+    fit(tmp_path, guarded, guard, gradient_clip_val=clip)
+    fit(tmp_path, without, data=batches(without=[0, 5]), gradient_clip_val=clip)
+    assert same(guarded, without)
+    assert [(event.step, event.kind, event.done) for event in guard.events] == [
+        (0, "nonfinite", "the step was skipped"),
+        (5, "nonfinite", "the step was skipped"),
+    ]
+    assert "the loss is nan" in guard.events[0].what
+
+
+def test_without_the_guard_the_run_is_lost(tmp_path):
+    module = Bad([5])
+    fit(tmp_path, module)
+    assert not all(p.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("skip_on", ["device", "host"])
+def test_gradients_are_watched_where_the_loss_is_finite(tmp_path, skip_on):
+    class Infinite(Bad):
+        def on_after_backward(self):
+            if self.trainer.fit_loop.batch_idx == 3:
+                self.head.weight.grad[0, 0] = float("inf")
+
+    module = Infinite()
+    guard = StepGuard(skip_on=skip_on)
+    fit(tmp_path, module, guard)
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert [event.what for event in guard.events] == ["the gradients' norm is inf"]
+
+
+def test_the_host_reads_nothing_before_the_step_where_the_device_skips(tmp_path, monkeypatch):
+    reads = []
+    stock = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: reads.append(tensor) or stock(tensor))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(tensor) or stock(tensor) != 0)
+
+    class Hook(Callback):
+        during = 0
+
+        def on_before_optimizer_step(self, *_):
+            Hook.during = len(reads)
+
+    class Before(Callback):
+        def on_after_backward(self, *_):
+            reads.clear()
+
+    fit(tmp_path, Bad([5]), StepGuard(skip_on="device"), callbacks=[Before(), Hook()])
+    assert Hook.during == 0
+    fit(tmp_path, Bad([5]), StepGuard(skip_on="host"), callbacks=[Before(), Hook()])
+    assert Hook.during > 0  # the check can fail
+
+
+def test_spikes_are_skipped(tmp_path):
+    guarded, without = Bad([20], factor=1e4), Bad()
+    guard = StepGuard(on_spike="skip", warmup_steps=8, sigmas=8.0)
+    fit(tmp_path, guarded, guard)
+    fit(tmp_path, without, data=batches(without=[20]))
+    assert same(guarded, without)
+    (event,) = guard.events
+    assert (event.step, event.batch, event.kind) == (20, 20, "spike")
+    assert "a spike above" in event.what
+
+
+def test_a_warning_changes_nothing(tmp_path):
+    warned, plain = Bad([20], factor=1e4), Bad([20], factor=1e4)
+    guard = StepGuard(on_spike="warn", warmup_steps=8)
+    fit(tmp_path, warned, guard)
+    fit(tmp_path, plain)
+    assert same(warned, plain)
+    assert guard.events[0].done == "nothing was done"
+
+
+def test_a_guard_that_sees_nothing_changes_nothing(tmp_path):
+    guarded, plain = Bad(schedule=True), Bad(schedule=True)
+    fit(tmp_path, guarded, StepGuard(on_spike="skip"), gradient_clip_val=0.1, accumulate_grad_batches=3)
+    fit(tmp_path, plain, gradient_clip_val=0.1, accumulate_grad_batches=3)
+    assert same(guarded, plain)
+
+
+def test_an_accumulation_is_skipped_whole(tmp_path):
+    guarded, without = Bad([4]), Bad()
+    guard = StepGuard()
+    fit(tmp_path, guarded, guard, accumulate_grad_batches=3)
+    fit(tmp_path, without, data=batches(without=[3, 4, 5]), accumulate_grad_batches=3)
+    assert same(guarded, without)
+    assert [(event.step, event.batch) for event in guard.events] == [(1, 5)]
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_master_weights_are_guarded(tmp_path, kind):
+    guarded, without = (Bad(bad, optimizer=OPTIMIZERS[kind]) for bad in ([5], []))
+    fit(tmp_path, guarded, guard := StepGuard(), plugins=[BF16Precision()], gradient_clip_val=0.5)
+    fit(tmp_path, without, data=batches(without=[5]), plugins=[BF16Precision()], gradient_clip_val=0.5)
+    assert same(guarded, without)
+    assert len(guard.events) == 1
+
+
+def test_bad_steps_in_a_row_end_the_run(tmp_path):
+    with pytest.raises(RuntimeError, match=r"Step 7 .*4th step in a row.*Lower the learning rate"):
+        fit(tmp_path, Bad(range(4, 24)), StepGuard(max_in_a_row=3))
+    fit(tmp_path, Bad([2, 3, 4, 6, 7, 8]), StepGuard(max_in_a_row=3))
+
+
+def test_a_run_may_be_stopped(tmp_path):
+    with pytest.raises(RuntimeError, match=r"Step 5 \(epoch 0, batch 5\): the loss is nan.*resume from the last"):
+        fit(tmp_path, Bad([5]), StepGuard(on_nonfinite="stop"))
+
+
+def test_the_manifest_has_what_happened(tmp_path):
+    manifest = RunManifest()
+    from lightning_ups.callbacks import ActivationCheckpoint
+
+    fit(tmp_path, Bad([5]), StepGuard(), callbacks=[manifest, ActivationCheckpoint(blocks=["layers.*"])])
+    part = manifest.manifest["report"]["StepGuard"]
+    assert part["events"][0]["step"] == 5
+    assert part["on_device"] is True
+
+
+# Going back
+
+
+def saving(folder, every=4):
+    return ModelCheckpoint(dirpath=folder / "saved", every_n_train_steps=every, save_top_k=-1)
+
+
+def test_going_back_is_the_run_without_what_lies_between(tmp_path):
+    """Saved at step 8; batches 8, 9 and the bad 10 are undone, and training goes on with batch 11."""
+    guarded, without = Bad([10], schedule=True), Bad(schedule=True)
+    guard = StepGuard(on_nonfinite="rollback")
+    made = fit(tmp_path, guarded, guard, callbacks=[saving(tmp_path)])
+    other = fit(tmp_path, without, data=batches(without=[8, 9, 10]))
+    assert same(guarded, without)
+    assert made.global_step == other.global_step == 21
+    assert made.lr_scheduler_configs[0].scheduler.state_dict() == other.lr_scheduler_configs[0].scheduler.state_dict()
+    (event,) = guard.events
+    assert "went back to step 8" in event.done
+    assert "(1 of 3 times)" in event.done
+
+
+def test_a_spike_goes_back_too(tmp_path):
+    guarded, without = Bad([18], factor=1e4), Bad()
+    fit(tmp_path, guarded, StepGuard(on_spike="rollback", warmup_steps=8, sigmas=8.0), callbacks=[saving(tmp_path)])
+    fit(tmp_path, without, data=batches(without=[16, 17, 18]))
+    assert same(guarded, without)
+
+
+def test_masters_go_back(tmp_path):
+    guarded, without = Bad([10]), Bad()
+    guard = StepGuard(on_nonfinite="rollback")
+    fit(tmp_path, guarded, guard, callbacks=[saving(tmp_path)], plugins=[BF16Precision()])
+    fit(tmp_path, without, data=batches(without=[8, 9, 10]), plugins=[BF16Precision()])
+    assert same(guarded, without)
+
+
+def test_a_checkpoint_of_the_bad_step_or_later_is_not_taken(tmp_path):
+    guard = StepGuard(on_nonfinite="rollback")
+    fit(tmp_path, Bad([3]), guard, callbacks=[saving(tmp_path, every=1)])
+    assert "went back to step 3" in guard.events[0].done
+
+
+def test_a_checkpoint_that_is_gone_is_not_taken(tmp_path):
+    class Gone(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if index == 10:
+                next((tmp_path / "saved").glob("*step=8*")).unlink()
+
+    guard = StepGuard(on_nonfinite="rollback")
+    fit(tmp_path, Bad([10]), guard, callbacks=[saving(tmp_path), Gone()])
+    assert "went back to step 4" in guard.events[0].done
+
+
+def test_without_a_whole_checkpoint_the_run_ends(tmp_path):
+    with pytest.raises(RuntimeError, match=r"no whole checkpoint from before that step.*use 'skip'"):
+        fit(tmp_path, Bad([2]), StepGuard(on_nonfinite="rollback"), callbacks=[saving(tmp_path)])
+
+
+def test_going_back_has_a_bound(tmp_path):
+    with pytest.raises(RuntimeError, match=r"went back 2 times already.*Lower the learning rate"):
+        fit(
+            tmp_path,
+            Bad([6, 9, 12, 15]),
+            StepGuard(on_nonfinite="rollback", max_rollbacks=2),
+            callbacks=[saving(tmp_path)],
+        )
+
+
+def test_saves_are_followed_only_while_fit_runs(tmp_path):
+    made = fit(tmp_path, Bad(), StepGuard(on_nonfinite="rollback"), callbacks=[saving(tmp_path)])
+    assert "save_checkpoint" not in vars(made.strategy)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({"on_nonfinite": "panic"}, "Use one of"),
+        ({"on_spike": "panic"}, "Use one of"),
+        ({"skip_on": "moon"}, "Use one of"),
+        ({"window": 1}, "to begin with"),
+        ({"sigmas": 0.0}, "to begin with"),
+        ({"max_in_a_row": 0}, "to begin with"),
+        ({"max_rollbacks": -1}, "to begin with"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, cure):
+    with pytest.raises(ValueError, match=cure):
+        StepGuard(**settings)
+
+
+def test_what_cannot_be_is_refused_before_the_first_step(tmp_path):
+    class Manual(Bad):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ValueError, match="let Lightning optimize"):
+        fit(tmp_path, Manual(), StepGuard())
+    with pytest.raises(ValueError, match="Use fused=True"):
+        fit(tmp_path, Bad(optimizer=OPTIMIZERS["plain"]), StepGuard(skip_on="device"))
+    with pytest.raises(ValueError, match=r"Add ModelCheckpoint"):
+        fit(tmp_path, Bad(), StepGuard(on_spike="rollback"))
+    averaging = StochasticWeightAveraging(swa_lrs=1e-3)
+    with pytest.raises(ValueError, match="which change no average"):
+        fit(tmp_path, Bad(), StepGuard(on_spike="rollback"), callbacks=[saving(tmp_path), averaging], max_epochs=2)
+
+
+# Several ranks
+
+
+def on_two_ranks(folder, strategy, on_nonfinite, kind):
+    """Let one rank alone see a bad loss, and compare with a run in which both leave that batch out."""
+    import pathlib
+
+    from lightning_ups.strategies import FSDP2Strategy
+
+    class Once(Bad):
+        def training_step(self, batch, index):
+            self.factor = NAN if self.global_rank == 1 else 1.0
+            return super().training_step(batch, index)
+
+    folder = pathlib.Path(folder)
+
+    def run(bad, data, guard=None):
+        module = Once(bad, optimizer=OPTIMIZERS[kind])
+        chosen = FSDP2Strategy() if strategy == "fsdp2" else strategy
+        callbacks = [saving(folder / str(len(bad)))] if on_nonfinite == "rollback" and guard else []
+        fit(
+            folder,
+            module,
+            guard,
+            data=data,
+            callbacks=callbacks,
+            devices=2,
+            strategy=chosen,
+            use_distributed_sampler=False,
+        )
+        whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters())
+        return [p.detach().clone() for p in whole]
+
+    guard = StepGuard(on_nonfinite=on_nonfinite)
+    guarded = run([10], batches(), guard)
+    left_out = [10] if on_nonfinite == "skip" else [8, 9, 10]
+    without = run([], batches(without=left_out))
+    assert all(map(torch.equal, guarded, without))
+    assert len(guard.events) == 1
+    return guard._on_device
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+@pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_all_ranks_agree(ranks, tmp_path, strategy, on_nonfinite, kind):
+    if (on_nonfinite, kind) == ("rollback", "plain"):
+        pytest.skip("how it skips does not matter to going back")
+    on_device = ranks(on_two_ranks, str(tmp_path), strategy, on_nonfinite, kind)
+    assert on_device == (kind == "fused")
