@@ -8,14 +8,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["fake_step", "fake_twin", "first_batch"]
+__all__ = ["attach", "fake_step", "fake_twin", "first_batch"]
 
 
 @contextmanager
@@ -113,7 +113,9 @@ def _batch_of(loader: Any) -> Any:
     if isinstance(dataset, IterableDataset):
         samples = [*islice(iter(dataset), size or 1)]
     else:
-        samples = [dataset[i] for i in range(min(size or 1, len(dataset)))]  # type: ignore[arg-type]
+        indices = [*range(min(size or 1, len(dataset)))]  # type: ignore[arg-type]
+        several = getattr(dataset, "__getitems__", None)
+        samples = several(indices) if size and several is not None else [dataset[i] for i in indices]
     return loader.collate_fn(samples if size else samples[0])
 
 
@@ -122,3 +124,13 @@ def _batch_size(loader: DataLoader[Any]) -> int | None:
         return loader.batch_size
     own = getattr(loader.batch_sampler, "batch_size", None)
     return own if isinstance(own, int) else (len(next(iter(loader.batch_sampler))) if loader.batch_sampler else None)
+
+
+def attach(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
+    """Let ``trainer`` know ``module`` and its data, as the beginning of fit does."""
+    trainer.strategy._lightning_module = module
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module, datamodule=data)
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ups.transforms.advise_shapes import Layer, Product, products_of
+from lightning_ups.transforms.advise_shapes import Layer, names_of, products_of
 from lightning_ups.transforms.advise_table import BFLOAT16, Table
 
 __all__ = ["Advice", "best_recipe"]
@@ -97,12 +97,7 @@ class Advice:
                 each = times[name]
                 parts = f"{each.forward_ms:.3f} + {each.dgrad_ms:.3f} + {each.wgrad_ms:.3f} ms"
                 row[name] = parts if name == BFLOAT16 else f"{parts}, x{base / each.total_ms:.2f}"
-            yield row | {"in": self._in(product)}
-
-    def _in(self, product: Product) -> str:
-        names = [layer.name for layer in self.layers if product in layer.calls]
-        general = sorted({".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names})
-        return ", ".join(general[:3]) + (", ..." if len(general) > 3 else "")
+            yield row | {"in": names_of(self.layers, product)}
 
 
 def best_recipe(advices: Sequence[Advice]) -> Advice:

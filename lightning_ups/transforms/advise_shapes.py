@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Layer", "Product", "layers_of", "products_of"]
+__all__ = ["Layer", "Product", "layers_of", "names_of", "products_of"]
 
 
 @dataclass(frozen=True, order=True)
@@ -78,3 +78,17 @@ def products_of(layers: Iterable[Layer]) -> dict[Product, int]:
     for layer in layers:
         total.update(layer.calls)
     return dict(sorted(total.items()))
+
+
+def names_of(layers: Iterable[Layer], product: Product) -> str:
+    """Return which of ``layers`` multiply ``product``; numbers in which names differ are shown as ``*``."""
+    groups: dict[str, list[list[str]]] = {}
+    for layer in layers:
+        if product in layer.calls:
+            parts = layer.name.split(".")
+            groups.setdefault(".".join("*" if part.isdecimal() else part for part in parts), []).append(parts)
+    patterns = [
+        ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*group, strict=True))
+        for group in groups.values()
+    ]
+    return ", ".join(patterns[:3]) + (", ..." if len(patterns) > 3 else "")

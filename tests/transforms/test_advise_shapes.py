@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
+from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, names_of, products_of
 
 
 def test_rows_and_calls_of_each_layer():
@@ -25,3 +25,12 @@ def test_shapes_are_counted_over_layers():
     assert products_of(layers) == {Product(2, 4, 4): 6}
     assert Product(2, 3, 5).flops == 6 * 30
     assert str(Product(2, 3, 5)) == "2 x 3 x 5"
+
+
+def test_names_are_generalised_where_they_differ():
+    shape, other = Product(2, 4, 4), Product(2, 4, 8)
+    layers = [Layer(f"layers.{i}.{j}", {shape: 1}) for i in range(3) for j in (1,)] + [Layer("head", {other: 1})]
+    assert names_of(layers, shape) == "layers.*.1"
+    assert names_of(layers, other) == "head"
+    many = [Layer(name, {shape: 1}) for name in "abcd"]
+    assert names_of(many, shape) == "a, b, c, ..."

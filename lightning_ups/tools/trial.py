@@ -1,0 +1,158 @@
+"""A configuration that is tried for some steps, on one device of this machine: nothing is logged or saved."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from lightning_ups._compat.fake import attach, first_batch
+from lightning_ups.order import Run, Step
+from lightning_ups.tools.layers import items
+
+__all__ = ["StepClock", "Trial"]
+
+# What decides the work of a step; the rest of what a Trainer takes is about where and how long.
+_OF_A_STEP = (
+    "accelerator",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "use_distributed_sampler",
+    "deterministic",
+    "benchmark",
+    "reload_dataloaders_every_n_epochs",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a configuration asks for, made, and ready to be tried.
+
+    Args:
+        module: The module, built as for fit.
+        data: The data; None: the module brings its own.
+        settings: What the section ``trainer`` says, classes in it made.
+        callbacks: Callbacks of sections of their own.
+        run: The run as asked for, with all its devices.
+        seed: With which each trial begins.
+    """
+
+    module: LightningModule
+    data: LightningDataModule | None
+    settings: Mapping[str, Any]
+    callbacks: Sequence[Callback]
+    run: Run
+    seed: int
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that is asked for."""
+        return self.run.precision
+
+    @property
+    def declared(self) -> list[Callback]:
+        """The callbacks that change the model or its optimizers; no other takes part in a trial."""
+        return [callback for callback in self.run.callbacks if isinstance(callback, Step)]
+
+    def fit(
+        self,
+        watch: Callback,
+        *,
+        steps: int,
+        precision: Precision | None = None,
+        plain: bool = False,
+        state: Mapping[str, Any] | None = None,
+    ) -> Trainer:
+        """Train for ``steps`` optimizer steps from the seed, and return the Trainer.
+
+        Args:
+            watch: Sees the steps.
+            steps: How many.
+            precision: Instead of the one asked for.
+            plain: Leave out what the configuration adds: its strategy and its declarations.
+            state: What the module holds at the start. None: what it holds now.
+        """
+        if state is not None:
+            self.module.load_state_dict(state)
+        seed_everything(self.seed, workers=True, verbose=False)
+        with TemporaryDirectory() as folder:
+            trainer = self._trainer(folder, watch, steps=steps, precision=precision, plain=plain)
+            trainer.fit(self.module, datamodule=self.data)
+        return trainer
+
+    def batch(self) -> Any:
+        """Return a batch as training would see it, and let the module know its Trainer, as in fit."""
+        seed_everything(self.seed, workers=True, verbose=False)
+        with TemporaryDirectory() as folder:
+            trainer = self._trainer(folder, Callback(), steps=1, precision=None, plain=True)
+        attach(trainer, self.module, self.data)
+        if is_overridden("configure_model", self.module):
+            self.module.configure_model()
+        return first_batch(trainer)
+
+    def _trainer(
+        self, folder: str, watch: Callback, *, steps: int, precision: Precision | None, plain: bool
+    ) -> Trainer:
+        settings = {name: self.settings[name] for name in _OF_A_STEP if self.settings.get(name) is not None}
+        plugins = [plugin for plugin in items(self.settings.get("plugins")) if not plain]
+        if precision is not None:
+            plugins = [plugin for plugin in plugins if not isinstance(plugin, Precision)] + [precision]
+        elif not plain and self.settings.get("precision") is not None:
+            settings["precision"] = self.settings["precision"]
+        return Trainer(
+            **settings,
+            strategy="auto" if plain else self.settings["strategy"],
+            plugins=plugins or None,
+            callbacks=[*([] if plain else self.declared), watch],
+            devices=1,
+            max_steps=steps,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            default_root_dir=folder,
+        )
+
+
+class StepClock(Callback):
+    """Takes the time of a step, from the first after ``warmup`` steps to the last.
+
+    Args:
+        warmup: Steps that do not count: in them, code is compiled.
+    """
+
+    def __init__(self, *, warmup: int) -> None:
+        self._warmup = warmup
+        self._marks: list[tuple[int, Any]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step >= self._warmup and (not self._marks or self._marks[-1][0] < step):
+            self._marks.append((step, _mark(trainer.strategy.root_device)))
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of one step."""
+        (first, start), (last, end) = self._marks[0], self._marks[-1]
+        if isinstance(start, float):
+            return 1000 * (end - start) / (last - first)
+        end.synchronize()
+        return start.elapsed_time(end) / (last - first)
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

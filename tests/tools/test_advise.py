@@ -1,0 +1,129 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.__main__ import main
+from lightning_ups.precision import Float8Precision
+from lightning_ups.tools import advise
+from lightning_ups.tools.advise import own_options, show
+from lightning_ups.tools.asked import run_of
+from lightning_ups.tools.trial import Trial
+from lightning_ups.transforms.advise_table import Table, Times
+from tests.cli_toys import Data, Toy
+from tests.tools.test_asked import DEFAULTS
+
+
+class Wide(Toy):
+    """Two blocks whose products float8 could do."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def trial(module=None, **settings):
+    settings = DEFAULTS | {"accelerator": "cpu", "plugins": None, "precision": None} | settings
+    module = module or Wide()
+    return Trial(module=module, data=Data(), settings=settings, callbacks=[], run=run_of(module, settings, []), seed=3)
+
+
+def timer(product, recipe):
+    """Wide outputs win, by tensorwise more than by rowwise."""
+    factors = {"bfloat16": 1.0, "tensorwise": 0.5, "rowwise": 0.8}
+    wide = product.out_features == 32
+    total = 4.0 * (factors[recipe] if wide or recipe == "bfloat16" else 1.5)
+    return Times(forward_ms=total / 4, dgrad_ms=total / 4, wgrad_ms=total / 2)
+
+
+def test_the_table_the_share_and_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(advise, "_step_ms", lambda trial, steps: 32.0)
+    assert show(trial(), recipes=["tensorwise", "rowwise"], timer=timer) == 0
+    out = capsys.readouterr().out
+    assert "4 x 16 x 32" in out
+    assert "0.500 + 0.500 + 1.000 ms, x2.00" in out
+    assert "blocks.*.1" in out
+    assert "a step in bfloat16 takes 32.0 ms, and these products 50% of it" in out
+    assert "tensorwise           convert 2 of 4 layers by tensorwise: +14.3% steps a second" in out
+    assert "rowwise              convert 2 of 4 layers by rowwise: +5.3% steps a second" in out
+    assert "init_args: {recipe: tensorwise, filter: auto}" in out
+
+
+def test_the_layers_of_a_float8_precision_are_those_considered(capsys):
+    asked = trial(plugins=[Float8Precision(exclude=["blocks.*.3"], emulate=True)])
+    show(asked, recipes=["tensorwise"], timer=timer)
+    out = capsys.readouterr().out
+    assert "blocks.*.3" not in out
+    assert "convert all layers by tensorwise" in out
+    assert "init_args: {recipe: tensorwise}" in out
+
+
+def test_where_nothing_wins_it_says_so(capsys):
+    show(trial(), recipes=["tensorwise"], timer=lambda product, recipe: timer(product, "bfloat16"))
+    assert "leave bfloat16" in (out := capsys.readouterr().out)
+    assert "keep BF16Precision" in out
+
+
+def test_times_are_kept_and_serve_elsewhere(capsys, cache):
+    show(trial(), recipes=["tensorwise"], timer=timer)
+    (written,) = (cache / "cache").rglob("*.json")
+    assert str(written) in capsys.readouterr().out
+    assert len(Table.read(written).times) == 2
+    assert show(trial(), recipes=["tensorwise"], table=written) == 0
+    assert "convert 2 of 4" in capsys.readouterr().out
+
+
+def test_a_step_is_timed_by_training_in_bfloat16():
+    tried = trial()
+    found = advise.advise(tried, recipes=["tensorwise"], steps=7, timer=timer)
+    assert found[0].step_ms > 0
+    assert {p.dtype for p in tried.module.parameters()} == {torch.float32}
+
+
+def test_without_a_gpu_it_says_what_can_be_done():
+    with pytest.raises(RuntimeError, match=r"advise finds no GPU here.*--table FILE.*--dry"):
+        show(trial())
+
+
+def test_dry_lists_the_products_on_any_machine(capsys):
+    assert show(trial(), dry=True) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("4 x")]
+    assert rows == [
+        ["4", "x", "16", "x", "32", "2", "50%", "blocks.*.1"],
+        ["4", "x", "32", "x", "16", "2", "50%", "blocks.*.3"],
+    ]
+
+
+def test_a_module_without_a_fitting_layer_says_what_to_try():
+    with pytest.raises(ValueError, match=r"No linear layer of Toy can compute in float8.*--head"):
+        show(trial(Toy()), dry=True)
+
+
+def test_options_of_its_own_are_taken_out():
+    own, rest = own_options(
+        ["--config", "run.yaml", "--dry", "--recipes", "tensorwise", "rowwise", "--seed_everything=1"]
+    )
+    assert rest == ["--config", "run.yaml", "--seed_everything=1"]
+    assert own == {"recipes": ["tensorwise", "rowwise"], "steps": None, "table": None, "head": False, "dry": True}
+
+
+def test_from_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "model: {class_path: tests.tools.test_advise.Wide}\n"
+        "data: {class_path: tests.cli_toys.Data}\n"
+        "trainer: {accelerator: cpu, max_steps: 1}\n"
+    )
+    assert main(["advise", "--config", "run.yaml", "--dry"]) == 0
+    assert "4 x 16 x 32" in capsys.readouterr().out
+    assert main(["advise", "--config", "run.yaml"]) == 2
+    assert "advise finds no GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "lightning_logs").exists()

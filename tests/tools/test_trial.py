@@ -1,0 +1,73 @@
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import Precision
+
+from lightning_ups.callbacks import ActivationCheckpoint
+from lightning_ups.precision import BF16Precision
+from lightning_ups.tools.asked import run_of
+from lightning_ups.tools.trial import StepClock, Trial
+from tests.cli_toys import Data, Noted, Toy
+from tests.tools.test_asked import DEFAULTS
+
+
+class Watch(Callback):
+    def __init__(self):
+        self.losses, self.trainer, self.checkpointed = [], None, None
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.losses.append(outputs["loss"].item())
+        self.trainer, self.checkpointed = trainer, "forward" in vars(module.blocks[0])
+
+
+def trial(*, module=None, **settings):
+    settings = DEFAULTS | {"accelerator": "cpu", "plugins": None, "precision": None} | settings
+    module = module or Toy()
+    return Trial(module=module, data=Data(), settings=settings, callbacks=[], run=run_of(module, settings, []), seed=3)
+
+
+def test_a_trial_runs_what_is_declared_from_the_seed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Noted.seen.clear()
+    tried = trial(callbacks=[ActivationCheckpoint(save="nothing"), Noted()], plugins=[BF16Precision()])
+    state = {name: value.clone() for name, value in tried.module.state_dict().items()}
+    first, second = Watch(), Watch()
+    tried.fit(first, steps=3)
+    assert first.checkpointed
+    assert isinstance(first.trainer.precision_plugin, BF16Precision)
+    tried.fit(second, steps=3, state=state)
+    assert second.losses == first.losses
+    assert len(first.losses) == 3
+    assert not Noted.seen
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_plain_trial_leaves_out_strategy_precision_and_callbacks():
+    tried = trial(callbacks=[ActivationCheckpoint(save="nothing")], plugins=[BF16Precision()], strategy="fsdp2")
+    watch = Watch()
+    tried.fit(watch, steps=1, plain=True)
+    assert not watch.checkpointed
+    assert type(watch.trainer.precision_plugin) is Precision
+    assert type(watch.trainer.strategy).__name__ == "SingleDeviceStrategy"
+
+
+def test_accumulation_and_clipping_stay():
+    watch = Watch()
+    trial(accumulate_grad_batches=2, gradient_clip_val=0.5).fit(watch, steps=2, plain=True)
+    assert (watch.trainer.accumulate_grad_batches, watch.trainer.gradient_clip_val) == (2, 0.5)
+    assert len(watch.losses) == 4
+
+
+def test_a_batch_is_one_of_training():
+    tried = trial()
+    assert tried.batch().shape == (4, 8)
+    assert tried.module.trainer is not None
+
+
+def test_the_time_of_a_step_leaves_out_the_first(monkeypatch):
+    ticks = iter([100.0, 100.5, 102.5])
+    monkeypatch.setattr("lightning_ups.tools.trial.time.perf_counter", lambda: next(ticks))
+    clock = StepClock(warmup=2)
+    trial(accumulate_grad_batches=2).fit(clock, steps=4, plain=True)
+    assert clock.step_ms == pytest.approx(1250)
+    assert torch.is_tensor(next(trial().module.parameters()))
