@@ -1,7 +1,7 @@
 """Gathers of parameters in the graphs that Dynamo captures: finding them, and telling AOTAutograd what to do with them.
 
-Dynamo keeps a read of a sharded parameter as two calls of methods, ``redistribute`` and ``to_local``, each with the
-stack of modules that it was made in. Marks on these nodes reach the forward and the backward graph.
+Dynamo keeps a read of a sharded parameter as two calls, of ``redistribute`` and ``to_local``, each with the stack of
+modules that it was made in. They are methods in torch 2.13, and functions made for them, ``prim_...``, in 2.11. Marks on these nodes reach the forward and the backward graph.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,13 @@ def gathers(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     for part in graph.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             source = node.args[0] if node.args else None
-            if (
-                node.op == "call_method"
-                and node.target == "to_local"
-                and isinstance(source, fx.Node)
-                and source.op == "call_method"
-                and source.target == "redistribute"
-            ):
+            if _calls(node, "to_local") and isinstance(source, fx.Node) and _calls(source, "redistribute"):
                 yield source, node
+
+
+def _calls(node: fx.Node, method: str) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in (method, f"prim_{method}")
 
 
 def recompute(node: fx.Node) -> None:

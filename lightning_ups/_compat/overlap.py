@@ -4,7 +4,7 @@ They differ between torch 2.11 and 2.13 by their arguments, and a later torch ma
 assumed. A pass of the user's own is run before ours.
 """
 
-import importlib
+import importlib.util
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -59,16 +60,19 @@ def missing() -> str | None:
 
 
 @contextmanager
-def bucketing(*, key: str, told: Callable[[GraphCollectives], None]) -> Iterator[None]:
+def bucketing(*, together: bool, key: str, told: Callable[[GraphCollectives], None]) -> Iterator[None]:
     """Let inductor put together the collectives of each group while the context is open.
 
     Args:
-        key: What tells groups apart, for inductor's caches.
+        together: Whether to do that, or only to tell what there is.
+        key: What tells graphs apart, for inductor's caches, which do not see marks on nodes.
         told: Called for each graph that is compiled, and not for those from a cache.
     """
-    passes = _Bucket(key, told, _callables(inductor_config.post_grad_custom_post_pass))
-    # The scheduler would move what the pass has placed.
-    with inductor_config.patch(post_grad_custom_post_pass=passes, reorder_for_peak_memory=False):
+    passes = _Bucket(together, key, told, _callables(inductor_config.post_grad_custom_post_pass))
+    settings: dict[str, Any] = {"post_grad_custom_post_pass": passes}
+    if together:
+        settings["reorder_for_peak_memory"] = False  # the scheduler would move what the pass has placed
+    with inductor_config.patch(settings):
         yield
 
 
@@ -87,6 +91,7 @@ def _name(node: fx.Node) -> str:
 
 @dataclass
 class _Bucket(CustomGraphPass):
+    together: bool
     key: str
     told: Callable[[GraphCollectives], None]
     others: list[Any] = field(default_factory=list)
@@ -97,11 +102,13 @@ class _Bucket(CustomGraphPass):
         before = collectives_of(graph)
         if not before:
             return
+        _reduce_sums(graph)
         groups = list(dict.fromkeys(group for node in graph.nodes if (group := _place(node)) is not None))
         module = graph.owning_module
         function = _function()
-        if groups and module is not None and function is not None:
-            function(module, **_arguments(function, groups))
+        if self.together and groups and module is not None and function is not None:
+            with _without_estimates():
+                function(module, **_arguments(function, groups))
         backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
         self.told(GraphCollectives(backward, before, collectives_of(graph), len(groups)))
 
@@ -109,7 +116,50 @@ class _Bucket(CustomGraphPass):
         others = tuple(other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others)
         if None in others:
             return None  # no caching, as without ours
-        return get_hash_for_files((__file__,)), self.key, others
+        return get_hash_for_files((__file__,)), self.together, self.key, others
+
+
+def _reduce_sums(graph: fx.Graph) -> None:
+    """Reduce the sum of two gradients of one parameter, which is tied, and not each of them."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        waits = [arg for arg in node.args if isinstance(arg, fx.Node) and len(arg.users) == 1]
+        reductions = [wait.args[0] for wait in waits if _name(wait) == "wait_tensor"]
+        first, second = reductions if len(reductions) == 2 and not node.kwargs else (None, None)
+        if not (isinstance(first, fx.Node) and isinstance(second, fx.Node) and first is not second):
+            continue
+        alone = len(first.users) == 1 and len(second.users) == 1
+        reduces = _name(first) == _name(second) == "reduce_scatter_tensor" and first.args[1:] == second.args[1:]
+        gradients = (first.args[0], second.args[0])
+        if alone and reduces and all(isinstance(g, fx.Node) for g in gradients):
+            _reduce_sum(graph, node, waits, first, second)
+
+
+def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.Node, second: fx.Node) -> None:
+    with graph.inserting_before(node):
+        total = graph.call_function(torch.ops.aten.add.Tensor, (first.args[0], second.args[0]))
+        reduced = graph.call_function(second.target, (total, *second.args[1:]))  # type: ignore[arg-type]
+        waited = graph.call_function(waits[1].target, (reduced,))  # type: ignore[arg-type]
+    for made, like in ((total, second.args[0]), (reduced, second), (waited, waits[1])):
+        assert isinstance(like, fx.Node)
+        made.meta.update(like.meta)
+    node.replace_all_uses_with(waited)
+    for gone in (node, *waits, first, second):
+        graph.erase_node(gone)
+
+
+@contextmanager
+def _without_estimates() -> Iterator[None]:
+    # Torch 2.13 asks triton for the bandwidth of the device before it looks at the plan, which needs no estimate.
+    estimation = importlib.import_module("torch.utils._runtime_estimation")
+    if importlib.util.find_spec("triton") is not None or not hasattr(estimation, "get_gpu_dram_gbps"):
+        yield
+        return
+    before = estimation.get_gpu_dram_gbps
+    estimation.get_gpu_dram_gbps = lambda: 1
+    try:
+        yield
+    finally:
+        estimation.get_gpu_dram_gbps = before
 
 
 def _arguments(function: Callable[..., Any], groups: list[str]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class _Graphs(Step):
         plan = GatherPlan.of(blocks, names, recompute=self.options.reshard_after_forward, key=key)
         with ExitStack() as stack:
             stack.enter_context(prepared(plan))
-            if (why := self._not_put_together()) is None:
-                stack.enter_context(overlap.bucketing(key=str(plan), told=_Told(context.report)))
+            why = self._not_put_together(module)
+            stack.enter_context(overlap.bucketing(together=why is None, key=str(plan), told=_Told(context.report)))
             context.report.note(
                 _PART,
                 "inductor puts collectives together by block, and overlaps them with the next"
@@ -68,8 +68,11 @@ class _Graphs(Step):
                 stack.enter_context(self._compiled(module, context))
             yield
 
-    def _not_put_together(self) -> str | None:
-        return "overlap='none'" if self.strategy.overlap == "none" else overlap.missing()
+    def _not_put_together(self, module: LightningModule) -> str | None:
+        if self.strategy.overlap == "none":
+            return "overlap='none'"
+        backend = next((c.compiler.backend for c in _compilers(module)), "inductor")
+        return overlap.missing() if backend == "inductor" else f"the passes are inductor's, and this is {backend}"
 
     @contextmanager
     def _compiled(self, module: LightningModule, context: Context) -> Iterator[None]:
@@ -88,6 +91,11 @@ class _Graphs(Step):
             finally:
                 context.report.update(_PART, compiled=now.facts)
                 self.strategy._compiled = None
+
+
+def _compilers(module: LightningModule) -> list[Any]:
+    callbacks: Sequence[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, Step) and callback.stage is Stage.COMPILE]
 
 
 @dataclass(frozen=True)
@@ -263,9 +271,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
             output_dtype=precision.policy.output,
             reshard_after_forward=self._reshard,
         )
-        callbacks: Sequence[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-        given = any(isinstance(c, Step) and c.stage is Stage.COMPILE for c in callbacks)
-        return [_Graphs(self, options, not given), _Parametrise(self.blocks, options)]
+        return [_Graphs(self, options, not _compilers(module)), _Parametrise(self.blocks, options)]
 
     @override
     def _prepare_training(self, precision: PolicyPrecision) -> None:

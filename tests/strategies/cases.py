@@ -390,9 +390,18 @@ def whole(tensor):
 
 def on_ranks(name, tmp_path, strategy, size, options):
     from lightning_ups.strategies import FSDP2Strategy
-    from lightning_ups.transforms.shard import sharded
+    from lightning_ups.transforms.sharded_before import recall
 
     made = FSDP2Strategy(**strategy) if isinstance(strategy, dict) else strategy
     model, _, result = train(name, tmp_path, strategy=made, ranks=size, **options)
-    done = sharded(model)
+    done = recall(model)
     return result | {"share": done and done.share_of_blocks}
+
+
+def simply_on_ranks(name, tmp_path, strategy, size, options):
+    """The same under SimpleFSDPStrategy, compiled as AOTAutograd traces it and run without a compiler."""
+    from lightning_ups.callbacks import Compile
+    from lightning_ups.strategies import SimpleFSDPStrategy
+
+    callbacks = [Compile(backend="aot_eager"), *options.get("callbacks", ())]
+    return on_ranks(name, tmp_path, SimpleFSDPStrategy(**strategy), size, {**options, "callbacks": callbacks})

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.strategies.cases import CASES, on_ranks, train
+from tests.strategies.cases import CASES, on_ranks, simply_on_ranks, train
 
 ONE_DEVICE = {}
 
@@ -39,6 +39,28 @@ def test_two_ranks_are_one_device(ranks, tmp_path, name):
     assert (result["share"] >= 0.8) is (name not in OUTSIDE_BLOCKS), result["share"]
 
 
+# Slow where a class is not much of another kind than one of the others.
+SIMPLY = ("Tied", "Frozen", "ReadOutside", "Manual", "Meta", "Gpt")
+SIMPLY_SLOW = (
+    "Case",
+    "Scalar",
+    "MixedTypes",
+    "LoRA",
+    "Fused",
+    "Configured",
+    "ChannelsLast",
+    "GptNormed",
+    "Llama",
+    "Bert",
+    "Clip",
+)
+
+
+@pytest.mark.parametrize("name", [*SIMPLY, *(pytest.param(name, marks=pytest.mark.slow) for name in SIMPLY_SLOW)])
+def test_two_ranks_are_one_device_by_tensor_code(ranks, tmp_path, name):
+    check(ranks(simply_on_ranks, name, tmp_path, {}, 2, {}), expected(name, tmp_path, {}))
+
+
 OPTIONS = {
     "clip": {"gradient_clip_val": 0.1},
     "clip by value": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
@@ -51,6 +73,22 @@ OPTIONS = {
 @pytest.mark.parametrize("strategy", [{}, {"sync": "every"}, {"sharding": "gradients"}, {"sharding": "none"}], ids=repr)
 def test_options_of_the_trainer(ranks, tmp_path, strategy, options):
     check(ranks(on_ranks, "Scalar", tmp_path, strategy, 2, options), expected("Scalar", tmp_path, options))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ({}, OPTIONS["accumulate and clip"]),
+        *(
+            pytest.param(strategy, options, marks=pytest.mark.slow)
+            for strategy in ({}, {"sharding": "gradients"}, {"sharding": "none"})
+            for options in OPTIONS.values()
+        ),
+    ],
+    ids=repr,
+)
+def test_options_of_the_trainer_by_tensor_code(ranks, tmp_path, strategy, options):
+    check(ranks(simply_on_ranks, "Scalar", tmp_path, strategy, 2, options), expected("Scalar", tmp_path, options))
 
 
 LAYOUTS = {
@@ -73,6 +111,14 @@ def test_four_ranks_are_one_device(four_ranks, tmp_path, strategy):
 @pytest.mark.parametrize("name", ["Case", "Tied", "Frozen", "LoRA", "Manual", "Meta"])
 def test_four_ranks_train_what_two_do(four_ranks, tmp_path, name, strategy):
     check(four_ranks(on_ranks, name, tmp_path, strategy, 4, {}), expected(name, tmp_path, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, {"replicate_size": 2}, {"sharding": "none"}], ids=repr)
+@pytest.mark.parametrize("name", ["Scalar", "Tied", "Frozen", "Manual", "Meta", "Gpt"])
+def test_four_ranks_are_one_device_by_tensor_code(four_ranks, tmp_path, name, strategy):
+    options = {} if name == "Manual" else {"accumulate": 2, "gradient_clip_val": 0.1}
+    check(four_ranks(simply_on_ranks, name, tmp_path, strategy, 4, options), expected(name, tmp_path, options))
 
 
 def gpt_case(tmp_path, plan, ranks, model):
