@@ -2,9 +2,15 @@
 
 from torch.optim import Optimizer
 
-__all__ = ["has_step_hooks"]
+__all__ = ["count_step", "has_own_step"]
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks were registered around the steps of ``optimizer``."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Return whether someone gave ``optimizer`` another ``step``; a scheduler's, which only counts, does not count."""
+    own = vars(optimizer).get("step")
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+
+
+def count_step(optimizer: Optimizer) -> None:
+    """Tell the schedulers of ``optimizer`` of a step that was made for it; they warn of one that was never made."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

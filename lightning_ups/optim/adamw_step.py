@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_ups._compat.optimizers import has_step_hooks
+from lightning_ups._compat.optimizers import count_step, has_own_step
 from lightning_ups._compat.optional import has
 
-__all__ = ["AdamWStep", "Settings", "Slot", "reference_step", "settings_of", "slots_of"]
+__all__ = ["AdamWStep", "OneKernel", "Settings", "Slot", "one_kernel", "reference_step", "settings_of", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +117,41 @@ class AdamWStep:
             torch.autograd.graph.increment_version([tensor for slot in alike for tensor in slot.written()])
 
 
+class OneKernel:
+    """The step of an Adam or AdamW, made for it; `one_kernel` says for which."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._steps = [AdamWStep() for _ in optimizer.param_groups]
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        settings: Sequence[Settings],
+        *,
+        coefficient: Tensor | None = None,
+        gradient: Callable[[Tensor], Tensor | None] = lambda weight: weight.grad,
+        copy: Callable[[Tensor], Tensor | None] = lambda _: None,
+    ) -> None:
+        """Make a step with the weights' gradients times ``coefficient``; see `slots_of` for the rest."""
+        while len(self._steps) < len(optimizer.param_groups):
+            self._steps.append(AdamWStep())  # groups may be added
+        with torch.no_grad():
+            for step, group, wanted in zip(self._steps, optimizer.param_groups, settings, strict=True):
+                slots = slots_of(optimizer, group["params"], gradient=gradient, copy=copy)
+                step(slots, wanted, coefficient=coefficient)
+        count_step(optimizer)
+
+
+def one_kernel(optimizer: Optimizer) -> list[Settings] | None:
+    """Return the settings of each group of ``optimizer``, or None if one of them has to be stepped by torch."""
+    settings = [settings_of(optimizer, group) for group in optimizer.param_groups]
+    return None if None in settings else [found for found in settings if found is not None]
+
+
 def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> Settings | None:
     """Return what ``group`` asks for, or None if it asks for what the one kernel does not do.
 
-    That is another optimizer, a subclass, one with hooks around its step, AMSGrad, steps that can be captured or
+    That is another optimizer, a subclass, one whose ``step`` was replaced, AMSGrad, steps that can be captured or
     differentiated, maximizing, numbers that are tensors, ``fused=False`` or ``foreach=True``, weight decay that is not
     decoupled, and weights that are not contiguous in float32 on a GPU with Triton.
     """
@@ -129,7 +160,7 @@ def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> Settings | None:
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     if not all(isinstance(number, (int, float)) for number in numbers) or not all(map(_is_ours, group["params"])):
         return None
-    if has_step_hooks(optimizer):
+    if has_own_step(optimizer):
         return None
     if group["weight_decay"] and not group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)):
         return None
@@ -146,16 +177,12 @@ def _is_ours(weight: Tensor) -> bool:
     return whole and _local(weight).is_contiguous()
 
 
-def _nothing(_: Tensor) -> None:
-    return None
-
-
 def slots_of(
     optimizer: Optimizer,
     weights: Iterable[Tensor],
     *,
     gradient: Callable[[Tensor], Tensor | None],
-    copy: Callable[[Tensor], Tensor | None] = _nothing,
+    copy: Callable[[Tensor], Tensor | None] = lambda _: None,
 ) -> list[Slot]:
     """Return a slot for each of ``weights`` that has a gradient, with state as torch's own fused step makes it.
 

@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_ups._compat.optimizer_hooks import hooked_once
 from lightning_ups._compat.tensors import count_writes
-from lightning_ups.optim.adamw_step import AdamWStep, Settings, settings_of, slots_of
+from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
 __all__ = ["MasterWeights", "MasteredOptimizer"]
 
@@ -182,7 +183,7 @@ class MasteredOptimizer(Optimizer):
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
-        self._kernels = [AdamWStep() for _ in groups]
+        self._kernel = OneKernel(inner)
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
@@ -219,10 +220,7 @@ class MasteredOptimizer(Optimizer):
         return self._one_kernel() is not None
 
     def _one_kernel(self) -> list[Settings] | None:
-        groups = self.inner.param_groups
-        settings = [found for group in groups if (found := settings_of(self.inner, group)) is not None]
-        copied = all(parameter.is_contiguous() for parameter in self._mastered())
-        return settings if copied and len(settings) == len(groups) else None
+        return one_kernel(self.inner) if all(p.is_contiguous() for p in self._mastered()) else None
 
     def _step_in_one_kernel(self, settings: Sequence[Settings]) -> None:
         low: dict[Tensor, nn.Parameter] = {master: p for p, master in self.masters.of.items()}
@@ -232,9 +230,8 @@ class MasteredOptimizer(Optimizer):
                 return wide
             return low[weight].grad
 
-        for step, group, wanted in zip(self._kernels, self.inner.param_groups, settings, strict=True):
-            slots = slots_of(self.inner, group["params"], gradient=gradient, copy=low.get)
-            step(slots, wanted, coefficient=self._coefficient)
+        with hooked_once(self.inner):
+            self._kernel.step(self.inner, settings, coefficient=self._coefficient, gradient=gradient, copy=low.get)
         self._coefficient = None
         for parameter in self._mastered():
             self.masters.of[parameter].grad = None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, adamw_step
@@ -140,11 +141,24 @@ def test_what_the_kernel_does_not_do_is_left_to_the_optimizer(anywhere, make):
     assert settings_of(optimizer, optimizer.param_groups[0]) is None
 
 
-def test_hooks_around_the_step_are_not_passed_over(anywhere):
+def test_a_step_that_was_replaced_is_not_passed_over(anywhere):
     optimizer = AdamW(parameters())
+    ExponentialLR(optimizer, 0.9)  # counts steps by a step of its own, which is no other
     assert settings_of(optimizer, optimizer.param_groups[0]) is not None
-    optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.step = lambda closure=None: None
     assert settings_of(optimizer, optimizer.param_groups[0]) is None
+
+
+def test_hooks_around_the_step_of_masters_are_called(anywhere):
+    seen, model = [], nn.Linear(2, 2)
+    inner = AdamW(model.parameters())
+    inner.register_step_pre_hook(lambda *_: seen.append("before"))
+    inner.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer = MasteredOptimizer(inner, MasterWeights(model, dtype=torch.bfloat16))
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert optimizer.in_one_kernel
+    assert seen == ["before", "after"]
 
 
 def test_without_a_gpu_the_optimizer_steps_itself():
