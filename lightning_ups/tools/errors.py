@@ -20,6 +20,8 @@ def shortened(error: BaseException) -> str | None:
     a setting is wrong then, and the traceback would show only Lightning.
     """
     root = unwrapped(error)
+    if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
+        return f"error: {text}"
     frames = _frames(root)
     if not frames or not _on_purpose(*frames[-1]):
         return None

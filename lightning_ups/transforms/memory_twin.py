@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from lightning_ups._compat.rehearsal import FakeTensorMode
 __all__ = ["batch_size", "fake_batch", "resized", "sequence_length", "twin"]
 
 
-def twin(module: nn.Module, *, mode: FakeTensorMode, dtype: torch.dtype | None = None, without: Any = None) -> nn.Module:
+def twin(
+    module: nn.Module, *, mode: FakeTensorMode | None, dtype: torch.dtype | None = None, without: Any = None
+) -> nn.Module:
     """Return a copy of ``module`` whose tensors are fake ones of ``mode``; nothing of its weights is copied.
+
+    What else the module holds and is no container, such as a data set, is not copied either, but shared.
 
     Args:
         module: It may be on the meta device, or anywhere else.
-        mode: What fakes.
+        mode: What fakes. None: the copy is on the meta device.
         dtype: Of the twin's parameters of floating point; None: as they are.
         without: An object that the module refers to, such as its Trainer, and the copy shall not: it has None there.
 
@@ -36,6 +41,8 @@ def twin(module: nn.Module, *, mode: FakeTensorMode, dtype: torch.dtype | None =
                 " Plan with a module that has not been given to a strategy."
             )
         memo[id(tensor)] = _faked(tensor, mode, dtype)
+    for value in _shared(module):
+        memo.setdefault(id(value), value)
     other = copy.deepcopy(module, memo)
     for recurrent in other.modules():
         if isinstance(recurrent, nn.RNNBase):  # it has its weights a second time, in a list
@@ -52,11 +59,19 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
                 yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _faked(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+def _shared(module: nn.Module) -> Iterator[Any]:
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if not isinstance(value, nn.Module | Tensor | dict | list | tuple | set) and not callable(value):
+                yield value
+
+
+def _faked(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | None) -> Tensor:
     parameter = isinstance(tensor, nn.Parameter)
     wanted = dtype if parameter and dtype is not None and tensor.is_floating_point() else tensor.dtype
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+    with mode or nullcontext():
+        device = "meta" if mode is None else "cpu"
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
         if not parameter:
             return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
         fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -66,8 +81,8 @@ def _faked(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> T
     return fake
 
 
-def fake_batch(batch: Any, *, mode: FakeTensorMode) -> Any:
-    """Return ``batch`` with fake tensors in it."""
+def fake_batch(batch: Any, *, mode: FakeTensorMode | None) -> Any:
+    """Return ``batch`` with fake tensors in it, or, without a mode, with some on the meta device."""
     return apply_to_collection(batch, Tensor, lambda tensor: _faked(tensor.detach(), mode, None))
 
 

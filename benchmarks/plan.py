@@ -1,0 +1,341 @@
+"""What `plan` says before a run, and what the GPU says after it: peaks of memory for twelve configurations.
+
+    python benchmarks/plan.py --budget 540 --output benchmarks/results/DATE_plan   # one GPU; with two, all twelve
+    python benchmarks/plan.py --recorded                                           # no GPU: against peaks kept before
+
+Each configuration trains five steps through a stock Trainer in a process of its own; its peak is the most that torch's
+allocator gave, on rank zero. It is planned in another process, on the CPU, that sees no GPU. `UPS_BENCH_SIZE=tiny` tries
+it all on any machine: without a GPU the measured column stays empty.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cases import environment
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "results" / "2026-11-21_compile_and_checkpoint" / "result.json"
+TUNED = ("eager", "compile", "compile + nothing", "compile + matmuls", "compile + mm only", "compile model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One run. Attributes are as on the command line of a user."""
+
+    name: str
+    size: str = "1B"
+    seq: int = 4096
+    batch: int = 4
+    compile: str | None = None
+    checkpoint: tuple[tuple[str, Any], ...] | None = None
+    precision: str = "masters"  # or autocast, bf16-true, 32-true
+    strategy: str = "auto"
+    sharding: str = "full"
+    devices: int = 1
+    accumulate: int = 1
+    foreign: bool = False  # transformers' Llama, with its own loss
+
+
+def _saves(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+CONFIGURATIONS = (
+    Configuration(name="1B eager"),
+    Configuration(name="1B autocast", precision="autocast"),
+    Configuration(name="1B compiled whole, bf16 weights", compile="model", precision="bf16-true"),
+    Configuration(name="1B compiled, matmuls, batch 8", compile="blocks", checkpoint=_saves(save="matmuls"), batch=8),
+    Configuration(name="1B nothing, seq 8192", checkpoint=_saves(save="nothing"), seq=8192, batch=4),
+    Configuration(name="1B accumulated twice", batch=2, accumulate=2),
+    Configuration(name="150M compiled whole, batch 64", size="150M", seq=1024, batch=64, compile="model"),
+    Configuration(name="150M float32, batch 16", size="150M", seq=1024, batch=16, precision="32-true"),
+    Configuration(name="Llama 1B of transformers", foreign=True, batch=2),
+    Configuration(name="1B DDP, 2 GPUs", strategy="ddp", devices=2),
+    Configuration(name="1B fsdp2 full, 2 GPUs", strategy="fsdp2", devices=2, compile="blocks"),
+    Configuration(name="1B fsdp2 gradients, 2 GPUs", strategy="fsdp2", sharding="gradients", devices=2),
+)
+
+
+def recorded() -> dict[str, tuple[Configuration, float]]:
+    """Return the cases of the benchmark of Compile and ActivationCheckpoint, and their peaks in GiB."""
+    wanted: dict[str, dict[str, Any]] = {
+        "eager": {},
+        "eager + nothing": {"checkpoint": _saves(save="nothing")},
+        "eager + matmuls": {"checkpoint": _saves(save="matmuls")},
+        "compile": {"compile": "blocks"},
+        "compile + nothing": {"compile": "blocks", "checkpoint": _saves(save="nothing")},
+        "compile + matmuls": {"compile": "blocks", "checkpoint": _saves(save="matmuls")},
+        "compile + mm only": {"compile": "blocks", "checkpoint": _saves(save=["aten.mm"])},
+        "compile + nothing, every 2nd": {"compile": "blocks", "checkpoint": _saves(save="nothing", every_k=2)},
+        "compile + budget 0.5": {"compile": "blocks", "checkpoint": _saves(memory_budget=0.5)},
+        "compile model": {"compile": "model"},
+    }
+    peaks = {result["case"]: result.get("peak_gib") for result in json.loads(RECORDED.read_text())}
+    return {name: (Configuration(name=name, **options), peaks[name]) for name, options in wanted.items()}
+
+
+def planned(config: Configuration) -> dict[str, Any]:
+    """Return what the plan says of ``config``, in GiB."""
+    import torch
+
+    from lightning_ups.order import Placement, Run
+    from lightning_ups.order.plan import Planner
+    from lightning_ups.transforms.memory import GIB
+    from lightning_ups.transforms.memory_devices import DEVICES
+
+    module = _module(config)
+    with torch.device("meta"):
+        module.configure_model()
+    run = Run(
+        module=module,
+        strategy=Placement.of(_strategy(config)),
+        precision=_precision(config),
+        callbacks=_callbacks(config),
+        accelerator="cuda",
+        num_devices=config.devices,
+        num_nodes=1,
+    )
+    batch = torch.empty(config.batch, config.seq + 1, dtype=torch.long, device="meta")
+    began = time.monotonic()
+    planner = Planner(
+        run,
+        batch,
+        settings={"sharding": config.sharding},
+        microbatches=config.accumulate,
+        device=DEVICES["h200"],
+    )
+    moment = planner.moment(planner.declared)
+    return {
+        "planned_gib": round(moment.total / GIB, 2),
+        "phase": moment.phase,
+        "by_kind": {kind: round(size / GIB, 2) for kind, size in moment.by_kind().items()},
+        "planning_s": round(time.monotonic() - began, 1),
+    }
+
+
+def measured(config: Configuration) -> dict[str, Any]:
+    """Train a few steps of ``config`` and return the most memory that its rank zero had, in GiB."""
+    import torch
+    from lightning.pytorch import Trainer, seed_everything
+
+    from lightning_ups.data import RandomTokens
+
+    seed_everything(0, verbose=False)
+    cuda = torch.cuda.is_available()
+    trainer = Trainer(
+        accelerator="gpu" if cuda else "cpu",
+        devices=config.devices,
+        strategy=_strategy(config, name=True),
+        plugins=[_precision(config)],
+        callbacks=_callbacks(config),
+        accumulate_grad_batches=config.accumulate,
+        max_steps=5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+    )
+    data = RandomTokens(vocab_size=_vocabulary(config), seq_len=config.seq, batch_size=config.batch)
+    began = time.monotonic()
+    trainer.fit(_module(config), data)
+    seconds = round(time.monotonic() - began, 1)
+    if not cuda:
+        return {"measured_gib": None, "reserved_gib": None, "training_s": seconds}
+    return {
+        "measured_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "training_s": seconds,
+    }
+
+
+def _module(config: Configuration) -> Any:
+    from lightning_ups.models import GPTModule
+
+    if config.foreign:
+        return _llama(config)
+    return GPTModule(size=config.size, lr=3e-4, warmup_steps=2, max_seq_len=config.seq)  # type: ignore[arg-type]
+
+
+def _llama(config: Configuration) -> Any:
+    import torch
+    from lightning.pytorch import LightningModule
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lightning_ups.models import SIZES
+
+    shape = SIZES[config.size]  # type: ignore[index]
+
+    class Foreign(LightningModule):
+        """Knows nothing of us."""
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "llama"):
+                self.llama = LlamaForCausalLM(
+                    LlamaConfig(
+                        hidden_size=shape.dim,
+                        intermediate_size=shape.ffn_dim,
+                        num_hidden_layers=shape.num_layers,
+                        num_attention_heads=shape.num_heads,
+                        num_key_value_heads=shape.num_kv_heads,
+                        vocab_size=shape.vocab_size,
+                        max_position_embeddings=config.seq + 1,
+                        tie_word_embeddings=False,
+                    )
+                )
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
+            return self.llama(input_ids=batch, labels=batch, use_cache=False).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=3e-4)
+
+    return Foreign()
+
+
+def _vocabulary(config: Configuration) -> int:
+    from lightning_ups.models import SIZES
+
+    return SIZES[config.size].vocab_size  # type: ignore[index]
+
+
+def _precision(config: Configuration) -> Any:
+    from lightning.pytorch.plugins import HalfPrecision, Precision
+
+    from lightning_ups.precision import BF16Precision
+
+    makers: dict[str, Callable[[], Any]] = {
+        "masters": BF16Precision,
+        "autocast": lambda: BF16Precision(weights="autocast"),
+        "bf16-true": lambda: HalfPrecision("bf16-true"),
+        "32-true": Precision,
+    }
+    return makers[config.precision]()
+
+
+def _callbacks(config: Configuration) -> list[Any]:
+    from lightning_ups.callbacks import ActivationCheckpoint, Compile
+
+    compiled = [Compile(scope=config.compile)] if config.compile else []  # type: ignore[arg-type]
+    return [*compiled, *([ActivationCheckpoint(**dict(config.checkpoint))] if config.checkpoint else [])]
+
+
+def _strategy(config: Configuration, *, name: bool = False) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+    from lightning_ups.strategies import FSDP2Strategy
+
+    if config.strategy == "fsdp2":
+        return FSDP2Strategy(sharding=config.sharding)  # type: ignore[arg-type]
+    if name:
+        return config.strategy
+    return DDPStrategy if config.strategy == "ddp" else SingleDeviceStrategy
+
+
+def main() -> None:
+    """Plan and measure, or do one of the two for one configuration."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recorded", action="store_true", help="plan only, against peaks that were kept before")
+    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    parser.add_argument("--budget", type=float, default=540, help="seconds in all: later configurations are left out")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        what, text = options.worker
+        given = json.loads(text)
+        config = Configuration(**given | {"checkpoint": given["checkpoint"] and tuple(map(tuple, given["checkpoint"]))})
+        figures = {"plan": planned, "measure": measured}[what](config)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print("RESULT " + json.dumps(figures), flush=True)
+        return
+    results = _recorded(options) if options.recorded else _all(options)
+    table = _table(results)
+    print(table)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "result.json").write_text(json.dumps(results, indent=1) + "\n")
+        (options.output / "env.txt").write_text(environment())
+        (options.output / "table.md").write_text(table + "\n")
+
+
+def _recorded(options: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    for name, (config, peak) in recorded().items():
+        if options.only in name:
+            found = _child("plan", config, timeout=options.budget)
+            results.append({"name": name, "measured_gib": peak, "tuned": name in TUNED, **found})
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def _all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+
+    size = os.environ.get("UPS_BENCH_SIZE")
+    gpus, start, results = torch.cuda.device_count(), time.monotonic(), []
+    for config in CONFIGURATIONS:
+        if options.only not in config.name or (gpus and config.devices > gpus):
+            continue
+        if size == "tiny":
+            config = replace(config, size="tiny", seq=32, batch=2, compile=None)
+        left = options.budget - (time.monotonic() - start)
+        if left < 40 and gpus:
+            print(f"{config.name}: left out, the budget of {options.budget:.0f} s is spent", flush=True)
+            continue
+        began = time.monotonic()
+        # Planned first, and kept even if the run does not fit: that it would not is a result.
+        result = {"name": config.name, "tuned": False, **_child("plan", config, timeout=left, gpu=False)}
+        result |= _child("measure", config, timeout=max(left - (time.monotonic() - began), 30)) if gpus or size else {}
+        result["seconds"] = round(time.monotonic() - began, 1)
+        results.append(result)
+        print(json.dumps(result), flush=True)
+    return results
+
+
+def _child(what: str, config: Configuration, *, timeout: float, gpu: bool = True) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--worker", what, json.dumps(asdict(config))]
+    hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    # A session of its own, so that a run that hangs is ended with all its ranks, and nothing else is.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **hidden},
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        out += f"\nended after {timeout:.0f} s"
+    for line in out.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return {f"{what}_error": out.strip()[-1500:]}
+
+
+def _table(results: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| configuration | planned GiB | measured GiB | error | looked at while tuning |", "|---|---|---|---|---|"]
+    for result in results:
+        plan, peak = result.get("planned_gib"), result.get("measured_gib")
+        error = f"{plan / peak - 1:+.2%}" if plan and peak else "-"
+        seen = "yes" if result["tuned"] else "no"
+        lines.append(f"| {result['name']} | {plan or 'failed'} | {peak or '-'} | {error} | {seen} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""When memory runs out: who held it, what the run needs, and the cheapest ways to need less; and an alarm before."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from lightning_ups._compat.allocator import (
+    allocator_counters,
+    begin_history,
+    device_memory,
+    end_history,
+    write_snapshot,
+)
+from lightning_ups.order import Run, Stage
+from lightning_ups.order.plan import Planner
+from lightning_ups.order.rehearsal import Uncountable
+from lightning_ups.transforms.blocks import find_blocks
+from lightning_ups.transforms.memory import GIB, Moment
+from lightning_ups.transforms.memory_devices import Device
+from lightning_ups.transforms.memory_holders import holders, is_out_of_memory
+from lightning_ups.transforms.memory_twin import fake_batch, twin
+
+__all__ = ["MemoryForensics"]
+
+_RETRIES, _ALLOCATED, _RESERVED = "num_alloc_retries", "allocated_bytes.all.current", "reserved_bytes.all.current"
+
+
+class MemoryForensics(Callback):
+    """Explain an out-of-memory error, and give the alarm before it comes.
+
+    When an allocator has no more memory, the error's text becomes: where it happened; what is held, by kind and by
+    block; what the run needs at its peak, as `plan` counts it; and the three cheapest settings that need less, each with
+    what it saves and what to write. Beside it lie that text as a file and a snapshot of the allocator's memory, for
+    pytorch.org/memory_viz. The error is of the same type as before.
+
+    While all goes well, the allocator's counters are read now and then, without waiting for the device. If the allocator
+    had to give back its memory and try again, which costs time and comes before an error, this is told once.
+
+    Args:
+        folder: Where the files go. None: beside the logs.
+        snapshot: Whether to write the allocator's memory.
+        history: Also record where each allocation came from. It costs some microseconds for each.
+        plan: Whether to count what the run needs, and would need otherwise. It takes some seconds, after the error.
+        every: Batches between two looks at the counters.
+
+    Raises:
+        ValueError: If ``every`` is not at least 1.
+
+    Example::
+
+        Trainer(callbacks=[MemoryForensics()])
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        snapshot: bool = True,
+        history: bool = False,
+        plan: bool = True,
+        every: int = 10,
+    ) -> None:
+        if every < 1:
+            raise ValueError(
+                f"MemoryForensics(every={every}) never looks."
+                " It is the number of batches between two looks at the allocator's counters."
+                " Use 1 or more."
+            )
+        self.folder = None if folder is None else Path(folder)
+        self.snapshot, self.history, self.plan, self.every = snapshot, history, plan, every
+        self.text: str | None = None
+        self._default_folder = Path()
+        self._module: LightningModule | str | None = None  # as it was built, or why that is not known
+        self._batch: Any = None
+        self._retries: int | None = None
+        self._warned = False
+        self._hooks = ExitStack()
+        self._activations: dict[str, int] = {}
+
+    # Before
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._default_folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks the other ranks: all have to
+        self.text, self._batch, self._retries, self._warned = None, None, None, False
+        if self.history:
+            begin_history(trainer.strategy.root_device)
+        if stage == "fit" and self.plan:
+            # Now, while it is as it was built: sharding replaces its parameters.
+            try:
+                self._module = _described(pl_module)
+            except Exception as error:  # noqa: BLE001  (a module of the user's that cannot be copied must not end here)
+                self._module = f"{type(error).__name__}: {error}"
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hooks.close()
+        self._activations.clear()
+        if not _compiled_whole(trainer):  # a hook inside would break the one graph
+            for name, block in find_blocks(pl_module).items():
+                self._follow(name, block, trainer.strategy.root_device)
+
+    def _follow(self, name: str, block: nn.Module, device: torch.device) -> None:
+        """Note by how much the allocated memory has grown after the first forward pass of ``block``."""
+        began: list[int] = []
+
+        def enter(_: nn.Module, args: Any) -> None:
+            began[:] = [allocator_counters(device).get(_ALLOCATED, 0)]
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            grown = allocator_counters(device).get(_ALLOCATED, 0) - began.pop()
+            if torch.is_grad_enabled() and name not in self._activations and grown > 0:
+                self._activations[name] = grown
+
+        self._hooks.callback(block.register_forward_pre_hook(enter).remove)
+        self._hooks.callback(block.register_forward_hook(leave).remove)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch = None
+        self._hooks.close()  # the first step has told what blocks keep
+        if not self._warned and batch_idx % self.every == 0:
+            self._look(trainer.strategy.root_device)
+
+    def _look(self, device: torch.device) -> None:
+        counters = allocator_counters(device)
+        retries = counters.get(_RETRIES)
+        if retries is None:
+            return
+        before, self._retries = self._retries, retries
+        if before is None or retries <= before:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"The allocator of {device} ran out of memory {retries - before} times in the last {self.every} batches, and"
+            f" got on by giving back what it kept for later: {_gib(counters.get(_ALLOCATED, 0))} GiB are in use, and"
+            f" {_gib(counters.get(_RESERVED, 0))} GiB reserved. Each time all work on the device waits, and the next"
+            " larger batch will not fit. Make the batch smaller, or see `python -m lightning_ups plan`."
+        )
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close(trainer.strategy.root_device)
+
+    def _close(self, device: torch.device) -> None:
+        self._hooks.close()
+        self._batch = self._module = None
+        if self.history:
+            end_history(device)
+
+    # After
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        device = trainer.strategy.root_device
+        if is_out_of_memory(exception):
+            self.text = "\n".join(self._explained(trainer, pl_module, exception, device))
+            self._write(trainer, device)
+            exception.args = (self.text,)
+            exception.lightning_ups_text = self.text  # type: ignore[attr-defined]  # the command line shows it alone
+        self._close(device)
+
+    def _explained(
+        self, trainer: Trainer, module: LightningModule, exception: BaseException, device: torch.device
+    ) -> Iterator[str]:
+        where = _where(module, exception)
+        yield f"Out of memory on {device} at step {trainer.global_step}, {where}. {_first_line(exception)}"
+        yield from self._held(trainer, module, device)
+        yield from self._needed(trainer, device)
+
+    def _held(self, trainer: Trainer, module: LightningModule, device: torch.device) -> Iterator[str]:
+        counters, all_of_it = allocator_counters(device), device_memory(device)
+        found = holders(
+            module,
+            optimizers=trainer.optimizers,
+            blocks=find_blocks(module),
+            device=device,
+            total=counters.get(_ALLOCATED),
+        )
+        of = f" of {_gib(all_of_it)}" if all_of_it else ""
+        reserved = f", {_gib(counters[_RESERVED])} GiB reserved" if _RESERVED in counters else ""
+        yield f"Held now, {_gib(found.total)} GiB{of}{reserved}:"
+        yield from _kinds(found)
+        largest = sorted(((size, kind, owner) for (kind, owner), size in found.held.items() if owner), reverse=True)[:3]
+        measured = sorted(((size, "activations", name) for name, size in self._activations.items()), reverse=True)[:3]
+        if tops := [f"{owner}: {_gib(size)} GiB {kind}" for size, kind, owner in sorted([*largest, *measured])[::-1][:4]]:
+            yield f"The largest blocks hold {'; '.join(tops)}."
+
+    def _needed(self, trainer: Trainer, device: torch.device) -> Iterator[str]:
+        if not self.plan or self._batch is None or self._module is None:
+            return
+        if isinstance(self._module, str):
+            yield f"What the run needs could not be counted: {self._module}"
+            return
+        try:
+            yield from _plan_lines(self._planner(trainer, self._module, device))
+        except Uncountable as error:
+            yield f"What the run needs could not be counted: {error}"
+
+    def _planner(self, trainer: Trainer, module: LightningModule, device: torch.device) -> Planner:
+        if is_overridden("configure_model", module):
+            with torch.device("meta"):
+                module.configure_model()
+        run = Run.of(trainer)
+        asked = Run(**{**vars(run), "module": module})
+        memory = device_memory(device)
+        kind = None
+        if memory is not None:
+            kind = Device(
+                name=torch.cuda.get_device_name(device),
+                gib=memory / GIB,
+                capability=torch.cuda.get_device_capability(device),
+            )
+        return Planner(
+            asked,
+            fake_batch(self._batch, mode=None),
+            settings={
+                name: getattr(trainer.strategy, attribute)
+                for name, attribute in _SETTINGS.items()
+                if hasattr(trainer.strategy, attribute)
+            },
+            microbatches=trainer.accumulate_grad_batches,
+            device=kind,
+        )
+
+    def _write(self, trainer: Trainer, device: torch.device) -> None:
+        folder = self.folder or self._default_folder
+        name = f"out-of-memory-rank{trainer.global_rank}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.snapshot and write_snapshot(folder / f"{name}.pickle", device):
+                self.text = f"{self.text}\nA snapshot of the allocator, for pytorch.org/memory_viz: {folder / name}.pickle"
+            (folder / f"{name}.txt").write_text(f"{self.text}\n")
+        except OSError as error:
+            self.text = f"{self.text}\nThis could not be written to {folder}: {error}"
+
+
+_PARTS = {  # the innermost counts
+    "training_step": "in the forward pass",
+    "validation_step": "in the validation",
+    "_engine_run_backward": "in the backward pass",
+    "step": "in the optimizer",
+}
+_SETTINGS = {
+    "sharding": "sharding",
+    "replicate_size": "replicate_size",
+    "reshard_after_forward": "_reshard",
+    "offload": "_offload",
+}
+
+
+def _described(module: LightningModule) -> LightningModule:
+    copied = twin(module, mode=None, without=module._trainer)
+    assert isinstance(copied, LightningModule)
+    return copied
+
+
+def _compiled_whole(trainer: Trainer) -> bool:
+    run = Run.of(trainer)
+    return (
+        run.compiled_by_user
+        or run.strategy.whole_graph
+        or any(step.stage is Stage.COMPILE and getattr(step, "scope", "blocks") != "blocks" for step in run.declarations)
+    )
+
+
+def _where(module: LightningModule, error: BaseException) -> str:
+    """Return the part of the step, and the innermost module, that the traceback of ``error`` goes through."""
+    names = {inner: name for name, inner in module.named_modules() if name}
+    place, part, traceback = "", "in the step", error.__traceback__
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module):
+            place = names.get(owner, place)
+        part = _PARTS.get(frame.f_code.co_name, part)
+    return f"{part} of {place}" if place and part == "in the forward pass" else part
+
+
+def _plan_lines(planner: Planner) -> Iterator[str]:
+    moment = planner.moment(planner.declared)
+    place = f" of {moment.place}" if moment.place else ""
+    yield f"By plan, this run needs {_gib(moment.total)} GiB on each device at its peak, in {moment.phase}{place}:"
+    yield from _kinds(moment)
+    cures = planner.cures()
+    if not cures:
+        yield "No single setting needs less. Use more devices, larger ones, or a smaller model."
+        return
+    fits = "" if planner.usable is None else f" ({_gib(planner.usable)} GiB are usable)"
+    yield f"The cheapest ways to need less{fits}:"
+    for index, (variant, saved) in enumerate(cures, start=1):
+        yield f"  {index}. {variant.name}: {_gib(saved)} GiB less, {_gib(moment.total - saved)} in all; {variant.price}."
+        for line in variant.yaml.splitlines():
+            yield f"       {line}"
+
+
+def _kinds(moment: Moment) -> Iterator[str]:
+    names = {"activations": "activations and temporaries"} if not moment.of("temporaries") else {}
+    for kind, size in moment.by_kind().items():
+        if size >= 0.005 * moment.total:
+            yield f"  {_gib(size):>8} GiB {names.get(kind, kind)}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= 0.95 * GIB else f"{size / GIB:.3f}"
