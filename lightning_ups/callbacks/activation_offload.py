@@ -1,0 +1,125 @@
+"""What blocks save for backward, kept on the host."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_ups.order import Context, Declaration, Report, Stage, Step
+from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
+from lightning_ups.transforms.blocks import as_patterns, select_blocks
+
+__all__ = ["ActivationOffload"]
+
+_PART = "ActivationOffload"
+
+
+class ActivationOffload(Declaration):
+    """Move what chosen blocks save for backward to pinned memory of the host, and back before it is needed.
+
+    The copies run beside the work: down while the next block runs forward, up while the block after it runs backward.
+    Parameters stay, and so do views and casts of them. Values stay as they are, bit for bit.
+
+    With `ActivationCheckpoint(save="nothing")` on the same blocks it moves the inputs of each block, the little that is
+    kept then. With `Compile` it moves what compiled code saves.
+
+    Args:
+        blocks: Patterns of submodule names, such as ``["model.layers.*"]``. Each must match. None: what repeats.
+        every_k: Of the blocks, in the order of the model, take the first and every k-th after it.
+        min_mb: Saved tensors of fewer MiB stay on the device.
+
+    Raises:
+        TypeError: If ``blocks`` is a single string.
+        ValueError: If an argument is out of its range; when fitting starts, if a pattern matches no submodule, or
+            whole models are compiled, or CUDA graphs are replayed.
+        RuntimeError: If nothing was moved in the first step.
+
+    Example::
+
+        Trainer(callbacks=[ActivationCheckpoint(save="nothing"), ActivationOffload()])
+    """
+
+    stage = Stage.OFFLOAD
+
+    def __init__(
+        self, *, blocks: Sequence[str] | None = None, every_k: int = 1, min_mb: float = MIN_BYTES / 2**20
+    ) -> None:
+        if every_k < 1 or min_mb < 0:
+            raise ValueError(
+                f"ActivationOffload(every_k={every_k}, min_mb={min_mb}) takes no block or no tensor."
+                " The first counts blocks, 1 takes each, 2 every second; the second is the size below which tensors stay."
+                " Use every_k=1 or more and min_mb=0 or more."
+            )
+        self.blocks = None if blocks is None else as_patterns(blocks)
+        self.every_k, self.min_mb = every_k, min_mb
+        self._unproven: tuple[Offloaded, Report] | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        steps = [c for c in trainer.callbacks if isinstance(c, Step)]  # type: ignore[attr-defined]
+        if stage == "fit" and (found := [type(s).__name__ for s in steps if s.compiles_whole or s.replays_cuda_graphs]):
+            raise ValueError(_whole(found[0]))
+
+    @override
+    @contextmanager
+    def change(self, module: LightningModule, context: Context) -> Iterator[None]:
+        if not context.training:
+            yield
+            return
+        if context.strategy.whole_graph:
+            raise ValueError(_whole(context.strategy.name))
+        found = select_blocks(module, self.blocks)
+        chosen = dict(islice(found.items(), None, None, self.every_k))
+        context.report.note(
+            _PART,
+            f"{len(chosen)} of {len(found)} blocks keep what they save for backward on the host"
+            f"{' (nothing repeats, so that each root is a block)' if found.origin == 'roots' else ''}",
+            blocks=[*chosen],
+            every_k=self.every_k,
+        )
+        with offload_activations(
+            chosen.values(), device=context.device, min_bytes=int(self.min_mb * 2**20)
+        ) as offloaded:
+            self._unproven = offloaded, context.report
+            try:
+                yield
+            finally:
+                self._unproven = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._unproven is None:
+            return
+        (done, report), self._unproven = self._unproven, None
+        report.update(
+            _PART,
+            blocks_run=len(done.ran),
+            moved_bytes=done.moved_bytes,
+            left_bytes=done.left_bytes,
+        )
+        if not done.ran:
+            raise RuntimeError(
+                "ActivationOffload moved nothing in the first step: none of its blocks ran by itself."
+                " Its change is to the forward of each; training_step calls none of these, or compiled them with more."
+                " Use Compile(scope='blocks'), or name blocks that training_step calls: ActivationOffload(blocks=[...])."
+            )
+        if not done.moved_bytes:
+            raise RuntimeError(
+                f"ActivationOffload moved nothing in the first step: its {len(done.ran)} blocks saved no tensor of"
+                f" {self.min_mb:g} MiB beside parameters, and {done.left_bytes} bytes in smaller ones."
+                " Small copies cost more time than they save memory."
+                " Use larger batches, a smaller min_mb, or leave the callback out."
+            )
+
+
+def _whole(name: str) -> str:
+    return (
+        f"{name} makes one graph of whole models or replays CUDA graphs, and ActivationOffload is given."
+        " Inside one graph no block can hand over what it saves, and the memory of a replayed graph is its own."
+        " Use Compile(scope='blocks', mode='default') under another strategy, or leave ActivationOffload out."
+    )

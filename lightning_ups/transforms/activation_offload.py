@@ -1,0 +1,300 @@
+"""Keeping what blocks save for backward on the host, and bringing it back before it is needed."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ups.optim.offload_layout import Form, form_of, plain_parts, view_of
+from lightning_ups.optim.offload_memory import Mark, Memory, memory_of
+from lightning_ups.transforms.forward import Forward, replaced_forward
+
+__all__ = ["Offloaded", "offload_activations"]
+
+MIN_BYTES = 2**20  # of a saved tensor: a copy takes some microseconds however small it is
+SPREAD = 4  # a tensor with gaps goes with all of its storage, if that is not larger by more than this
+# Of a parameter, by which a cast or a view of it is told; autograd has no other name for them.
+_RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}
+
+
+@dataclass
+class Offloaded:
+    """What was moved, growing as blocks run.
+
+    Args:
+        ran: The blocks that ran with gradients.
+        moved_bytes: Copied to the host, each storage once.
+        left_bytes: Saved on the device all the same: small tensors, and those of classes of their own.
+        shared: How many saved tensors shared what was moved already.
+        late: How many were needed before anyone had asked for them.
+    """
+
+    ran: set[nn.Module] = field(default_factory=set)
+    moved_bytes: int = 0
+    left_bytes: int = 0
+    shared: int = 0
+    late: int = 0
+
+
+class _Pool:
+    """Host memory that is used again, since pinning takes far longer than copying."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._free: list[tuple[Tensor, Mark]] = []
+        self._all: list[Tensor] = []
+
+    def take(self, nbytes: int) -> tuple[Tensor, Mark]:
+        """Return host memory of at least ``nbytes``, and when it may be written."""
+        fitting = [pair for pair in self._free if nbytes <= pair[0].nbytes <= 2 * nbytes]
+        if fitting:
+            best = min(fitting, key=lambda pair: pair[0].nbytes)
+            self._free = [pair for pair in self._free if pair[0] is not best[0]]
+            return best
+        memory = self._memory.host(nbytes)
+        self._all.append(memory)
+        return memory, None
+
+    def give_back(self, memory: Tensor, mark: Mark) -> None:
+        self._free.append((memory, mark))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of host memory that it has ever taken, and keeps."""
+        return sum(memory.nbytes for memory in self._all)
+
+    def close(self) -> None:
+        for memory in self._all:
+            self._memory.release(memory)
+        self._all.clear()
+        self._free.clear()
+
+
+class _Range:
+    """Some bytes of a storage: on their way to the host, there, or back on the device."""
+
+    def __init__(self, source: Tensor, memory: Memory, pool: _Pool) -> None:
+        self._memory, self.nbytes = memory, source.nbytes
+        self.source: Tensor | None = source  # until it is stored; meanwhile its memory must not be used again
+        self._host, free = pool.take(source.nbytes)
+        self.stored = memory.store([(self._host[: source.nbytes], source)], after=[memory.mark(), free])
+        self._state = {"mark": self.stored}
+        self.device: Tensor | None = None
+        self._loaded: Mark = None
+        weakref.finalize(self, _give_back, pool, self._host, self._state).atexit = False
+
+    def let_go(self, *, keep: bool = False) -> None:
+        """Let what is queued from now on use its memory; or keep it there, since it is needed next."""
+        self._memory.wait(self.stored)
+        if keep and self.device is None:
+            self.device = self.source
+        self.source = None
+
+    def load(self) -> None:
+        """Begin to bring it back."""
+        if self.device is None:
+            # Of the memory of this queue of work, which it goes back to.
+            self.device = self._memory.room(self.nbytes)
+            after = [self._memory.mark(), self.stored]
+            copies = [(self.device, self._host[: self.nbytes])]
+            self._loaded = self._state["mark"] = self._memory.load(copies, after=after)
+
+    def back(self) -> Tensor:
+        """Return it on the device."""
+        self.load()
+        assert self.device is not None
+        self._memory.wait(self._loaded)
+        return self.device
+
+
+def _give_back(pool: _Pool, host: Tensor, state: dict[str, Mark]) -> None:
+    pool.give_back(host, state["mark"])
+
+
+@dataclass(frozen=True, eq=False)
+class _Handle:
+    """What autograd holds instead of a saved tensor."""
+
+    range: _Range
+    start: int
+    form: Form
+    run: "_Run"
+
+
+class _Run:
+    """One forward of one block."""
+
+    def __init__(self, before: "_Run | None") -> None:
+        self.before = None if before is None else weakref.ref(before)  # which is next in backward
+        self.ranges: dict[tuple[int, int, int], weakref.ref[_Range]] = {}
+        self.held: list[_Range] = []  # whose sources must live
+        self.prefetched = False
+
+    def find(self, key: tuple[int, int, int]) -> _Range | None:
+        """Return the range of these bytes, if it cannot be one that had their place before."""
+        found = self.ranges[key]() if key in self.ranges else None
+        return found if found is not None and found.source is not None else None
+
+    def prefetch(self) -> None:
+        """Begin to bring back everything that is still needed."""
+        if not self.prefetched:
+            self.prefetched = True
+            for reference in reversed(self.ranges.values()):
+                if (found := reference()) is not None:
+                    found.load()
+
+
+class _Mover:
+    """Packs and unpacks the saved tensors of all blocks."""
+
+    def __init__(self, memory: Memory, *, min_bytes: int) -> None:
+        self._memory, self._min_bytes = memory, min_bytes
+        self.pool = _Pool(memory)
+        self.done = Offloaded()
+        self._last: _Run | None = None
+        self._own: set[int] = set()  # storages of parameters and buffers
+
+    @contextmanager
+    def running(self, block: nn.Module) -> Iterator[None]:
+        """Move what is saved in a forward of ``block``."""
+        own, run = self._own, _Run(self._last)
+        self._own = own | _storages(block)
+        self.done.ran.add(block)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, run), self._unpack):
+                yield
+        finally:
+            self._own = own
+            self._follow(run)
+
+    def _follow(self, run: _Run) -> None:
+        # Copies of the block before have had the time of this one: what comes next may use their memory.
+        self.finish(keep=False)
+        self._last = run if run.held else None
+
+    def finish(self, *, keep: bool = True) -> None:
+        """Let go of the last block's tensors; or keep those that are on the device still, for its backward begins."""
+        last, self._last = self._last, None
+        if last is not None:
+            for held in last.held:
+                held.let_go(keep=keep)
+            last.held.clear()
+
+    def close(self) -> None:
+        """Give up the memory."""
+        self.finish(keep=False)
+        self.pool.close()
+
+    def _pack(self, run: _Run, tensor: Tensor) -> Any:
+        if not self._moves(tensor):
+            return tensor
+        form = form_of(tensor)
+        dense = form.stride == tuple(tensor.stride())
+        storage = tensor.untyped_storage()
+        start = tensor.storage_offset() * tensor.element_size() if dense else 0
+        nbytes = form.nbytes if dense else storage.nbytes()
+        if nbytes > SPREAD * form.nbytes or start % form.dtype.itemsize:
+            self.done.left_bytes += form.nbytes
+            return tensor
+        found = self._range(run, storage, start, nbytes)
+        offset = 0 if dense else tensor.storage_offset() * tensor.element_size()
+        return _Handle(found, offset, Form(form.dtype, form.size, tuple(tensor.stride())), run)
+
+    def _range(self, run: _Run, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Range:
+        key = (storage.data_ptr(), start, nbytes)
+        for earlier in (run, self._last):
+            if earlier is not None and (found := earlier.find(key)) is not None:
+                self.done.shared += 1
+                return found
+        raw = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(storage, start, (nbytes,), (1,))
+        made = _Range(raw, self._memory, self.pool)
+        run.ranges[key] = weakref.ref(made)
+        run.held.append(made)
+        self.done.moved_bytes += nbytes
+        return made
+
+    def _moves(self, tensor: Tensor) -> bool:
+        if (
+            type(tensor) is not Tensor
+            or tensor.device.type != self._memory.device.type
+            or tensor.layout != torch.strided
+        ):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
+                self.done.left_bytes += tensor.numel() * tensor.element_size()
+            return False
+        if _storage(tensor) in self._own or _is_parameter(tensor):
+            return False
+        if tensor.numel() * tensor.element_size() < self._min_bytes:
+            self.done.left_bytes += tensor.numel() * tensor.element_size()
+            return False
+        return True
+
+    def _unpack(self, handle: Any) -> Tensor:
+        if not isinstance(handle, _Handle):
+            return handle
+        self.finish()
+        if handle.range.device is None and handle.run.prefetched:
+            self.done.late += 1
+        handle.run.prefetch()
+        raw = handle.range.back()
+        if handle.run.before is not None and (before := handle.run.before()) is not None:
+            before.prefetch()
+        return view_of(raw, handle.start, handle.form)
+
+
+def _storages(module: nn.Module) -> set[int]:
+    return {_storage(part) for t in (*module.parameters(), *module.buffers()) for part in plain_parts(t.detach())}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a parameter that was only reshaped or cast, as autocast does it."""
+    node = tensor.grad_fn
+    while node is not None and type(node).__name__ in _RESHAPING:
+        node = node.next_functions[0][0]
+    return node is not None and type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter)
+
+
+@contextmanager
+def offload_activations(
+    blocks: Iterable[nn.Module], *, memory: Memory | None = None, min_bytes: int = MIN_BYTES, device: torch.device
+) -> Iterator[Offloaded]:
+    """Keep on the host what ``blocks`` save for backward while the context is open.
+
+    Parameters, views of them and casts of them stay. Each storage is copied once. Backward of a block brings back what
+    the block before it saved, while it computes. Values stay as they are, bit for bit.
+
+    Args:
+        blocks: Whose forwards are followed, whatever runs in them, compiled or recomputed code too.
+        memory: Where the tensors are and where they go. None: as ``device`` has it.
+        min_bytes: Smaller tensors stay.
+        device: Where the blocks run.
+
+    Yields:
+        What was moved, growing as they run.
+    """
+    mover = _Mover(memory_of(device) if memory is None else memory, min_bytes=min_bytes)
+    with ExitStack() as undo:
+        undo.callback(mover.close)
+        for block in dict.fromkeys(blocks):
+            undo.enter_context(replaced_forward(block, partial(_moving, mover=mover)))
+        yield mover.done
+
+
+def _moving(inner: Forward, *, mover: _Mover) -> Forward:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Inside one graph with others a block saves nothing of its own, and does not count as one that ran.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return inner(self, *args, **kwargs)
+        with mover.running(self):
+            return inner(self, *args, **kwargs)
+
+    return forward

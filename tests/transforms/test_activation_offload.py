@@ -1,0 +1,248 @@
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.transforms.activation_offload import offload_activations
+from lightning_ups.transforms.compile import Compiler, compiled
+from lightning_ups.transforms.recompute import recompute
+from tests.optim.offloading import LateMemory
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Has what is hard: one input for three products, parts with gaps, a mask, dropout, a weight that is reshaped."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 64), nn.Linear(64, width)
+        self.extra = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        q, k, v = self.qkv(normed).split(x.shape[-1], dim=-1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + normed @ self.extra.t()
+        return x + self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.1))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gradients(model, *, steps=2, autocast=False):
+    """Return the gradients after each step, as bits."""
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(4, 16, 32, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        found += [x.grad, *(p.grad for p in model.parameters())]
+        model.zero_grad()
+    return found
+
+
+def assert_equal(one, other):
+    assert len(one) == len(other) > 0
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def offloaded(model, memory=None, min_bytes=0, blocks=None):
+    return offload_activations(
+        model.blocks if blocks is None else blocks, memory=memory or LateMemory(), min_bytes=min_bytes, device=CPU
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("min_bytes", [0, 5_000])
+def test_gradients_are_bitwise_equal(autocast, min_bytes):
+    right = gradients(Model(), autocast=autocast)
+    model = Model()
+    with offloaded(model, min_bytes=min_bytes) as done:
+        assert_equal(gradients(model, autocast=autocast), right)
+    assert len(done.ran) == 4
+    assert done.moved_bytes > 0
+    assert done.late == 0
+    assert_equal(gradients(model, autocast=autocast), right)
+
+
+def saved_bytes(model, x):
+    """Return what autograd holds on the device after a forward: each storage once, parameters not."""
+    held, own = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x)
+    return sum(held.values()), loss
+
+
+def test_what_blocks_save_is_moved_once_and_nothing_else():
+    model, x = Model(), torch.randn(4, 16, 32, requires_grad=True)
+    torch.manual_seed(0)
+    saved, _ = saved_bytes(model, x)
+    memory = LateMemory()
+    with offloaded(model, memory) as done:
+        torch.manual_seed(0)
+        model(x).sum().backward()
+    assert 0.9 * saved <= done.moved_bytes <= saved
+    assert memory.on_host == done.moved_bytes
+    assert done.shared > 0
+
+
+def test_parameters_views_and_casts_of_them_are_left_alone():
+    class Weights(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+            self.register_buffer("table", torch.randn(64, 64))
+
+        def forward(self, x):
+            return (x @ self.weight.t()) @ self.table + nn.functional.linear(x, self.weight)
+
+    block, x = Weights(), torch.randn(2, 64, requires_grad=True)
+    for autocast in (False, True):
+        with (
+            offload_activations([block], memory=LateMemory(), min_bytes=1024, device=CPU) as done,
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            block(x).float().sum().backward()
+        # Each of the matrices would be 16384 bytes, or 8192 cast; a cast of a buffer is no parameter.
+        assert done.moved_bytes == (0 if not autocast else 8192)
+
+
+def test_memory_of_the_host_is_used_again():
+    model, memory = Model(), LateMemory()
+    with offloaded(model, memory):
+        gradients(model, steps=1)
+        once = memory.on_host
+        gradients(model, steps=3)
+    assert memory.on_host == once
+
+
+def test_little_is_on_the_device_at_a_time():
+    model, memory = Model(blocks=8), LateMemory()
+    with offloaded(model, memory) as done:
+        gradients(model, steps=2)
+    each = done.moved_bytes / 2 / 8
+    gc.collect()
+    assert memory.on_device == 0
+    assert memory.peak <= 2.5 * each
+
+
+def test_the_block_before_is_brought_back_while_a_block_runs_backward():
+    model, memory, order = Model(), LateMemory(), []
+    load = memory.load
+
+    def recorded(copies, *, after=()):
+        order.append("load")
+        return load(copies, after=after)
+
+    memory.load = recorded
+    for index, block in enumerate(model.blocks):
+        block.register_full_backward_hook(lambda *_, i=index: order.append(i))
+    with offloaded(model, memory) as done:
+        gradients(model, steps=1)
+    assert done.late == 0
+    first = order.index(3)  # the last block, whose tensors are on the device still
+    assert "load" in order[:first]  # those of the block before it have been asked for
+    assert "load" not in order[order.index(1) :]  # and those of the first when the second begins
+
+
+def test_with_recomputation_the_inputs_are_moved():
+    right = gradients(Model())
+    model = Model()
+    with recompute(model.blocks, save="nothing"), offloaded(model) as done:
+        assert_equal(gradients(model), right)
+    inputs = 4 * 16 * 32 * 4
+    assert done.moved_bytes == 2 * 4 * inputs
+
+
+def test_compiled_code_saves_on_the_host():
+    torch._dynamo.reset()
+    model, other = Model(), Model()
+    names = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
+    others = {f"blocks.{i}": block for i, block in enumerate(other.blocks)}
+    with compiled(others, Compiler(backend="aot_eager")):
+        right = gradients(other)
+    with compiled(names, Compiler(backend="aot_eager")) as graphs, offloaded(model) as done:
+        assert_equal(gradients(model), right)
+    assert done.moved_bytes > 0
+    assert graphs is not None
+
+
+def test_backward_twice_and_parts_that_are_never_run():
+    model, right = Model(), Model()
+    x = torch.randn(2, 16, 32, requires_grad=True)
+
+    def twice(model):
+        torch.manual_seed(3)
+        model(x)  # a forward without a backward
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = twice(right)
+    with offloaded(model):
+        assert_equal(twice(model), expected)
+
+
+def test_blocks_within_blocks_and_every_second_block():
+    right = gradients(Model())
+    for choose in (lambda m: m.blocks[::2], lambda m: [m, *m.blocks], lambda m: [m.blocks[1].up, m.blocks[1]]):
+        model = Model()
+        with offloaded(model, blocks=choose(model)) as done:
+            assert_equal(gradients(model), right)
+        assert done.moved_bytes > 0
+
+
+def test_without_gradients_nothing_happens():
+    model = Model()
+    with offloaded(model) as done, torch.no_grad():
+        model(torch.randn(2, 16, 32))
+    assert not done.ran
+    assert done.moved_bytes == 0
+
+
+def test_undone_and_copied():
+    model = Model()
+    keys = list(model.state_dict())
+    with offloaded(model) as done:
+        assert list(model.state_dict()) == keys
+        twin = copy.deepcopy(model)
+        twin(torch.randn(2, 16, 32, requires_grad=True)).sum().backward()
+        assert done.moved_bytes == 0
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+@pytest.mark.gpu(count=1)
+def test_on_a_gpu():
+    device = torch.device("cuda", 0)
+    model, right = Model().to(device).eval(), Model().to(device).eval()
+    x = torch.randn(64, 512, 32, device=device)
+    right(x).square().mean().backward()
+    with offload_activations(model.blocks, device=device) as done:
+        model(x).square().mean().backward()
+    assert done.moved_bytes > 2**22
+    for one, other in zip(model.parameters(), right.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
