@@ -1,0 +1,150 @@
+"""TrainingReport leaves a page at the end of fit that holds what was logged and measured."""
+
+import re
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_ups.callbacks import RunManifest, TokenThroughput, TrainingReport
+from tests.toys import Net, data, loader
+
+
+class Logging(Net):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", super().training_step(batch, index))
+
+    def val_dataloader(self):
+        return loader()
+
+
+def fit(folder, *callbacks, module=None, logger=None, **options):
+    made = Trainer(
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        max_epochs=options.pop("max_epochs", 6),
+        logger=logger or False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=2,
+        default_root_dir=folder,
+        **options,
+    )
+    made.fit(module or Logging(), loader(4))
+    return made
+
+
+def throughput(**settings):
+    return TokenThroughput(**{"warmup_steps": 2, "unit": "samples", "table": False, "peak_tflops": 1.0} | settings)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_the_page_has_curves_split_thresholds_and_manifest(tmp_path, logs):
+    report = TrainingReport(pictures=False)
+    logger = CSVLogger(tmp_path) if logs else None
+    fit(tmp_path, throughput(), RunManifest(), report, logger=logger)
+    assert report.path.parent == (tmp_path if not logs else type(tmp_path)(logger.log_dir))
+    text = report.path.read_text()
+    for part in ("Logging: training", "finished, 12 steps", "train_loss", "val_loss", "waiting for data", "&gt; 50 %"):
+        assert part in text, part
+    assert "Thresholds" in text
+    assert "What took effect" in text
+    assert "&quot;torch&quot;" in text
+    assert ("samples per second</figcaption>" in text) == logs  # those go to loggers
+    points = re.search(r'points="([^"]+)"><title>train_loss', text).group(1).split()
+    assert len(points) >= 6
+
+
+def test_it_needs_no_other_callback(tmp_path):
+    report = TrainingReport(pictures=False)
+    fit(tmp_path, report)
+    text = report.path.read_text()
+    assert "train_loss" in text
+    assert "Thresholds" not in text
+
+
+def test_the_logger_gets_all_it_got_before_and_is_left_as_it_was(tmp_path):
+    logged = []
+    for callbacks in ([], [TrainingReport(pictures=False)]):
+        logger = CSVLogger(tmp_path, name=str(len(callbacks)))
+        fit(tmp_path, *callbacks, logger=logger)
+        logged.append((tmp_path / str(len(callbacks)) / "version_0" / "metrics.csv").read_text())
+        assert "log_metrics" not in vars(logger)
+    assert logged[0] == logged[1]
+
+
+def test_a_run_that_fails_has_its_report(tmp_path):
+    class Failing(Logging):
+        def training_step(self, batch, index):
+            if self.global_step == 7:
+                raise RuntimeError("the <disk> is full\nand more")
+            return super().training_step(batch, index)
+
+    report = TrainingReport(pictures=False)
+    with pytest.raises(RuntimeError, match="disk"):
+        fit(tmp_path, report, module=Failing())
+    text = report.path.read_text()
+    assert "failed, 7 steps" in text
+    assert "RuntimeError: the &lt;disk&gt; is full</p>" in text
+
+
+def test_no_page_is_written_over_another(tmp_path):
+    report = TrainingReport(pictures=False)
+    paths = []
+    for _ in range(2):
+        fit(tmp_path, report)
+        paths.append(report.path.name)
+    assert paths == ["report.html", "report-2.html"]
+
+
+def test_pictures_lie_beside_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = TrainingReport()
+    fit(tmp_path, throughput(), report)
+    names = {path.name for path in (tmp_path / "report").iterdir()}
+    assert {"curves-loss.png", "split.png"} <= names
+
+
+def test_without_matplotlib_there_is_a_page_and_a_word(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_ups.callbacks.training_report.available", lambda _: False)
+    with caplog.at_level("INFO"):
+        report = TrainingReport()
+    assert any("lightning-ups[report]" in record.message for record in caplog.records)
+    fit(tmp_path, report)
+    assert report.path.exists()
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    report = TrainingReport(pictures=False)
+    with pytest.warns(UserWarning, match="another default_root_dir"):
+        fit(tmp_path / "file" / "below", report)
+    assert len(data()) == 8
+
+
+def test_fast_dev_run_leaves_nothing(tmp_path):
+    report = TrainingReport(pictures=False)
+    fit(tmp_path, report, fast_dev_run=2, max_epochs=1)
+    assert report.path is None
+    assert not [*tmp_path.glob("*.html")]
+
+
+def test_evaluation_leaves_no_report(tmp_path):
+    report = TrainingReport(pictures=False)
+    Trainer(
+        accelerator="cpu",
+        callbacks=[report],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    ).validate(Logging(), loader(), verbose=False)
+    assert not [*tmp_path.glob("*.html")]

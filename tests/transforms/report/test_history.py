@@ -1,0 +1,67 @@
+import pytest
+
+from lightning_ups.transforms.report.history import History, thinned
+
+
+def history(*names):
+    made = History()
+    for step in (1, 2):
+        made.add(dict.fromkeys(names, float(step)), step)
+    return made
+
+
+def test_only_numbers_are_kept():
+    made = History()
+    made.add({"loss": 1.5, "name": "x", "epoch": 0, "lr": 1}, 7)
+    assert made.series == {"loss": [(7.0, 1.5)], "lr": [(7.0, 1.0)]}
+
+
+def test_training_and_validation_share_a_chart():
+    (chart,) = history("train_loss_step", "val_loss", "train/loss").charts()
+    assert (chart.section, chart.title) == ("Curves", "loss")
+    assert set(chart.series) == {"train_loss_step", "val_loss", "train/loss"}
+
+
+def test_figures_of_ours_have_sections_of_their_own():
+    made = history(
+        "gpu/power_w",
+        "throughput/tokens_per_s",
+        "throughput/tokens_per_s_per_device",
+        "throughput/step_ms",
+        "throughput/step_p95_ms",
+        "throughput/data_ms",
+        "throughput/forward_ms",
+        "throughput/mfu",
+        "memory/reserved_gib",
+        "memory/allocated_gib",
+        "lr",
+    )
+    found = [(chart.section, chart.title, [*chart.series]) for chart in made.charts()]
+    assert found == [
+        ("Curves", "lr", ["lr"]),
+        ("Speed", "tokens per second", ["tokens", "tokens per device"]),
+        ("Speed", "step, ms", ["step", "step_p95"]),
+        ("Speed", "split of a step, ms", ["data", "forward"]),
+        ("Speed", "utilisation of FLOPs", ["mfu"]),
+        ("Memory", "peak memory, GiB", ["reserved", "allocated"]),
+        ("GPU", "power_w", ["power_w"]),
+    ]
+
+
+def test_a_long_series_keeps_its_spikes():
+    points = [(float(step), 100.0 if step == 5_003 else 1.0) for step in range(10_000)]
+    kept = thinned(points)
+    assert len(kept) <= 400
+    assert (5_003.0, 100.0) in kept
+    assert kept == sorted(kept)
+
+
+def test_a_short_series_is_kept_whole():
+    points = [(1.0, float("nan")), (2.0, 3.0)]
+    assert thinned(points) == points
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_does_not_hide_the_rest(bad):
+    points = [(float(step), bad if step % 2 else 1.0) for step in range(2_000)]
+    assert {value for _, value in thinned(points)} == {1.0}
