@@ -23,7 +23,7 @@ tl: Any = triton.language
 __all__ = ["Launch"]
 
 CHUNK, BLOCK, WARPS = 16384, 2048, 8
-ALIGNMENT = 16  # bytes: of the widest load
+ALIGNMENT = 16  # bytes: of the widest load, which holds 8 elements of a gradient or a copy
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -76,6 +76,7 @@ class Launch:
         rows = torch.tensor(addresses).view(len(slots), -1).T
         self._table = _sent(torch.cat((rows, torch.tensor(sizes)[None])).contiguous(), device)
         self._aligned = all(a % ALIGNMENT == 0 for t, a in zip(tensors, addresses, strict=True) if t.ndim)
+        self._aligned &= all(size % (ALIGNMENT // 2) == 0 for size in sizes)
         self._addresses, self._sizes = addresses, sizes
 
     def _plan(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -127,7 +128,8 @@ def kernel(
     averages = tl.load(column + 2 * count).to(tl.pointer_type(tl.float32))
     squares = tl.load(column + 3 * count).to(tl.pointer_type(tl.float32))
     step = tl.load(tl.load(column + 4 * count).to(tl.pointer_type(tl.float32))).to(tl.float64)
-    if ALIGNED:
+    if ALIGNED:  # so that the masks let whole loads through
+        size = tl.multiple_of(size, 8)
         gradients = tl.multiple_of(gradients, 16)
         weights = tl.multiple_of(weights, 16)
         averages = tl.multiple_of(averages, 16)

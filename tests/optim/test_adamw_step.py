@@ -13,6 +13,7 @@ from lightning_ups.optim import MasteredOptimizer, MasterWeights, adamw_step
 from lightning_ups.optim.adamw_step import AdamWStep, Settings, reference_step, settings_of, slots_of
 
 SHAPES = [(), (1,), (5,), (33, 17), (3, 70001), (64, 64)]
+EVEN = [(64, 64), (40000,), (8,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -22,9 +23,9 @@ def anywhere(monkeypatch):
     monkeypatch.setattr(adamw_step, "_is_ours", lambda weight: weight.dtype is torch.float32)
 
 
-def parameters(device="cpu"):
+def parameters(device="cpu", shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
 
 
 def draw_gradients(weights, step):
@@ -230,10 +231,12 @@ def test_writes_of_its_own_are_not_taken_for_writes_of_others(anywhere):
 
 
 INTERPRETED = """
+import itertools
+
 import torch
 from lightning_ups.optim.adamw_step import reference_step
 from lightning_ups.optim.adamw_triton import Launch
-from tests.optim.test_adamw_step import assert_close, by_ours, parameters
+from tests.optim.test_adamw_step import EVEN, SHAPES, assert_close, by_ours, parameters
 
 def interpreted():
     launch = Launch()
@@ -242,9 +245,9 @@ def interpreted():
         launch(slots, settings, coefficient=coefficient)
     return step
 
-for dtype in (torch.float32, torch.bfloat16):
+for dtype, shapes in itertools.product((torch.float32, torch.bfloat16), (SHAPES, EVEN)):
     for coefficient in (None, torch.tensor(0.37)):
-        weights, others = parameters(), parameters()
+        weights, others = parameters(shapes=shapes), parameters(shapes=shapes)
         copies = {w: torch.zeros_like(w, dtype=torch.bfloat16) for w in weights}
         ours = by_ours(weights, steps=3, dtype=dtype, coefficient=coefficient, make=interpreted, copies=copies)
         assert_close(ours, by_ours(others, steps=3, dtype=dtype, coefficient=coefficient), weights, others)
@@ -271,8 +274,9 @@ def test_the_kernel_interpreted_is_the_specification():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("coefficient", [None, 0.37])
-def test_the_kernel_is_torchs_fused_step(dtype, coefficient):
-    weights, others = parameters("cuda"), parameters("cuda")
+@pytest.mark.parametrize("shapes", [SHAPES, EVEN], ids=["odd", "even"])
+def test_the_kernel_is_torchs_fused_step(dtype, coefficient, shapes):
+    weights, others = parameters("cuda", shapes), parameters("cuda", shapes)
     copies = {w: torch.empty_like(w, dtype=torch.bfloat16) for w in weights}
     scale = None if coefficient is None else torch.tensor(coefficient, device="cuda")
     ours = by_ours(weights, steps=4, dtype=dtype, coefficient=scale, copies=copies)
