@@ -42,7 +42,7 @@ class Launch:
         self._find(slots, first.weight.device)
         device = first.weight.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[(len(self._owners),)](
+            adamw_step_kernel[(len(self._owners),)](
                 self._table,
                 len(slots),
                 self._owners,
@@ -98,7 +98,7 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def kernel(
+def adamw_step_kernel(
     table,
     count,
     owners,

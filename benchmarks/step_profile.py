@@ -1,0 +1,176 @@
+"""Where the milliseconds of a step go, each part beside what the hardware allows.
+
+    python benchmarks/step_profile.py --row 1B-4 --output benchmarks/results/DATE_step_profile
+
+Runs our side of a row of llama.py under torch's profiler for three steps, on one GPU or several, and sorts the kernels
+by name. Times of a part are the sum of its kernels; parts overlap where several streams work. `exposed communication`
+is the time in which nothing but communication runs, `idle` that in which nothing does. A roofline is the part's
+operations or bytes over what was measured of this chip alone (H200: 787 TFLOP/s of bf16 products, 1285 of float8, 550
+of attention, 4.25 TB/s); under the load of a whole step the clock is lower.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from llama import SIDES, Row, Watch, rows
+from torch.profiler import ProfilerActivity, profile
+from typing_extensions import override
+
+from lightning_ups.models.gpt import GPT, SIZES
+
+STEPS = 3
+PARTS: Mapping[str, str] = {
+    "communication": r"nccl",
+    "attention": r"flash|fmha|sdpa|attention|FlashAttn|mha",
+    "products": r"gemm|nvjet|cutlass|cublas|_mm_|matmul|scaled_mm",
+    "optimizer and clip": r"adamw|multi_tensor_apply|lpnorm|fused_adam",
+    "copies": r"memcpy|memset|copy|CatArray|split_with_sizes|chunk_cat|to_copy(?!.*triton)",
+    "elementwise": r"triton_|elementwise|vectorized|reduce|softmax|norm|embedding|index",
+}
+PEAKS = {"products": 787e12, "float8": 1285e12, "attention": 550e12, "bytes": 4.25e12}
+
+Span = tuple[float, float]
+
+
+def part_of(kernel: str) -> str:
+    """Return the part of a step that a kernel belongs to."""
+    return next((part for part, names in PARTS.items() if re.search(names, kernel, re.IGNORECASE)), "other")
+
+
+def spans_by_part(trace: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
+    """Return when, in milliseconds, the kernels of each part ran."""
+    found: dict[str, list[Span]] = {}
+    for event in trace:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            start, length = event["ts"] / 1e3, event["dur"] / 1e3
+            found.setdefault(part_of(event["name"]), []).append((start, start + length))
+    return found
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Return the length of the union of ``spans``."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def split(parts: Mapping[str, list[Span]], *, steps: int) -> dict[str, float]:
+    """Return the milliseconds of a step in each part, and those exposed and idle."""
+    everything = [span for spans in parts.values() for span in spans]
+    working = [span for part, spans in parts.items() if part != "communication" for span in spans]
+    whole = max(stop for _, stop in everything) - min(start for start, _ in everything)
+    found = {part: sum(stop - start for start, stop in spans) / steps for part, spans in parts.items()}
+    found["exposed communication"] = (covered(everything) - covered(working)) / steps
+    found["idle"] = (whole - covered(everything)) / steps
+    found["step"] = whole / steps
+    return found
+
+
+def rooflines(row: Row) -> dict[str, float]:
+    """Return the least milliseconds of those parts whose work is known."""
+    config, tokens = SIZES[row.size], row.batch * row.seq
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in GPT(config).parameters())
+    attention = 6 * config.num_layers * config.dim * row.seq * tokens * 3.5 / 3
+    head = 6 * config.vocab_size * config.dim * tokens
+    blocks = config.flops_per_token(0) * tokens - head
+    low = PEAKS["float8"] if row.float8 else PEAKS["products"]
+    head_peak = low if row.head else PEAKS["products"]
+    gradient = 2 if row.gpus == 1 else 4  # bytes: sharded gradients are reduced in float32
+    state = weights / row.gpus * (24 + 2 * gradient + (2 if row.gpus == 1 else 0))
+    seconds = {
+        "products": blocks / low + head / head_peak,
+        "attention": attention / PEAKS["attention"],
+        "optimizer and clip": state / PEAKS["bytes"],
+    }
+    return {part: 1e3 * value for part, value in seconds.items()}
+
+
+def table(found: Mapping[str, float], least: Mapping[str, float]) -> str:
+    """Return the parts, the largest first, as a table."""
+    lines = ["| part | ms a step | share | roofline, ms | above it, ms |", "|---|---|---|---|---|"]
+    for part, value in sorted(found.items(), key=lambda item: -item[1]):
+        bound = least.get(part)
+        beside = ("", "") if bound is None else (f"{bound:.1f}", f"{value - bound:.1f}")
+        lines.append(f"| {part} | {value:.1f} | {value / found['step']:.1%} | {' | '.join(beside)} |")
+    return "\n".join(lines)
+
+
+class Profiled(Callback):
+    """Lets torch's profiler run for STEPS steps after the warm-up."""
+
+    def __init__(self, row: Row, path: Path) -> None:
+        self._row, self._path = row, path
+        self._profile = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self._row.warmup:
+            torch.cuda.synchronize()
+            self._profile.start()
+        if trainer.global_step == self._row.warmup + STEPS:
+            torch.cuda.synchronize()
+            self._profile.stop()
+            if trainer.is_global_zero:
+                self._profile.export_chrome_trace(str(self._path))
+
+
+def main() -> None:
+    """Profile one row and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", choices=rows(), required=True)
+    parser.add_argument("--output", type=Path, default=Path("runs/step_profile"))
+    parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    row = rows()[options.row]
+    if options.trace:
+        added = Profiled(row, options.trace)
+        begin = Watch.on_train_batch_start
+
+        def on_train_batch_start(self: Watch, *arguments: Any, **named: Any) -> None:
+            added.on_train_batch_start(*arguments, **named)
+            begin(self, *arguments, **named)
+
+        Watch.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
+        SIDES["ours"](row)
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        starter = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.gpus}"] if row.gpus > 1 else []
+        )
+        command = [sys.executable, *starter, __file__, "--row", options.row, "--trace", str(path)]
+        subprocess.run(command, check=True, env={**os.environ, "NCCL_NVLS_ENABLE": "0"})
+        trace = json.loads(path.read_text())["traceEvents"]
+    found, least = split(spans_by_part(trace), steps=STEPS), rooflines(row)
+    print(table(found, least))
+    slowest: dict[str, list[float]] = {}
+    for event in trace:
+        if event.get("cat") == "kernel":
+            slowest.setdefault(event["name"][:120], []).append(event["dur"] / 1e3 / STEPS)
+    kernels = sorted(((sum(times), len(times) // STEPS, name) for name, times in slowest.items()), reverse=True)
+    report = {"row": options.row, "ms": found, "roofline_ms": least, "kernels": kernels[:80]}
+    (options.output / f"{options.row}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (options.output / f"{options.row}.md").write_text(table(found, least) + "\n")
+    with gzip.open(options.output / f"{options.row}.trace.json.gz", "wt") as file:
+        json.dump([event for event in trace if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")], file)
+    for time, count, name in kernels[:15]:
+        print(f"{time:8.2f} ms in {count:4d}  {part_of(name):20s} {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def step_profile(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import step_profile
+
+    yield step_profile
+    for name in ("step_profile", "llama", "cases"):
+        sys.modules.pop(name, None)
+
+
+def kernel(name, start, length):
+    return {"cat": "kernel", "name": name, "ts": 1e3 * start, "dur": 1e3 * length}
+
+
+TRACE = [
+    kernel("nvjet_tst_128x256", 0, 10),
+    kernel("ncclDevKernel_AllGather", 5, 10),  # half of it beside the product
+    kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 20, 4),
+    kernel("adamw_step_kernel", 24, 2),
+    {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1e9},
+]
+
+
+def test_kernels_are_sorted_and_what_is_hidden_is_not_exposed(step_profile):
+    found = step_profile.split(step_profile.spans_by_part(TRACE), steps=2)
+    assert found == {
+        "products": 5,
+        "communication": 5,
+        "attention": 2,
+        "optimizer and clip": 1,
+        "exposed communication": 2.5,
+        "idle": 2.5,
+        "step": 13,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("nvjet_sm90_qrtst_128x160_algo2_TNT", "products"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdam>", "optimizer and clip"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy", "copies"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("triton_poi_fused_mul_silu_3", "elementwise"),
+        ("FlashAttentionForwardSm90", "attention"),
+        ("something new", "other"),
+    ],
+)
+def test_parts_by_name(step_profile, name, part):
+    assert step_profile.part_of(name) == part
+
+
+def test_rooflines_are_arithmetic(step_profile):
+    least = step_profile.rooflines(step_profile.rows()["1B-4"])
+    # 1.2358 billion weights in products, 16384 tokens; 28 bytes a weight, the norm included in 2 of them and 2 written
+    assert least["products"] == pytest.approx(6 * 1.2358e9 * 16384 / 787e12 * 1e3, rel=1e-3)
+    assert least["optimizer and clip"] == pytest.approx(1.498482688e9 * 30 / 4.25e12 * 1e3, rel=1e-3)
+    shown = step_profile.table({"step": 100.0, "products": 160.0}, least)
+    assert "| products | 160.0 | 160.0% | 154.4 |" in shown
