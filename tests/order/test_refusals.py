@@ -7,7 +7,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, check, refusals
-from lightning_ups.precision import BF16Precision
+from lightning_ups.precision import BF16Precision, TEPrecision
 from tests.toys import Net, loader, trainer
 
 SINGLE = Placement(name="SingleDeviceStrategy", shards=False, ours=False)
@@ -92,6 +92,18 @@ REFUSED = {
         "Compile would replay CUDA graphs under FSDP2Strategy.*max-autotune-no-cudagraphs",
     ),
     "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
+    "Transformer Engine, delayed": (
+        run(precision=TEPrecision(recipe="delayed"), callbacks=(Compile(),)),
+        r"TEPrecision\(recipe='delayed'\) is given with Compile.*Use recipe='current'",
+    ),
+    "Transformer Engine in one graph": (
+        run(precision=TEPrecision(), callbacks=(Compile(backend="eager", fullgraph=True),)),
+        r"TEPrecision is given with Compile\(fullgraph=True\).*Leave fullgraph out",
+    ),
+    "Transformer Engine, recomputed and compiled": (
+        run(precision=TEPrecision(), callbacks=(Compile(), ActivationCheckpoint())),
+        "TEPrecision is given with ActivationCheckpoint and Compile.*Leave one of the two callbacks out",
+    ),
     "compiled twice": (
         run(compiled_by_user=True, callbacks=(Compile(),)),
         r"torch.compile\(Net\) was given to the Trainer, and Compile\(\) as well.*Pass the module as it is",

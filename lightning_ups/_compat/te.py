@@ -1,0 +1,199 @@
+"""Transformer Engine 2: what is asked of it, and the few private names of it that are used.
+
+Read for these names: release 2.20.2.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
+
+from lightning_ups._compat.optional import require
+
+__all__ = [
+    "attention_for",
+    "autocast",
+    "checkpoint_by",
+    "engine",
+    "forget_scales",
+    "holds_engine_modules",
+    "in_backward",
+    "is_quantizing",
+    "make_recipe",
+    "mark_fsdp2",
+    "scales",
+    "set_scales",
+    "why_not",
+]
+
+REQUIREMENT, EXTRA, FEATURE = "transformer-engine>=2.20", "te", "TEPrecision"
+DEVICE = "cuda"
+_STATE = ("scale", "amax_history")  # of delayed scaling; other recipes have none
+_SIDES = ("scaling_fwd", "scaling_bwd")
+
+
+def engine() -> Any:
+    """Return ``transformer_engine.pytorch``.
+
+    Raises:
+        ModuleNotFoundError: If it is missing.
+        ImportError: If it cannot be loaded here.
+    """
+    return _required("transformer_engine.pytorch")
+
+
+def _required(module: str) -> Any:
+    try:
+        return require(module, requirement=REQUIREMENT, extra=EXTRA, feature=FEATURE)
+    except OSError as error:  # its shared libraries are loaded by hand, and their lack is no ImportError
+        raise ImportError(
+            f"{FEATURE} found Transformer Engine but could not load its libraries: {error}."
+            " The package has a part that is compiled against torch and CUDA."
+            f" Install it where both are: pip install --no-build-isolation 'lightning-ups[{EXTRA}]'."
+        ) from error
+
+
+def make_recipe(
+    name: str,
+    *,
+    number_format: str | None,
+    history: int,
+    compute: str,
+    margin: int,
+    reduce_amax: bool,
+    attention: bool,
+) -> Any:
+    """Return Transformer Engine's recipe of that name: delayed, current, block or mxfp8."""
+    recipes = _required("transformer_engine.common.recipe")
+    options: dict[str, Any] = {"fp8_dpa": attention} if attention else {}
+    if number_format is not None:
+        options["fp8_format"] = getattr(recipes.Format, number_format.upper())
+    if name == "delayed":
+        options |= {"amax_history_len": history, "amax_compute_algo": compute, "margin": margin}
+        options["reduce_amax"] = reduce_amax
+    classes = {
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+    }
+    return classes[name](**options)
+
+
+def why_not(name: str | None, device: torch.device) -> str | None:
+    """Return why the recipe cannot run on ``device``, or None if it can."""
+    te = engine()
+    if device.type != DEVICE:
+        return f"it runs on {DEVICE} devices alone"
+    if name is None:
+        return None
+    checks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
+    available, reason = checks.get(name, te.is_fp8_available)(return_reason=True)
+    return None if available else reason.rstrip(".")
+
+
+def autocast(recipe: Any, *, group: Any) -> AbstractContextManager[Any]:
+    """Return a context in which Transformer Engine's modules compute by ``recipe``."""
+    return engine().autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
+
+
+def is_quantizing() -> bool:
+    """Return whether such a context is open."""
+    return bool(_manager().is_fp8_enabled())
+
+
+def in_backward() -> bool:
+    """Return whether autograd calls: a forward that runs now is one of a recomputed block."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def checkpoint_by(recipe: Any) -> Callable[..., Any]:
+    """Return Transformer Engine's checkpoint, called as torch's is: the second forward has the scales of the first.
+
+    That forward opens a context of its own, whose end would reduce the maxima of all modules once more, for each
+    recomputed block. Inside another context it does not.
+    """
+    te = engine()
+
+    def checkpoint(function: Callable[..., Any], *args: Any, context_fn: Any = noop_context_fn, **options: Any) -> Any:
+        def contexts() -> tuple[Any, Any]:
+            first, second = context_fn()
+            return first, _Together(lambda: te.autocast(enabled=False, recipe=recipe), lambda: second)
+
+        return te.checkpoint(function, *args, context_fn=contexts, **options)
+
+    return checkpoint
+
+
+class _Together:
+    """Contexts that are opened as one."""
+
+    def __init__(self, *makers: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._makers, self._stack = makers, ExitStack()
+
+    def __enter__(self) -> None:
+        for maker in self._makers:
+            self._stack.enter_context(maker())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+def mark_fsdp2(module: nn.Module) -> None:
+    """Tell a module of Transformer Engine that FSDP2 gathers its weights, so that it keeps no copies for backward.
+
+    It would look for itself in the tree of a sharded module, and a module that borrows its weights is in none.
+    """
+    if hasattr(module, "fast_setattr") and hasattr(type(module), "is_fsdp2"):
+        module.__dict__["_is_fsdp2"] = True
+
+
+def scales(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy, on the CPU, of the scales and maxima that ``module`` has gathered; empty if it has none."""
+    meta = getattr(module, "fp8_meta", {})
+    return {
+        f"{side}.{name}": getattr(meta[side], name).detach().cpu().clone()
+        for side in _SIDES
+        for name in _STATE
+        if side in meta and isinstance(getattr(meta[side], name, None), Tensor)
+    }
+
+
+def set_scales(module: nn.Module, state: Mapping[str, Tensor], *, recipe: Any, num_products: int) -> None:
+    """Put scales and maxima back into ``module``; of a history of another length, what both have."""
+    given: Any = module
+    given.fp8_meta |= {"num_gemms": num_products, "recipe": recipe}
+    given.init_fp8_meta_tensors(recipe)
+    for key, value in state.items():
+        side, name = key.split(".")
+        mine = getattr(given.fp8_meta[side], name)
+        rows = min(len(mine), len(value))
+        mine[:rows].copy_(value[:rows])
+
+
+def attention_for(heads: int, width: int, *, groups: int, scale: float | None) -> Any:
+    """Return a causal ``te.DotProductAttention`` over tensors [batch, seq, heads, width]."""
+    return engine().DotProductAttention(
+        heads, width, num_gqa_groups=groups, qkv_format="bshd", attn_mask_type="causal", softmax_scale=scale
+    )
+
+
+def forget_scales() -> None:
+    """Let Transformer Engine forget the modules whose maxima it reduces: it would keep and reduce them for ever."""
+    _manager().reset()
+
+
+def holds_engine_modules(module: nn.Module) -> list[str]:
+    """Return the names of modules of Transformer Engine in ``module``, without importing it."""
+    return [
+        name
+        for name, m in module.named_modules()
+        if any(base.__module__.partition(".")[0] == "transformer_engine" for base in type(m).__mro__)
+    ]
+
+
+def _manager() -> Any:
+    return _required("transformer_engine.pytorch.quantization").FP8GlobalStateManager

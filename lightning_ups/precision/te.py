@@ -1,0 +1,336 @@
+"""Transformer Engine's modules and float8 recipes over bfloat16 computation and float32 masters."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, Self, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups._compat.te import autocast, checkpoint_by, engine, make_recipe, why_not
+from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.transforms.blocks import as_patterns, find_blocks
+from lightning_ups.transforms.mesh import DATA, TENSOR
+from lightning_ups.transforms.recompute import checkpointing_by
+from lightning_ups.transforms.shard import is_sharded
+from lightning_ups.transforms.te import MULTIPLE, Fuse, TEConversion, convert_to_te
+from lightning_ups.transforms.te_attention import EngineAttention, engine_attention
+from lightning_ups.transforms.te_fusions import Fusion
+
+__all__ = ["TEPrecision"]
+
+Recipe = Literal["delayed", "current", "block", "mxfp8"]
+Format = Literal["hybrid", "e4m3"]
+AmaxCompute = Literal["max", "most_recent"]
+
+
+class TEPrecision(PolicyPrecision):
+    """Let Transformer Engine compute linear layers, norms and feed-forward networks, in float8 while training.
+
+    Every module stays where it is, with its parameters and their names; only its forward is another's, and that is
+    undone after the fit. So checkpoints, optimizers and name-based parameter groups are those of the plain model.
+
+    Args:
+        recipe: How values are scaled into float8: ``"current"``, by the tensor's own maximum; ``"delayed"``, by the
+            maxima of earlier steps; ``"block"``, by blocks of 128; ``"mxfp8"``, by blocks of 32, on Blackwell. None:
+            bfloat16, by Transformer Engine's modules.
+        number_format: ``"hybrid"`` has gradients in e5m2, ``"e4m3"`` all in e4m3. None: the recipe's own.
+        amax_history: Of ``"delayed"``: how many steps the maxima reach back. None: 1024.
+        amax_compute: Of ``"delayed"``: the largest of them, ``"max"``, or ``"most_recent"``. None: the largest.
+        margin: Of ``"delayed"``: powers of two that scales stay below.
+        include: Patterns of linear layers and norms to convert. None: all in the blocks that repeat.
+        exclude: Patterns of those to leave.
+        head: Also convert what is outside the blocks, such as the head of a language model.
+        norms: Also convert norms that are in no fusion.
+        fuse: Whether norms are computed within the products that read them, and feed-forward networks as one, in
+            blocks that are known: our GPT's and transformers' Llama, Mistral and Qwen2. ``"auto"`` leaves out, under a
+            sharding strategy, what would join weights of several layers.
+        fusions: Further ones, by patterns.
+        evaluate: Also evaluate in float8, whose products need batches whose rows are multiples of 8.
+        fp8_attention: Also compute causal attention in float8.
+        weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
+
+    Raises:
+        ValueError: If a choice is unknown or contradicts another, or nothing can be converted.
+        RuntimeError: If the device cannot, or the module is sharded already.
+        ModuleNotFoundError: If Transformer Engine is missing.
+
+    Example::
+
+        Trainer(plugins=[TEPrecision(recipe="delayed", amax_history=16)])
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe | None = "current",
+        number_format: Format | None = None,
+        amax_history: int | None = None,
+        amax_compute: AmaxCompute | None = None,
+        margin: int = 0,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        head: bool = False,
+        norms: bool = True,
+        fuse: Fuse = "auto",
+        fusions: Sequence[Fusion] = (),
+        evaluate: bool = False,
+        fp8_attention: bool = False,
+        weights: Weights = "masters",
+    ) -> None:
+        policy = DtypePolicy(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)
+        super().__init__(policy, name="bf16-mixed", weights=weights)
+        _check_known("recipe", recipe, (*get_args(Recipe), None))
+        _check_known("number_format", number_format, (*get_args(Format), None))
+        _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
+        _check_known("fuse", fuse, get_args(Fuse))
+        _check_recipe(recipe, number_format, amax_history, amax_compute, margin, fp8_attention=fp8_attention)
+        self.recipe: Recipe | None = recipe
+        self.number_format, self.margin = number_format, margin
+        self.amax_history, self.amax_compute = amax_history or 1024, amax_compute or "max"
+        self.include = None if include is None else as_patterns(include)
+        self.exclude, self.head, self.norms = as_patterns(exclude), head, norms
+        self.fuse: Fuse = fuse
+        self.fusions = tuple(fusions)
+        self.evaluate, self.fp8_attention = evaluate, fp8_attention
+        self.conversion: TEConversion | None = None
+        self._made: Any = None  # Transformer Engine's recipe
+        self._group: Any = None
+        self._attention: EngineAttention | None = None
+        self._last_scales: dict[str, Any] = {}
+
+    breaks_graphs = True  # its modules are no part of compiled code
+
+    @property
+    def uncompilable(self) -> str | None:
+        """The setting that the compiler cannot do, if there is one."""
+        if self.recipe == "delayed":
+            return "recipe='delayed'"
+        return "fp8_attention=True" if self.fp8_attention else None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether recomputed blocks need a checkpoint of its own, outside the compiler."""
+        return self.recipe is not None
+
+    @override
+    def sharded(self, mesh: DeviceMesh | None = None, *, in_graph: bool = False) -> Self:
+        twin = super().sharded(mesh, in_graph=in_graph)
+        twin.conversion = None
+        return twin
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if is_sharded(module):
+            raise RuntimeError(
+                f"{type(module).__name__} was sharded before TEPrecision could convert it."
+                " The conversion chooses by whole weights, and comes before everything that splits them."
+                " Use strategy='fsdp2', which keeps that order, and shard nothing in configure_model."
+            )
+        self.teardown()  # of a run that an exception ended before its own
+        self._convert(module)
+        return self._with_masters(module)
+
+    def _convert(self, module: nn.Module) -> None:
+        self._check_place(module)
+        self._last_scales = {}
+        conversion = self.conversion = convert_to_te(
+            module,
+            include=self.include,
+            exclude=self.exclude,
+            head=self.head,
+            norms=self.norms,
+            fuse=self.fuse,
+            fusions=self.fusions,
+            sharded=self._sharded,
+            multiple=32 if self.recipe == "mxfp8" else MULTIPLE if self.recipe else 1,
+            once=self.recipe == "delayed",
+        )
+        self._undo.callback(self._end, conversion)
+        if self.recipe is None:
+            return
+        self._made = make_recipe(
+            self.recipe,
+            number_format=self.number_format,
+            history=self.amax_history,
+            compute=self.amax_compute,
+            margin=self.margin,
+            reduce_amax=self._group is not None,
+            attention=self.fp8_attention,
+        )
+        self._undo.enter_context(checkpointing_by(checkpoint_by(self._made)))
+        if self.fp8_attention:
+            self._attention = self._undo.enter_context(engine_attention(find_blocks(module)))
+
+    def _end(self, conversion: TEConversion) -> None:
+        self._last_scales = conversion.scales()
+        self.conversion = self._attention = None
+        conversion.undo()
+
+    @override
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        lightning = next((m for m in model.modules() if isinstance(m, LightningModule)), None)
+        if self.conversion is None and lightning is not None:
+            self._convert(lightning)  # sharded by an earlier fit, whose conversion has ended
+        if self.conversion is not None and not self._sharded:
+            self.conversion.lay_together()  # on the device, and in the type, where they stay
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def note(self, report: Report) -> None:
+        super().note(report)
+        if (done := self.conversion) is None:
+            return
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(done.kinds.items()))
+        report.note(
+            "Precision",
+            f"Transformer Engine computes {len(done.converted)} modules by {counts or 'modules of the model itself'},"
+            f" {'in bfloat16' if self.recipe is None else f'in float8, {self.recipe}'}; {len(done.skipped)} not",
+            te=dict(done.converted),
+            not_te=dict(done.skipped),
+            not_fused=dict(done.apart),
+            recipe=self.recipe,
+            fp8_attention=self.fp8_attention,
+            evaluates_in_float8=self.evaluate,
+        )
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        assert self.conversion is not None
+        before = self.conversion.calls.total, self._attention.total if self._attention is not None else 0
+        with self._float8(), super().train_step_context():
+            yield
+        self._check_effect(*before)
+
+    @override
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        with self._float8(evaluating=True), super().val_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def test_step_context(self) -> Iterator[None]:
+        with self._float8(evaluating=True), super().test_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def predict_step_context(self) -> Iterator[None]:
+        with self._float8(evaluating=True), super().predict_step_context():
+            yield
+
+    @contextmanager
+    def _float8(self, *, evaluating: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._made is not None and self.conversion is not None and (self.evaluate or not evaluating):
+                self.conversion.calls.begin()
+                stack.enter_context(autocast(self._made, group=self._group))
+            yield
+
+    def _check_effect(self, calls: int, attention: int) -> None:
+        assert self.conversion is not None
+        if self.conversion.calls.total == calls and not self.conversion.theirs:
+            some = ", ".join([*self.conversion.converted][:3])
+            raise RuntimeError(
+                f"TEPrecision computed nothing in a training step: none of {some} and the others ran."
+                " Their forwards are what it replaces, and training_step calls none of them."
+                " Name modules that it calls: TEPrecision(include=[...])."
+            )
+        if self._attention is not None and self._attention.total == attention:
+            raise RuntimeError(
+                "TEPrecision(fp8_attention=True) met no attention in a training step."
+                " It stands in for torch.nn.functional.scaled_dot_product_attention within blocks that repeat."
+                " Let the model use that function, or use fp8_attention=False."
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        scales = self._last_scales if self.conversion is None else self.conversion.scales()
+        return {"recipe": self.recipe, "scales": scales} if scales else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.conversion is None or self.recipe != "delayed" or state_dict.get("recipe") != self.recipe:
+            return  # the others keep no scales from step to step
+        if new := self.conversion.set_scales(state_dict["scales"], recipe=self._made):
+            rank_zero_info(
+                f"TEPrecision: the checkpoint has no scales for {len(new)} modules, such as {new[0]}; they begin anew"
+            )
+
+    def _check_place(self, module: nn.Module) -> None:
+        engine()
+        trainer: Any = module._trainer if isinstance(module, LightningModule) else None
+        self._group = None
+        if self.mesh is not None:
+            if self.mesh[TENSOR].size() > 1:
+                raise ValueError(
+                    f"TEPrecision is given with tensor parallelism over {self.mesh[TENSOR].size()} devices."
+                    " Its kernels know no DTensor, which is what tensor parallelism here is made of."
+                    " Use tensor_parallel_size=1, or Float8Precision."
+                )
+            self._group = self.mesh[DATA].get_group()
+        elif trainer is not None and trainer.world_size > 1:
+            self._group = dist.group.WORLD
+        if trainer is None:
+            return
+        device = trainer.strategy.root_device
+        if (why := why_not(self.recipe, device)) is not None:
+            raise RuntimeError(
+                f"TEPrecision(recipe={self.recipe!r}) cannot run on {device.type}: {why}."
+                " Transformer Engine needs a GPU: 'delayed' and 'current' capability 8.9, such as L40S or H100;"
+                " 'block' 9.0 with CUDA 12.9; 'mxfp8' 10.0, Blackwell."
+                " Use another recipe, recipe=None for bfloat16, or BF16Precision."
+            )
+
+
+def _check_known(name: str, value: str | None, known: tuple[str | None, ...]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"TEPrecision({name}={value!r}) is not a known choice."
+            " It stands for one of Transformer Engine's own."
+            f" Use one of {known}."
+        )
+
+
+def _check_recipe(
+    recipe: str | None,
+    number_format: str | None,
+    history: int | None,
+    compute: str | None,
+    margin: int,
+    *,
+    fp8_attention: bool,
+) -> None:
+    given = {"amax_history": history, "amax_compute": compute, "margin": margin or None}
+    if recipe != "delayed" and (wrong := [name for name, value in given.items() if value is not None]):
+        raise ValueError(
+            f"TEPrecision(recipe={recipe!r}) is given with {wrong[0]}={given[wrong[0]]!r}."
+            " Only delayed scaling looks at the maxima of earlier steps."
+            f" Use recipe='delayed', or leave {wrong[0]} out."
+        )
+    if history is not None and history < 1:
+        raise ValueError(
+            f"TEPrecision(amax_history={history}) has no step to look back at."
+            " It counts the steps whose maxima the scales come from."
+            " Use 1 or more; 16 and 1024 are common."
+        )
+    if recipe is None and (number_format is not None or fp8_attention):
+        raise ValueError(
+            "TEPrecision(recipe=None) is given with a setting of float8."
+            " Without a recipe everything is computed in bfloat16."
+            " Choose a recipe, or leave number_format and fp8_attention out."
+        )
+    if fp8_attention and recipe == "block":
+        raise ValueError(
+            "TEPrecision(recipe='block', fp8_attention=True) cannot be."
+            " Transformer Engine has no float8 attention with scales by blocks."
+            " Use recipe='current' or 'delayed', or fp8_attention=False."
+        )

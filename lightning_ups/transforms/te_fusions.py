@@ -1,0 +1,151 @@
+"""Which norms are computed within the matrix products that read them, and which feed-forward networks as one."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from lightning_ups.transforms.blocks import as_patterns, select_names
+
+__all__ = ["READY", "Fusion", "fusions_in"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """A norm and what alone reads its result: linear layers, or a feed-forward network.
+
+    The names are patterns, such as ``model.layers.*.ffn_norm``; what ``*`` stands for is the same in all of them.
+    Nothing else may read the norm's result: it is never computed by itself.
+
+    Args:
+        norm: The norm.
+        linears: The linear layers that read it, computed as one product.
+        mlp: Instead of them, the feed-forward network that reads it. It has nothing but the following parts.
+        first: Its linear layers from the norm's width: one, or, of a gated network, the one whose result is activated
+            and then the other.
+        second: Its linear layer back to that width.
+        activation: Its activation, by Transformer Engine's name: ``swiglu``, ``geglu``, ``gelu``, which is the
+            approximation by tanh, ``silu``, ``relu``, ...
+
+    Raises:
+        ValueError: If it names both, neither, or half of a network.
+    """
+
+    norm: str
+    linears: Sequence[str] = ()
+    mlp: str | None = None
+    first: Sequence[str] = ()
+    second: str | None = None
+    activation: str = "swiglu"
+    needs: str | None = field(default=None, repr=False)  # the class of the activation's module, for ready patterns
+
+    def __post_init__(self) -> None:
+        as_patterns(self.linears)
+        as_patterns(self.first)
+        complete = bool(self.first) and self.second is not None
+        if bool(self.linears) == (self.mlp is not None) or (self.mlp is not None and not complete):
+            raise ValueError(
+                f"{self} is no whole fusion."
+                " A norm is computed with the linear layers that read it, or with a network of first and second layers."
+                " Give linears=[...], or mlp=..., first=[...] and second=...."
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Every name but that of the norm."""
+        inside = [*self.first, self.second] if self.mlp is not None else []
+        return tuple(name for name in (*self.linears, self.mlp, *inside) if name is not None)
+
+    @property
+    def joins(self) -> bool:
+        """Whether weights of several layers become one."""
+        return max(len(self.linears), len(self.first)) > 1
+
+    def named(self, rename: Any) -> "Fusion":
+        """Return it with each name changed."""
+        return replace(
+            self,
+            norm=rename(self.norm),
+            linears=tuple(rename(name) for name in self.linears),
+            mlp=None if self.mlp is None else rename(self.mlp),
+            first=tuple(rename(name) for name in self.first),
+            second=None if self.second is None else rename(self.second),
+        )
+
+
+_OURS = (
+    Fusion(norm="attention_norm", linears=("attention.qkv",)),
+    Fusion(norm="ffn_norm", mlp="ffn", first=("ffn.gate", "ffn.up"), second="ffn.down"),
+)
+_LLAMA = (
+    Fusion(norm="input_layernorm", linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Fusion(
+        norm="post_attention_layernorm",
+        mlp="mlp",
+        first=("mlp.gate_proj", "mlp.up_proj"),
+        second="mlp.down_proj",
+        needs="SiLU",
+    ),
+)
+
+# By the class of a block, spelled with its module: a class of the same name elsewhere may be another thing.
+READY: Mapping[str, tuple[Fusion, ...]] = MappingProxyType(
+    {
+        "lightning_ups.models.gpt.Block": _OURS,
+        "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _LLAMA,
+        "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
+        "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
+    }
+)
+
+
+def fusions_in(module: nn.Module, asked: Iterable[Fusion], *, ready: bool) -> Iterator[Fusion]:
+    """Yield each fusion in ``module``, by whole names: those of the patterns ``asked`` for, then those known.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or one name of a fusion has other stars than the norm.
+    """
+    modules = dict(module.named_modules())
+    for fusion in asked:
+        yield from _matches(fusion, modules, of=type(module).__name__)
+    for name, block in modules.items() if ready else ():
+        kind = f"{type(block).__module__}.{type(block).__qualname__}"
+        for fusion in READY.get(kind, ()):
+            found = fusion.named(lambda part, name=name: f"{name}.{part}" if name else part)
+            if found.needs is None or found.needs in _activations(modules[found.mlp or ""]):
+                yield found
+
+
+def _activations(mlp: nn.Module) -> set[str]:
+    # Transformers has an own spelling of one of torch's.
+    return {type(child).__name__.removesuffix("Activation") for child in mlp.children()}
+
+
+def _matches(fusion: Fusion, modules: Mapping[str, nn.Module], *, of: str) -> Iterator[Fusion]:
+    stars = _stars(fusion.norm)
+    for part in fusion.parts:
+        if len(_stars(part)) != len(stars):
+            raise ValueError(
+                f"The patterns {fusion.norm!r} and {part!r} of a fusion have different numbers of '*'."
+                " What each stands for in the norm's name is put into the others."
+                " Give each of them the same stars."
+            )
+    for name in select_names([n for n in modules if n], [fusion.norm], kind="submodule", of=of):
+        values = [name.split(".")[place] for place in stars]
+        found = fusion.named(lambda pattern, values=values: _filled(pattern, values))
+        for part in found.parts:
+            select_names([n for n in modules if n], [part], kind="submodule", of=of)
+        yield found
+
+
+def _stars(pattern: str) -> list[int]:
+    return [place for place, part in enumerate(pattern.split(".")) if "*" in part]
+
+
+def _filled(pattern: str, values: Sequence[str]) -> str:
+    parts = pattern.split(".")
+    for place, value in zip(_stars(pattern), values, strict=True):
+        parts[place] = value
+    return ".".join(parts)

@@ -1,0 +1,198 @@
+import inspect
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ups._compat import te
+from tests import fake_te, te_source
+
+KNOWN = json.loads((Path(__file__).parent.parent / "te_signatures.json").read_text())  # of release 2.20.2
+DOUBLES = fake_te.NAMES["transformer_engine.pytorch"]
+
+
+def source():
+    """Return the folder of the release's Python source, where there is one, or None."""
+    if given := os.environ.get("TRANSFORMER_ENGINE_SOURCE"):
+        return Path(given)
+    spec = find_spec("transformer_engine")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+needs_source = pytest.mark.skipif(source() is None, reason="no Transformer Engine, nor TRANSFORMER_ENGINE_SOURCE")
+
+
+def parameters(function):
+    kinds = {inspect.Parameter.VAR_KEYWORD: "**"}
+    return [kinds.get(p.kind, "") + p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
+
+
+@pytest.mark.parametrize("name", te_source.CLASSES)
+def test_the_double_has_the_signatures_of_the_release(name):
+    for method in ("__init__", "forward"):
+        if (expected := KNOWN[name].get(method)) is None:
+            continue
+        found = parameters(getattr(DOUBLES[name], method))
+        # Attention is called with three tensors here, and its forward has thirty more arguments.
+        assert found == (expected[:3] if (name, method) == ("DotProductAttention", "forward") else expected)
+
+
+@pytest.mark.parametrize("name", te_source.RECIPES)
+def test_the_doubles_recipes_have_fields_of_the_release(name):
+    fields = [*fake_te.NAMES["transformer_engine.common.recipe"][name].__dataclass_fields__]
+    assert fields == [field for field in KNOWN[name]["fields"] if not field.startswith("fp8_gemm")]
+
+
+@pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
+def test_the_doubles_parameters_are_those_of_the_release(name):
+    kind = DOUBLES[name]
+    module = kind(32, 64, normalization="LayerNorm", device="meta", params_dtype=torch.float32)
+    registered = {name for name, _ in module.named_parameters()}
+    assert set(KNOWN[name]["parameters"]) <= registered
+    assert registered - set(KNOWN[name]["parameters"]) <= {"weight", "bias"}  # whose names it computes
+
+
+@needs_source
+def test_what_is_known_of_the_release_is_what_its_source_says():
+    assert te_source.signatures(source()) == KNOWN
+    assert te_source.missing(source()) == []
+
+
+def test_a_missing_package_names_the_extra():
+    with pytest.raises(ModuleNotFoundError, match=r"TEPrecision needs transformer-engine.*lightning-ups\[te\]"):
+        te.engine()
+
+
+def test_libraries_that_cannot_be_loaded_say_how_to_install(monkeypatch):
+    def fail(*_, **__):
+        raise FileNotFoundError("Could not find shared object file for Transformer Engine torch lib.")
+
+    monkeypatch.setattr(te, "require", fail)
+    with pytest.raises(ImportError, match=r"could not load its libraries.*--no-build-isolation"):
+        te.engine()
+
+
+def recipe(name, **options):
+    defaults = {"number_format": None, "history": 16, "compute": "max", "margin": 0, "reduce_amax": True}
+    return te.make_recipe(name, **(defaults | {"attention": False} | options))
+
+
+def test_recipes_by_name():
+    with fake_te.installed():
+        delayed = recipe("delayed", number_format="e4m3", compute="most_recent", margin=1, reduce_amax=False)
+        assert (delayed.fp8_format, delayed.amax_history_len) == (fake_te.Format.E4M3, 16)
+        assert (delayed.amax_compute_algo, delayed.margin, delayed.reduce_amax) == ("most_recent", 1, False)
+        assert recipe("delayed").fp8_format is fake_te.Format.HYBRID
+        assert type(recipe("current", attention=True)) is fake_te.Float8CurrentScaling
+        assert recipe("current", attention=True).fp8_dpa
+        assert type(recipe("block")) is fake_te.Float8BlockScaling
+        assert type(recipe("mxfp8")) is fake_te.MXFP8BlockScaling
+
+
+def test_why_a_device_cannot():
+    with fake_te.installed(everywhere=False):
+        assert te.why_not("current", torch.device("cpu")) == "it runs on cuda devices alone"
+        assert te.why_not("mxfp8", torch.device("cuda")).endswith("required for MXFP8 execution")
+        assert te.why_not("block", torch.device("cuda")) is None
+        assert te.why_not(None, torch.device("cuda")) is None
+
+
+def test_scales_come_and_go():
+    with fake_te.installed() as engine:
+        old, new = (engine.Linear(16, 16, params_dtype=torch.float32, device="cpu") for _ in range(2))
+        torch.nn.init.normal_(old.weight)
+        torch.nn.init.zeros_(old.bias)
+        assert te.scales(old) == {}
+        with te.autocast(recipe("delayed"), group=None):
+            old(torch.randn(8, 16))
+        kept = te.scales(old)
+        assert kept.keys() == {
+            f"scaling_{side}.{what}" for side in ("fwd", "bwd") for what in ("scale", "amax_history")
+        }
+        assert kept["scaling_fwd.scale"][0] != 1
+        te.set_scales(new, kept, recipe=recipe("delayed"), num_products=1)
+        assert all(torch.equal(te.scales(new)[name], value) for name, value in kept.items())
+        shorter = engine.Linear(16, 16, params_dtype=torch.float32, device="cpu")
+        te.set_scales(shorter, kept, recipe=recipe("delayed", history=4), num_products=1)
+        assert torch.equal(te.scales(shorter)["scaling_fwd.amax_history"], kept["scaling_fwd.amax_history"][:4])
+
+
+def test_a_module_is_told_of_fsdp2_and_a_norm_need_not_be():
+    with fake_te.installed() as engine:
+        linear, norm = engine.Linear(16, 16, device="meta"), engine.RMSNorm((16,), device="meta")
+        assert not linear.is_fsdp2
+        te.mark_fsdp2(linear)
+        te.mark_fsdp2(norm)
+        assert linear.is_fsdp2
+        assert "_is_fsdp2" not in vars(norm)
+
+
+def test_backward_is_recognised():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            seen.append(te.in_backward())
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(te.in_backward())
+            return gradient
+
+    Look.apply(torch.ones(1, requires_grad=True)).backward()
+    assert seen == [False, True]
+
+
+def test_a_recomputed_forward_reduces_no_maxima_again():
+    """The context that Transformer Engine opens for it would, at its end."""
+    with fake_te.installed() as engine:
+        asked = recipe("delayed")
+        linear = engine.Linear(16, 16, params_dtype=torch.float32, device="cpu")
+        torch.nn.init.normal_(linear.weight)
+        histories = []
+        for run in (te.checkpoint_by(asked), engine.checkpoint):
+            value = torch.randn(8, 16, requires_grad=True)
+            with te.autocast(asked, group=None):
+                out = run(linear, value, use_reentrant=False)
+            histories.append(te.scales(linear)["scaling_fwd.amax_history"])
+            out.sum().backward()
+            histories.append(te.scales(linear)["scaling_fwd.amax_history"])
+        ours, theirs = histories[:2], histories[2:]
+        assert torch.equal(*ours)
+        assert not torch.equal(*theirs)
+
+
+def test_the_second_context_of_the_user_is_kept():
+    entered = []
+
+    class Context:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            entered.append(self.name)
+
+        def __exit__(self, *_):
+            pass
+
+    with fake_te.installed() as engine:
+        linear = engine.Linear(16, 16, params_dtype=torch.float32, device="cpu")
+        value = torch.randn(8, 16, requires_grad=True)
+        out = te.checkpoint_by(recipe("current"))(
+            linear, value, use_reentrant=False, context_fn=lambda: (Context("first"), Context("second"))
+        )
+        assert entered == ["first"]
+        out.sum().backward()
+        assert entered == ["first", "second"]
+
+
+def test_modules_of_the_package_are_found_by_their_module():
+    class Theirs(torch.nn.Linear):
+        __module__ = "transformer_engine.pytorch.module.linear"
+
+    assert te.holds_engine_modules(torch.nn.Sequential(Theirs(2, 2), torch.nn.Linear(2, 2))) == ["0"]
