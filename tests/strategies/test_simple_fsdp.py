@@ -1,0 +1,529 @@
+"""What a user of SimpleFSDPStrategy meets: compilation, graphs, writes, precision, checkpoints, refusals."""
+
+import warnings
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
+from torch._dynamo import register_backend  # noqa: TID251  (the documented way to register a backend)
+from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_ups._compat.overlap import collectives_of
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.order import applied
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, simple_fsdp
+from lightning_ups.transforms.parametrise import shards_of
+from lightning_ups.transforms.shard import unsharded
+from tests.strategies import cases
+from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, weights_of
+from tests.strategies.test_behaviour import Unfreeze
+from tests.strategies.test_checkpoints import run_of
+from tests.strategies.test_parity import check, expected
+from tests.toys import trainer
+
+PART = "SimpleFSDPStrategy"
+
+
+def loader(size=8):
+    return DataLoader(data(), batch_size=size)
+
+
+def made(tmp_path, *, name="Case", strategy=None, callbacks=None, **options):
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    callbacks = [Compile(backend="aot_eager")] if callbacks is None else callbacks
+    strategy = SimpleFSDPStrategy(**(strategy or {}))
+    return CASES[name](), trainer(tmp_path, strategy=strategy, devices=2, callbacks=callbacks, **options)
+
+
+# Compilation
+
+
+class Wide(cases.Case):
+    def build(self):
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)))
+        self.head = nn.Linear(16, 1)
+
+    def run(self, x):
+        return self.head(self.model(torch.cat([x, x], -1)))
+
+
+def undeclared(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:  # inductor takes a minute here
+        patch.setattr(simple_fsdp, "Compiler", partial(simple_fsdp.Compiler, backend="aot_eager"))
+        warnings.simplefilter("ignore")
+        seed_everything(3, verbose=False)
+        model, reports = CASES["Case"](), []
+        lightning = trainer(tmp_path, strategy="simple_fsdp", devices=2)
+        model.on_train_end = lambda: reports.append(applied(lightning.strategy).report.parts[PART])
+        lightning.fit(model, loader())
+        again = [m for m in model.modules() if "forward" in vars(m)]
+        return {"losses": losses_of(model, 5), "weights": weights_of(model)}, reports[0], again, unsharded(model)
+
+
+def test_without_a_compile_the_strategy_compiles(ranks, tmp_path):
+    result, report, left, whole = ranks(undeclared, tmp_path)
+    check(result, expected("Case", tmp_path, {}))
+    assert "3 roots compiled whole by inductor, since no Compile is given" in report["lines"]
+    assert report["compiled"]["graphs"] >= 2  # two blocks are equal
+    assert report["compiled"]["breaks"] == 0
+    assert (left, whole) == ([], [])
+
+
+def turned(tmp_path):
+    model, lightning = made(tmp_path, name="Gpt", epochs=1)
+    reports = []
+    model.on_train_end = lambda: reports.append(applied(lightning.strategy).report.parts)
+    lightning.fit(model, loader())
+    return reports[0]
+
+
+def test_a_given_compile_is_turned_into_one_of_whole_models(ranks, tmp_path):
+    parts = ranks(turned, tmp_path)
+    assert "scope model, chosen under SimpleFSDPStrategy: 1 root by aot_eager" in parts["Compile"]["lines"]
+    assert (parts["Compile"]["scope"], parts["Compile"]["fullgraph"], parts["Compile"]["graphs"]) == ("model", True, 1)
+    assert parts[PART]["overlap"] == "none"
+    assert parts[PART]["lines"][0].endswith("the passes are inductor's, and this is aot_eager")
+
+
+class Breaks(cases.Gpt):
+    def build(self):
+        super().build()
+        self.model.register_forward_pre_hook(lambda *_: None)
+        forward = type(self.model.layers[0]).forward
+
+        class Broken(type(self.model.layers[0])):
+            def forward(self, x, *args, **kwargs):
+                if x.sum() > 1e9:  # the host must know
+                    return x
+                return forward(self, x, *args, **kwargs)
+
+        self.model.layers[0].__class__ = Broken
+
+
+def broken(tmp_path):
+    CASES["Breaks"] = Breaks
+    model, lightning = made(tmp_path, name="Breaks")
+    with pytest.raises(RuntimeError) as error:
+        lightning.fit(model, loader())
+    return str(error.value)
+
+
+def test_what_cannot_be_one_graph_is_an_error_in_the_first_step(ranks, tmp_path):
+    assert "Compile failed on model" in ranks(broken, tmp_path)
+
+
+# Graphs
+
+_SEEN = []
+
+
+@cache
+def register():
+    def compiler(kind):
+        def keep(graph, inputs):
+            _SEEN.append((kind, collectives_of(graph.graph)))
+            return make_boxed_func(graph.forward)
+
+        return keep
+
+    aot = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    register_backend(lambda graph, inputs: aot(graph, inputs), name="ups_seen")
+
+
+def graphs(tmp_path, strategy, save):
+    register()
+    _SEEN.clear()
+    callbacks = [Compile(backend="ups_seen"), *([ActivationCheckpoint(save=save)] if save else [])]
+    model, lightning = made(tmp_path, name="Gpt", strategy=strategy, callbacks=callbacks)
+    lightning.fit(model, loader())
+    return [*_SEEN], {"losses": losses_of(model, 5), "weights": weights_of(model)}
+
+
+# 17 reads of 16 parameters, of which one is tied.
+GRAPHS = {
+    "full": ({}, None, {"gathers": 16}, {"gathers": 16, "reduce-scatters": 17}),
+    "gradients": ({"sharding": "gradients"}, None, {"gathers": 16}, {"reduce-scatters": 17}),
+    "none": ({"sharding": "none"}, None, {}, {"all-reduces": 17}),
+    "matmuls kept": ({}, "matmuls", {"gathers": 16}, {"gathers": 16, "reduce-scatters": 17}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name != "none" else pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS]
+)
+def test_one_graph_each_way_with_the_collectives_in_it(ranks, tmp_path, name):
+    strategy, save, forward, backward = GRAPHS[name]
+    seen, result = ranks(graphs, tmp_path, strategy, save)
+    check(result, expected("Gpt", tmp_path, {}))
+    assert seen[0] == ("forward", forward)
+    assert [kind for kind, _ in seen] == ["forward", "backward"]
+    # What is kept may be needed, or not: the first matrix of a graph whose input wants no gradient is not.
+    found = seen[1][1]
+    assert found.keys() == backward.keys()
+    assert all(backward[kind] - 1 <= found[kind] <= backward[kind] for kind in found)
+
+
+def checkpointed(tmp_path):
+    register()
+    _SEEN.clear()
+    CASES["Wide"] = Wide
+    callbacks = [Compile(backend="ups_seen"), ActivationCheckpoint(save="nothing")]
+    model, lightning = made(tmp_path, name="Wide", callbacks=callbacks)
+    lightning.fit(model, loader())
+    return [*_SEEN], {"losses": losses_of(model, 5), "weights": weights_of(model)}
+
+
+def test_what_is_recomputed_gathers_once_more_and_not_twice(ranks, tmp_path):
+    # Attention would do, too, but not on a CPU under torch 2.13, whose partitioner loses count of random states there.
+    CASES["Wide"] = Wide
+    seen, result = ranks(checkpointed, tmp_path)
+    check(result, expected("Wide", tmp_path, {}))
+    (whole,) = [found for kind, found in seen if kind == "backward" and found["reduce-scatters"] == 8]
+    assert ("forward", {"gathers": 8}) in seen
+    assert 6 <= whole["gathers"] <= 8
+
+
+def by_inductor(tmp_path):
+    model, lightning = made(tmp_path, name="Gpt", callbacks=[])
+    reports = []
+    model.on_train_end = lambda: reports.append(applied(lightning.strategy).report.parts[PART])
+    lightning.fit(model, loader())
+    return {"losses": losses_of(model, 5), "weights": weights_of(model)}, reports[0]
+
+
+@pytest.mark.slow
+def test_inductor_gathers_and_reduces_a_block_at_once(ranks, tmp_path):
+    result, report = ranks(by_inductor, tmp_path)
+    check(result, expected("Gpt", tmp_path, {}))
+    assert report["overlap"] == "blocks"
+    for graph in report.get("graphs", ()):  # none from a cache
+        assert graph["groups"] == 3
+        assert all(count <= 3 for count in graph["after"].values())
+        assert graph["before"]["reduce-scatters" if graph["backward"] else "gathers"] > 3
+
+
+# Steps
+
+
+def evaluated(tmp_path):
+    model, lightning = made(tmp_path)
+    lightning.validate(model, loader(), verbose=False)
+    before = lightning.callback_metrics["val_loss"].item()
+    whole = unsharded(model)
+    lightning.fit(model, loader())
+    lightning.validate(model, loader(), verbose=False)
+    sizes = [len(p) for p in lightning.predict(model, loader(5))]
+    weight = model.head.weight
+    outside = tuple(model.layers[0](torch.zeros(2, 8)).shape)  # a root, called by the user
+    return losses_of(model, 5), before, whole, sizes, isinstance(weight, DTensor), outside
+
+
+def test_evaluation_before_and_after_fit(ranks, tmp_path):
+    losses, before, whole, sizes, shard, outside = ranks(evaluated, tmp_path)
+    right = expected("Case", tmp_path, {})["losses"]
+    assert losses == pytest.approx(right, rel=1e-5)
+    assert before == pytest.approx(right[0], rel=1e-5)
+    assert (whole, sizes, shard, outside) == ([], [5, 3], True, (2, 8))
+
+
+def after_an_exception(tmp_path):
+    model, lightning = made(tmp_path)
+    model.on_train_batch_start = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        lightning.fit(model, loader())
+    del model.on_train_batch_start
+    left = [m for m in model.modules() if "forward" in vars(m)]
+    again = trainer(tmp_path, strategy=SimpleFSDPStrategy(), devices=2, callbacks=[Compile(backend="aot_eager")])
+    again.fit(model, loader())
+    return left, losses_of(model, 5)
+
+
+def test_a_fit_after_an_exception(ranks, tmp_path):
+    left, losses = ranks(after_an_exception, tmp_path)
+    assert left == []
+    assert losses == pytest.approx(expected("Case", tmp_path, {})["losses"], rel=1e-5)
+
+
+class Writes(cases.Case):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        with torch.no_grad():
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        return loss
+
+
+class WritesToShards(cases.Case):
+    """Clamps after each step, in a hook or in the step, and says what it reads."""
+
+    def training_step(self, batch, index):
+        with shards_of(self), torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, index)
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            self.layers[0].up.weight.mul_(0.9)
+
+
+def written(tmp_path):
+    CASES["Writes"] = Writes
+    model, lightning = made(tmp_path, name="Writes")
+    with pytest.raises(RuntimeError) as error:
+        lightning.fit(model, loader())
+    return str(error.value)
+
+
+def test_a_write_that_would_be_lost_is_refused(ranks, tmp_path):
+    assert ranks(written, tmp_path).startswith("head.weight was written to within a step")
+
+
+def written_to_shards(tmp_path):
+    CASES["WritesToShards"] = WritesToShards
+    return simply_on_ranks("WritesToShards", tmp_path, {}, 2, {})
+
+
+def test_a_write_to_shards_is_kept(ranks, tmp_path):
+    CASES["WritesToShards"] = WritesToShards
+    check(ranks(written_to_shards, tmp_path), expected("WritesToShards", tmp_path, {}))
+
+
+CALLBACKS = {"average": lambda: EMAWeightAveraging(decay=0.5), "unfreeze": Unfreeze}
+
+
+def with_callback(tmp_path, name):
+    callbacks = [CALLBACKS[name](), *([Compile(backend="aot_eager")] if dist.is_initialized() else [])]
+    if dist.is_initialized():
+        model, lightning = made(tmp_path, callbacks=callbacks)
+    else:
+        seed_everything(3, verbose=False)
+        model, lightning = CASES["Case"](), trainer(tmp_path, callbacks=callbacks)
+    lightning.fit(model, loader(8 if dist.is_initialized() else 16), loader(8))
+    return {"losses": losses_of(model, 5), "weights": weights_of(model)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_that_touch_weights(ranks, tmp_path, name):
+    check(ranks(with_callback, tmp_path, name), with_callback(tmp_path, name))
+
+
+def norm_logged(tmp_path):
+    model, lightning = made(tmp_path, epochs=1, gradient_clip_val=0.1)
+    lightning.fit(model, loader())
+    return lightning.callback_metrics["grad_norm"].item()
+
+
+def test_the_norm_before_clipping_is_logged(ranks, tmp_path):
+    whole_model = CASES["Case"]()
+    whole_model.loss(data()).backward()
+    right = torch.nn.utils.get_total_norm([p.grad for p in whole_model.parameters()]).item()
+    assert ranks(norm_logged, tmp_path) == pytest.approx(right, rel=1e-5)
+
+
+# Precision
+
+
+def types_seen(tmp_path):
+    model, lightning = made(tmp_path, name="Gpt", precision="bf16-mixed", epochs=1)
+    seen = {}
+    model.model.register_forward_hook(
+        lambda m, _, out: seen.update(root=out.dtype, weight=m.layers[0].attention.qkv.weight.dtype)
+    )
+    model.on_before_optimizer_step = lambda *_: seen.update(gradient=model.model.norm.weight.grad.dtype)
+    lightning.fit(model, loader())
+    masters = {p.dtype for p in model.parameters()}
+    return {**seen, "loss": model.losses[0].dtype, "masters": masters}
+
+
+def test_bf16_gathers_in_bf16_and_keeps_float32(ranks, tmp_path):
+    half, full = torch.bfloat16, torch.float32
+    assert ranks(types_seen, tmp_path) == {
+        "root": full, "weight": half, "gradient": full, "loss": full, "masters": {full},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Gpt", pytest.param("Normed", marks=pytest.mark.slow)])
+def test_bf16_trains_what_fsdp2_trains(ranks, tmp_path, name):
+    options = {"precision": "bf16-mixed"}
+    ours, fsdp2 = (ranks(way, name, tmp_path, {}, 2, options) for way in (simply_on_ranks, on_ranks))
+    assert ours["losses"] == pytest.approx(fsdp2["losses"], rel=2e-3)
+    assert ours["losses"][-1] < ours["losses"][0] - 0.001 or name == "Gpt"
+
+
+def in_float8(tmp_path, simple, all_gather, recipe):
+    from lightning_ups.precision import Float8Precision
+
+    CASES["Wide"] = Wide
+    precision = Float8Precision(emulate=True, all_gather=all_gather, recipe=recipe)
+    way = simply_on_ranks if simple else on_ranks
+    result = way("Wide", tmp_path, {}, 2, {"plugins": [precision]})
+    return result["losses"], len(precision.conversion.converted) if precision.conversion else None
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
+def test_float8_computes_in_the_graph_what_fsdp2_does(ranks, tmp_path, recipe):
+    pytest.importorskip("torchao")
+    ours, fsdp2 = (
+        ranks(in_float8, tmp_path, simple, all_gather, recipe)[0]
+        for simple, all_gather in ((True, None), (False, False))
+    )
+    assert ours == pytest.approx(fsdp2, rel=5e-3)
+    plain = ranks(wide_in_bf16, tmp_path)["losses"]
+    assert ours != pytest.approx(plain, rel=1e-6)
+
+
+def wide_in_bf16(tmp_path):
+    CASES["Wide"] = Wide
+    return simply_on_ranks("Wide", tmp_path, {}, 2, {"precision": "bf16-mixed"})
+
+
+# Checkpoints
+
+
+def strategy_of(name, **options):
+    return (SimpleFSDPStrategy if name == "simple" else FSDP2Strategy)(**options)
+
+
+def fit_saving(path, name, *, ckpt_path=None, folder="checkpoints", epochs=4, **options):
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    model = CASES["Fused"]()  # AdamW over shards and scalars
+    saver = ModelCheckpoint(path / folder, filename="{epoch}", save_top_k=-1)
+    callbacks = [saver, *([Compile(backend="aot_eager")] if name == "simple" else [])]
+    lightning = run_of(path, strategy=strategy_of(name, **options), callbacks=callbacks, epochs=epochs)
+    lightning.fit(model, loader(), ckpt_path=ckpt_path)
+    return torch.stack(model.losses).tolist()
+
+
+def interchanged(path, saves, loads, options):
+    whole = fit_saving(path, saves, **options)
+    saved = path / "checkpoints" / "epoch=1.ckpt"
+    return whole, fit_saving(path, loads, ckpt_path=saved, folder="again")
+
+
+WAYS = {
+    "resumed": ("simple", "simple", {}),
+    "to fsdp2": ("simple", "fsdp2", {}),
+    "from fsdp2": ("fsdp2", "simple", {}),
+    "in the background": ("simple", "simple", {"async_save": True}),
+    "one file": ("simple", "simple", {"save": "full"}),
+    "none to full": ("simple", "simple", {"sharding": "none"}),
+}
+SLOW = ("in the background", "one file", "none to full")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS])
+def test_checkpoints_are_those_of_fsdp2(ranks, tmp_path, way):
+    saves, loads, options = WAYS[way]
+    whole, resumed = ranks(interchanged, tmp_path, saves, loads, options)
+    assert len(resumed) == 2
+    if way == "resumed":
+        assert resumed == whole[2:]
+    else:
+        assert resumed == pytest.approx(whole[2:], rel=1e-5)
+
+
+def other_weights(path):
+    fit_saving(path, "simple", epochs=1)
+    saved = path / "checkpoints" / "epoch=0.ckpt"
+    model = CASES["Fused"]()
+    nn.init.zeros_(model.head.weight)
+    lightning = trainer(path, strategy=SimpleFSDPStrategy(), devices=2, callbacks=[Compile(backend="aot_eager")])
+    lightning.validate(model, loader(), ckpt_path=saved, verbose=False)
+    return model.head.weight.full_tensor().abs().sum().item()
+
+
+@pytest.mark.slow
+def test_weights_are_restored_past_the_gathering(ranks, tmp_path):
+    assert ranks(other_weights, tmp_path) > 0
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"sharding": "half"}, "Use one of .*'full'"),
+        ({"sync": "last"}, "The reduction is part of the graph.*sync='every'"),
+        ({"sync": "never"}, "Use one of .*'every'"),
+        ({"overlap": "all"}, "Use one of .*'blocks'"),
+        ({"initialise_on": "gpu"}, "Use one of .*'device'"),
+        ({"sharding": "none", "replicate_size": 2}, "Leave the two others out"),
+        ({"reshard_after_forward": 2}, "asks for a number of devices.*Use True or False"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments, text):
+    with pytest.raises(ValueError, match=rf"(?s)SimpleFSDPStrategy.*{text}"):
+        SimpleFSDPStrategy(**arguments)
+
+
+def test_a_string_is_no_list_of_patterns():
+    with pytest.raises(TypeError, match=r"given as the string.*Write \["):
+        SimpleFSDPStrategy(blocks="layers.*")
+
+
+@pytest.mark.parametrize(
+    ("compile_options", "text"),
+    [
+        ({"fullgraph": False}, r"Compile\(fullgraph=False\) is given under SimpleFSDPStrategy"),
+        ({"on_failure": "eager"}, r"Compile\(on_failure='eager'\)"),
+        ({"blocks": ["layers.*"]}, r"Compile\(blocks="),
+        ({"mode": "reduce-overhead", "backend": "inductor"}, "would replay CUDA graphs"),
+    ],
+)
+def test_what_would_not_be_one_graph_is_refused(ranks, tmp_path, compile_options, text):
+    with pytest.raises(AssertionError, match=rf"(?s){text}.*(Leave that out|Use mode='default')"):
+        ranks(fit_with, tmp_path, compile_options)
+
+
+def fit_with(tmp_path, compile_options):
+    made(tmp_path, callbacks=[Compile(**{"backend": "aot_eager", **compile_options})])[1].fit(CASES["Case"](), loader())
+
+
+def switched_off(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        fit_with(tmp_path, {})
+
+
+def test_compilation_switched_off_is_refused(ranks, tmp_path):
+    with pytest.raises(AssertionError, match=r"(?s)TORCHDYNAMO_DISABLE=1 is set.*Unset it, or use FSDP2Strategy"):
+        ranks(switched_off, tmp_path)
+
+
+def float8_gather(tmp_path):
+    in_float8(tmp_path, simple=True, all_gather=True, recipe="tensorwise")
+
+
+def test_a_gather_in_float8_is_refused(ranks, tmp_path):
+    pytest.importorskip("torchao")
+    with pytest.raises(AssertionError, match=r"(?s)Float8Precision\(all_gather=True\).*Leave all_gather out"):
+        ranks(float8_gather, tmp_path)
+
+
+def other_strategy(tmp_path, first):
+    model, lightning = made(tmp_path, epochs=1)
+    second = trainer(tmp_path, strategy=FSDP2Strategy(), devices=2, epochs=1)
+    one, two = (lightning, second) if first == "simple" else (second, lightning)
+    one.fit(model, loader())
+    two.fit(model, loader())
+
+
+@pytest.mark.parametrize("first", ["simple", "fsdp2"])
+def test_a_module_of_another_strategy_is_refused(ranks, tmp_path, first):
+    with pytest.raises(AssertionError, match=r"(?s)sharded by an earlier run with another strategy"):
+        ranks(other_strategy, tmp_path, first)
