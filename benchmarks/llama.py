@@ -267,7 +267,7 @@ def ours(row: Row) -> dict[str, Any]:
     flags = AccelerationFlags(attention="auto", gc_interval=50)
     strategy: Any = "auto"
     if row.gpus > 1:
-        strategy = FSDP2Strategy(sharding="gradients", meta_device=True, initialise_on="device")
+        strategy = FSDP2Strategy(reshard_after_forward="auto", meta_device=True, initialise_on="device")
     callbacks = [flags, LeanProgressBar(refresh_rate=10), *([compiled] if compiled else [])]
     return fitted(row, Work(row), callbacks=callbacks, plugins=[precision], strategy=strategy)
 

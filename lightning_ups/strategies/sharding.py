@@ -111,7 +111,7 @@ def check_known(owner: object, name: str, value: object, known: tuple[str, ...])
 
 
 def check_sharding(
-    owner: object, sharding: Sharding, *, replicate_size: int, reshard_after_forward: bool | int | None
+    owner: object, sharding: Sharding, *, replicate_size: int, reshard_after_forward: bool | int | str | None
 ) -> None:
     """Refuse an unknown sharding, and one that contradicts the other options.
 

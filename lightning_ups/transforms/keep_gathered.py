@@ -1,0 +1,71 @@
+"""Keeping gathered parameters from forward to backward where memory allows, as a step has shown that it does."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Keeping", "choose_keeping", "gathered_bytes", "keep_gathered", "least_headroom"]
+
+_RESERVE = 0.15  # of the device's memory, for what later steps need beyond the ones seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """Whether gathered parameters are kept, and why.
+
+    Args:
+        keep: Whether they are.
+        gathered_bytes: What they take on each device.
+        reason: For the report.
+    """
+
+    keep: bool
+    gathered_bytes: int
+    reason: str
+
+
+def choose_keeping(*, gathered: int, headroom: int | None, total: int) -> Keeping:
+    """Return whether ``gathered`` bytes fit into ``headroom`` of a device with ``total`` bytes, with some to spare."""
+    if headroom is None:
+        return Keeping(keep=False, gathered_bytes=gathered, reason="what memory is free is not known here")
+    room = headroom - int(_RESERVE * total)
+    fits = gathered <= room
+    reason = (
+        f"{gathered / 2**30:.2f} GiB gathered {'fit' if fits else 'do not fit'} into the"
+        f" {max(room, 0) / 2**30:.2f} GiB that are left beside a reserve of {_RESERVE:.0%}"
+    )
+    return Keeping(keep=fits, gathered_bytes=gathered, reason=reason)
+
+
+def gathered_bytes(model: nn.Module, *, param_dtype: torch.dtype | None, tensor_size: int = 1) -> int:
+    """Return what the sharded parameters of ``model`` take on each device while all are gathered."""
+    return sum(
+        p.numel() // tensor_size * (param_dtype or p.dtype).itemsize
+        for p in model.parameters()
+        if isinstance(p, DTensor)
+    )
+
+
+def least_headroom(device: torch.device) -> tuple[int | None, int]:
+    """Return what was still free at the highest peak, on the rank where it is least, and the device's memory.
+
+    Every rank takes part.
+    """
+    if device.type != "cuda":
+        return None, 0
+    free, total = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    least = torch.tensor(room, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least.item()), total
+
+
+def keep_gathered(blocks: Iterable[FSDPModule], *, keep: bool) -> None:
+    """Keep what each of the sharded ``blocks`` gathers in forward for its backward, from now on, or free it again."""
+    for block in blocks:
+        block.set_reshard_after_forward(not keep, recurse=False)

@@ -1,0 +1,52 @@
+"""``reshard_after_forward="auto"``: gathers of a step before and after the decision, counted."""
+
+from unittest.mock import patch
+
+import pytest
+
+from lightning_ups.order import applied
+from lightning_ups.strategies import FSDP2Strategy
+from tests.strategies import cases
+from tests.strategies.test_collectives import Count
+
+GIB = 2**30
+
+
+def gathers(tmp_path, headroom, fits):
+    """Return the gathers of each step of two fits, the losses, and what was reported."""
+    strategy, steps, reports = FSDP2Strategy(reshard_after_forward="auto"), [], []
+
+    def watch(model):
+        model.on_train_epoch_start = count.seen.clear
+        model.on_train_epoch_end = lambda: steps[-1].append(count.seen["gather"])
+        model.on_train_end = lambda: reports.append(applied(model.trainer.strategy).report.parts["FSDP2Strategy"])
+
+    with Count() as count, patch("lightning_ups.strategies.fsdp2.least_headroom", lambda _: (headroom, GIB)):
+        for _ in range(fits):
+            steps.append([])
+            result = cases.train("Case", tmp_path, strategy=strategy, ranks=2, steps=4, prepare=watch)[2]
+    return steps, result, reports
+
+
+def test_gathered_once_a_step_from_the_third_on(ranks, tmp_path):
+    (steps,), result, (report,) = ranks(gathers, tmp_path, GIB, 1)
+    # Two blocks and the model's own group; the head runs last, and is whole until its backward.
+    assert steps == [5, 5, 3, 3]
+    assert report["keeps_gathered"] is True
+    assert report["gathered_bytes"] > 0
+    assert "gathered parameters are kept for backward: 0.00 GiB gathered fit" in report["lines"][-1]
+    expected = cases.train("Case", tmp_path, steps=4)[2]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_without_room_nothing_changes(ranks, tmp_path):
+    (steps,), _, (report,) = ranks(gathers, tmp_path, 0, 1)
+    assert steps == [5, 5, 5, 5]
+    assert report["keeps_gathered"] is False
+
+
+def test_it_has_no_meaning_where_parameters_are_kept_anyhow():
+    with pytest.raises(ValueError, match=r"sharding='gradients', reshard_after_forward='auto'\) contradicts itself"):
+        FSDP2Strategy(sharding="gradients", reshard_after_forward="auto")
+    with pytest.raises(ValueError, match=r"reshard_after_forward='yes'\) is not a known choice"):
+        FSDP2Strategy(reshard_after_forward="yes")
