@@ -249,7 +249,8 @@ def _in_one_graph(run: Run) -> str | None:
 
 
 def _compiles(run: Run) -> bool:
-    return run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
+    by_callback = any(step.stage is Stage.COMPILE for step in run.declarations)
+    return run.compiled_by_user or run.strategy.whole_graph or by_callback
 
 
 def _graphed(run: Run) -> list[str]:
@@ -257,6 +258,6 @@ def _graphed(run: Run) -> list[str]:
 
 
 def _uncompiled(run: Run) -> list[str]:
-    if any(step.stage is Stage.COMPILE for step in run.declarations):
+    if run.strategy.whole_graph or any(step.stage is Stage.COMPILE for step in run.declarations):
         return []
     return [type(step).__name__ for step in run.declarations if step.needs_compile]

@@ -220,8 +220,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
         check_sharding(self, sharding, replicate_size=replicate_size, reshard_after_forward=reshard_after_forward)
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"{_PART}(reshard_after_forward={reshard_after_forward}) asks for a number of devices."
-                " A graph gathers from all of them, or keeps what it gathered."
+                f"{_PART}(reshard_after_forward={reshard_after_forward!r}) is no choice here."
+                " A graph gathers anew, from all devices, or keeps what it gathered, and that from the first step on."
                 " Use True or False, or FSDP2Strategy."
             )
         if sync == "last":

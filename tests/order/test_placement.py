@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_ups.order import Placement
-from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,8 @@ from lightning_ups.strategies import FSDP2Strategy
 )
 def test_where_parameters_are(strategy, shards, ours):
     assert Placement.of(strategy) == Placement(name=strategy.__name__, shards=shards, ours=ours)
+
+
+def test_a_strategy_that_is_compiled_with_the_model_says_so():
+    assert Placement.of(SimpleFSDPStrategy).whole_graph
+    assert Placement.of(SimpleFSDPStrategy()).whole_graph

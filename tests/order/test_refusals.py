@@ -7,12 +7,13 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, check, refusals
-from lightning_ups.precision import BF16Precision, TEPrecision
+from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from tests.toys import Net, loader, trainer
 
 SINGLE = Placement(name="SingleDeviceStrategy", shards=False, ours=False)
 FSDP1 = Placement(name="FSDPStrategy", shards=True, ours=False)
 FSDP2 = Placement(name="FSDP2Strategy", shards=True, ours=True)
+SIMPLE = Placement(name="SimpleFSDPStrategy", shards=True, ours=True, whole_graph=True)
 
 
 def run(**changes):
@@ -116,6 +117,22 @@ REFUSED = {
         run(strategy=FSDP2, module=holding(torch.compile(torch.nn.Linear(2, 2), backend="eager"))),
         r"inner is what torch.compile returned.*with the callback Compile\(blocks",
     ),
+    "breaks allowed": (
+        run(strategy=SIMPLE, callbacks=(Compile(fullgraph=False),)),
+        r"Compile\(fullgraph=False\) is given under SimpleFSDPStrategy.*in one graph.*or use FSDP2Strategy",
+    ),
+    "blocks of a whole graph": (
+        run(strategy=SIMPLE, callbacks=(Compile(blocks=["layers.*"]),)),
+        r"Compile\(blocks=\['layers.\*'\]\) is given under SimpleFSDPStrategy.*Leave that out",
+    ),
+    "eager parts of a whole graph": (
+        run(strategy=SIMPLE, callbacks=(Compile(on_failure="eager"),)),
+        r"Compile\(on_failure='eager'\) is given under SimpleFSDPStrategy.*Leave that out",
+    ),
+    "gathered in float8 in a graph": (
+        run(strategy=SIMPLE, precision=Float8Precision(all_gather=True, emulate=True)),
+        r"Float8Precision\(all_gather=True\) is given under SimpleFSDPStrategy.*Leave all_gather out",
+    ),
     "wrapped": (
         run(strategy=FSDP2, module=holding(FullyShardedDataParallel())),
         "inner is wrapped for data parallelism already.*let the strategy shard it",
@@ -137,6 +154,10 @@ ALLOWED = {
     "a budget with a compiler": run(callbacks=(Budget(), Compile())),
     "a budget outside fit": run(callbacks=(Budget(),), training=False),
     "CUDA graphs on one device": run(callbacks=(Compile(mode="reduce-overhead"),)),
+    "whole where the strategy wants it so": run(strategy=SIMPLE, callbacks=(Compile(scope="model"),)),
+    "a graph as the strategy wants it": run(strategy=SIMPLE, callbacks=(Compile(), ActivationCheckpoint())),
+    "no Compile where the strategy compiles": run(strategy=SIMPLE),
+    "float8 in a graph": run(strategy=SIMPLE, precision=Float8Precision(emulate=True)),
     "one owner": run(callbacks=(Owner(),)),
 }
 
@@ -144,6 +165,13 @@ ALLOWED = {
 @pytest.mark.parametrize("asked", ALLOWED.values(), ids=ALLOWED)
 def test_not_refused(asked):
     assert refusals(asked) == []
+
+
+def test_compilation_switched_off_is_refused_where_it_is_needed(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert refusals(run(strategy=FSDP2)) == []
+    (refusal,) = refusals(run(strategy=SIMPLE))
+    assert "TORCH_COMPILE_DISABLE=1 is set, and SimpleFSDPStrategy is given." in refusal.text(run(strategy=SIMPLE))
 
 
 def sharded_then_stock():
@@ -169,7 +197,8 @@ def test_a_sharded_module_is_refused_by_a_strategy_that_does_not_shard(ranks):
 
 def test_every_row_is_tested():
     seen = {id(refusal) for asked, _ in REFUSED.values() for refusal in refusals(asked)}
-    assert len(seen) == len(REFUSALS) - 1  # the row of the sharded module is tested on two ranks
+    # The row of the sharded module is tested on two ranks, and that of the switch of torch by the switch.
+    assert len(seen) == len(REFUSALS) - 2
 
 
 def test_a_module_compiled_by_the_user_is_seen(tmp_path):

@@ -463,7 +463,7 @@ def test_weights_are_restored_past_the_gathering(ranks, tmp_path):
         ({"overlap": "all"}, "Use one of .*'blocks'"),
         ({"initialise_on": "gpu"}, "Use one of .*'device'"),
         ({"sharding": "none", "replicate_size": 2}, "Leave the two others out"),
-        ({"reshard_after_forward": 2}, "asks for a number of devices.*Use True or False"),
+        ({"reshard_after_forward": 2}, "is no choice here.*Use True or False"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments, text):

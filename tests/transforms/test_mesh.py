@@ -1,6 +1,9 @@
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_ups.transforms.mesh import MeshSizes, build_mesh, data_mesh
+from lightning_ups.transforms.mesh import MeshSizes, build_mesh, data_mesh, device_of, part_of
 
 
 def test_whatever_is_not_asked_for_otherwise_shards():
@@ -31,3 +34,17 @@ def test_neighbours_split_matrices_and_the_data_dimension_has_one_name(four_rank
     assert names == ("replicate", "shard", "tensor_parallel")
     assert sharded == ("replicate", "shard")
     assert (data, tensor) == ([0, 2], [0, 1])
+
+
+def parts():
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(15.0).view(3, 5)
+    same = [
+        torch.equal(part_of(whole, mesh, [p]), distribute_tensor(whole, mesh, [p]).to_local())
+        for p in (Shard(0), Shard(1), Replicate())
+    ]
+    one = part_of(torch.ones(1), mesh, [Shard(0)])
+    return same, one.numel() == (mesh.get_local_rank() == 0), device_of(mesh)
+
+
+def test_a_part_is_what_a_distributed_tensor_keeps(ranks):
+    assert ranks(parts) == ([True] * 3, True, torch.device("cpu"))

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_ups._compat.gathers import gathers, group_of
+from lightning_ups.transforms.gather_graph import GatherPlan
+
+
+def graph_of(*paths, value=None):
+    """A graph with one gather for each of ``paths``, made in these modules."""
+    graph = fx.Graph()
+    for i, path in enumerate(paths):
+        shard = graph.placeholder(f"shard_{i}")
+        whole = graph.call_method("redistribute", (shard,))
+        local = graph.call_method("to_local", (whole,))
+        for node in (whole, local):
+            parts = path.split(".") if path else []
+            stack = [".".join(parts[: n + 1]) for n in range(len(parts))]
+            node.meta["nn_module_stack"] = {name: (f"L['self'].{name}", nn.Module) for name in stack}
+        local.meta["example_value"] = value
+    graph.output(None)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def groups(plan, graph):
+    plan(graph)
+    return [group_of(local) for _, local in gathers(graph)]
+
+
+def test_a_gather_belongs_to_the_block_that_it_is_made_in():
+    plan = GatherPlan.of(["model.layers.0", "model.layers.10"], ["model", "other"], recompute=True)
+    graph = graph_of("layers.0.up", "layers.10", "layers.1.up", "embed", "")
+    assert groups(plan, graph) == ["layers.0", "layers.10", "rest", "rest", "rest"]
+
+
+def test_the_outermost_block_counts():
+    plan = GatherPlan.of(["model.layers.0", "model.layers.0.up"], ["model"], recompute=True)
+    assert groups(plan, graph_of("layers.0.up")) == ["layers.0"]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_is_gathered_anew_is_marked(recompute):
+    graph = graph_of("a")
+    GatherPlan.of([], ["model"], recompute=recompute)(graph)
+    marks = [node.meta.get("recompute") for pair in gathers(graph) for node in pair]
+    assert marks == ([CheckpointPolicy.MUST_RECOMPUTE] * 2 if recompute else [None] * 2)
+
+
+def test_plans_are_equal_by_what_they_do():
+    def plan(**options):
+        return GatherPlan.of(["m.a"], ["m"], **{"recompute": True, "key": "k", **options})
+
+    assert plan() == plan()
+    assert hash(plan()) == hash(plan())
+    assert len({plan(), plan(recompute=False), plan(key="other")}) == 3
+
+
+def test_a_write_to_what_was_gathered_is_refused():
+    value = torch.zeros(2)
+    value.add_(1)
+    fake = torch.nn.Parameter(value)  # any subclass stands for a fake tensor here
+    fake.data.add_(1)
+    with torch.no_grad():
+        fake.add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^layers.0 writes to a parameter within its forward.*on_train_batch_end"
+    ):
+        GatherPlan.of([], ["model"], recompute=True)(graph_of("layers.0", value=fake))
