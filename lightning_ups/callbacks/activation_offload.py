@@ -50,7 +50,7 @@ class ActivationOffload(Declaration):
         if every_k < 1 or min_mb < 0:
             raise ValueError(
                 f"ActivationOffload(every_k={every_k}, min_mb={min_mb}) takes no block or no tensor."
-                " The first counts blocks, 1 takes each, 2 every second; the second is the size below which tensors stay."
+                " The first counts blocks: 1 takes each, 2 every second. Tensors smaller than the second stay."
                 " Use every_k=1 or more and min_mb=0 or more."
             )
         self.blocks = None if blocks is None else as_patterns(blocks)
@@ -105,8 +105,8 @@ class ActivationOffload(Declaration):
         if not done.ran:
             raise RuntimeError(
                 "ActivationOffload moved nothing in the first step: none of its blocks ran by itself."
-                " Its change is to the forward of each; training_step calls none of these, or compiled them with more."
-                " Use Compile(scope='blocks'), or name blocks that training_step calls: ActivationOffload(blocks=[...])."
+                " Its change is to the forward of each; training_step calls none of these, or as parts of one graph."
+                " Use Compile(scope='blocks'), or name blocks that are called: ActivationOffload(blocks=[...])."
             )
         if not done.moved_bytes:
             raise RuntimeError(

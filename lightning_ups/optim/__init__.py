@@ -1,7 +1,16 @@
 """Optimizers that stay optimizers: schedulers, clipping, parameter groups and resume work as with torch's own."""
 
+from lightning_ups.optim.low_bit import check_rounding, make_portable
 from lightning_ups.optim.master_weights import MasteredOptimizer, MasterWeights
 from lightning_ups.optim.offload import OffloadedOptimizer, Update
 from lightning_ups.optim.reduction import reduce_into_masters
 
-__all__ = ["MasterWeights", "MasteredOptimizer", "OffloadedOptimizer", "Update", "reduce_into_masters"]
+__all__ = [
+    "MasterWeights",
+    "MasteredOptimizer",
+    "OffloadedOptimizer",
+    "Update",
+    "check_rounding",
+    "make_portable",
+    "reduce_into_masters",
+]

@@ -267,6 +267,8 @@ def _on_host(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
     """
     real = [[*group["params"]] for group in optimizer.param_groups]
     stand_ins = {p: nn.Parameter(torch.empty((), dtype=p.dtype), requires_grad=False) for ps in real for p in ps}
+    for p, stand_in in stand_ins.items():
+        stand_in.stands_for = p  # type: ignore[attr-defined]  # for who must know how it is sharded
     _set_params(optimizer, [[stand_ins[p] for p in ps] for ps in real])
 
     def give() -> None:

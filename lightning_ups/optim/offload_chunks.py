@@ -291,7 +291,9 @@ def in_parts(group: int, parameter: nn.Parameter, key: nn.Parameter, *, parts: i
 
 
 @contextmanager
-def stepping(optimizer: Optimizer, standing: Mapping[Tensor, int], state: Mapping[Tensor, Any]) -> Iterator[None]:
+def stepping(
+    optimizer: Optimizer, standing: Mapping[nn.Parameter, int], state: Mapping[nn.Parameter, Any]
+) -> Iterator[None]:
     """Let a step of ``optimizer`` see the tensors ``standing`` alone, each in its group, with ``state``."""
     groups = optimizer.param_groups
     params = [group["params"] for group in groups]

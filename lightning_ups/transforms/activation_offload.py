@@ -196,14 +196,14 @@ class _Mover:
         form = form_of(tensor)
         dense = form.stride == tuple(tensor.stride())
         storage = tensor.untyped_storage()
-        start = tensor.storage_offset() * tensor.element_size() if dense else 0
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        start = first if dense else 0
         nbytes = form.nbytes if dense else storage.nbytes()
         if nbytes > SPREAD * form.nbytes or start % form.dtype.itemsize:
             self.done.left_bytes += form.nbytes
             return tensor
         found = self._range(run, storage, start, nbytes)
-        offset = 0 if dense else tensor.storage_offset() * tensor.element_size()
-        return _Handle(found, offset, Form(form.dtype, form.size, tuple(tensor.stride())), run)
+        return _Handle(found, 0 if dense else first, Form(form.dtype, form.size, tuple(tensor.stride())), run)
 
     def _range(self, run: _Run, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Range:
         key = (storage.data_ptr(), start, nbytes)
@@ -260,7 +260,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     node = tensor.grad_fn
     while node is not None and type(node).__name__ in _RESHAPING:
         node = node.next_functions[0][0]
-    return node is not None and type(node).__name__ == "AccumulateGrad" and isinstance(node.variable, nn.Parameter)
+    return (
+        node is not None
+        and type(node).__name__ == "AccumulateGrad"
+        and isinstance(getattr(node, "variable", None), nn.Parameter)
+    )
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def test_losses_and_weights_stay_as_they_are(tmp_path, others, options, first):
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_under_compile_it_is_right(tmp_path, checkpoint):
     others = [Compile(backend="aot_eager"), *([ActivationCheckpoint(save="nothing")] if checkpoint else [])]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     right = losses(tmp_path, others)
     reports = Reports()
     assert same(losses(tmp_path, [ActivationOffload(min_mb=0), reports, *others]), right)

@@ -178,7 +178,7 @@ def test_with_recomputation_the_inputs_are_moved():
 
 
 def test_compiled_code_saves_on_the_host():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, other = Model(), Model()
     names = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
     others = {f"blocks.{i}": block for i, block in enumerate(other.blocks)}
