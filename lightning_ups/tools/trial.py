@@ -24,7 +24,6 @@ _OF_A_STEP = (
     "accumulate_grad_batches",
     "gradient_clip_val",
     "gradient_clip_algorithm",
-    "use_distributed_sampler",
     "deterministic",
     "benchmark",
     "reload_dataloaders_every_n_epochs",
@@ -112,6 +111,7 @@ class Trial:
             plugins=plugins or None,
             callbacks=[*([] if plain else self.declared), watch],
             devices=1,
+            use_distributed_sampler=False,  # it would shuffle in another way than a single device does
             max_steps=steps,
             logger=False,
             enable_checkpointing=False,

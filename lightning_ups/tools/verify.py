@@ -1,0 +1,297 @@
+"""Whether a configuration trains as the plain module does: from the same weights, on the same batches, step by step."""
+
+import math
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ups._compat.inductor import eager_random_numbers
+from lightning_ups.order import policy_of
+from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.tools.trial import Trial
+from lightning_ups.transforms.blocks import find_blocks
+from lightning_ups.transforms.float8 import fitting_linears
+from lightning_ups.transforms.verify import (
+    Band,
+    Departure,
+    Step,
+    band_between,
+    departures,
+    distances,
+    first_block,
+    is_same,
+    largest,
+)
+from lightning_ups.transforms.verify_faults import FAULTS, Fault
+from lightning_ups.transforms.verify_rounding import Rounding, rounded_linears
+from lightning_ups.transforms.verify_watch import Tape, Watch
+
+__all__ = ["TRIES", "Verdict", "own_options", "show", "verify"]
+
+TRIES = True
+_ROUNDINGS: Mapping[str, Rounding] = {
+    "tensorwise": "tensor",
+    "rowwise": "row",
+    "rowwise_with_gw_hp": "row, gradient of the weight exact",
+    "mxfp8": "block",
+}
+
+
+def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return what `verify` is told beside the options of fit, and the rest of the command line."""
+    parser = ArgumentParser(
+        prog="python -m lightning_ups verify",
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="All options of fit are taken as well, such as --config run.yaml. Exit code 0: it does; 1: it does not.",
+    )
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare; 3")
+    parser.add_argument(
+        "--no_faults", dest="faults", action="store_false", help="do not try whether injected faults would be seen"
+    )
+    own, rest = parser.parse_known_args(argv)
+    return vars(own), rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a comparison found.
+
+    Args:
+        departures: The distances that left the band.
+        block: The first block that left it; None: none did.
+        same: Whether the configuration changed no number at all.
+        nearest: The distance that came nearest to its bound.
+        blind: The faults whose effect is not twice the band, or more, in any distance.
+        power: The effect of the smallest fault, in bands; None: no fault was tried.
+        rounding: What the second reference rounds to.
+    """
+
+    departures: Sequence[Departure]
+    block: str | None
+    same: bool
+    nearest: Departure
+    blind: Sequence[str]
+    power: float | None
+    rounding: str
+
+    @property
+    def green(self) -> bool:
+        """Whether the configuration trains as the plain module does, and a fault would have been seen."""
+        return not self.departures and not self.blind
+
+
+def show(trial: Trial, **asked: Any) -> int:
+    """Print whether the configuration trains as the plain module does; ``asked`` is what `verify` takes."""
+    if trial.run.num_devices * trial.run.num_nodes > 1:
+        count = trial.run.num_devices * trial.run.num_nodes
+        print(f"compared on one device; what {count} devices send each other is not part of it")
+    verdict = verify(trial, **asked)
+    print(*_lines(verdict), sep="\n")
+    return 0 if verdict.green else 1
+
+
+def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[str, Fault] | None = None) -> Verdict:
+    """Train three times from one state on the same batches: plainly, with rounding alone, and as asked for.
+
+    Args:
+        trial: What is asked for.
+        steps: Optimizer steps to compare.
+        faults: Also train once for each known fault, put into the plain module, to see that it would be found.
+        fault: A block and what to do to it in the configured training: for tests of this.
+
+    Raises:
+        ValueError: If the module has no blocks, or no step was taken.
+    """
+    references = _References(trial, steps=steps)
+    plain = references.plain()
+    if not any(step.norm for step in plain):
+        raise ValueError(
+            f"{type(trial.module).__name__} took no optimizer step with a gradient."
+            " What is compared are the gradients before each step of the optimizer."
+            " Check that the configuration trains by itself: python -m lightning_ups fit."
+        )
+    band = band_between(plain, references.rounded())
+    powers = references.powers(plain, band) if faults else {}
+    found = references.configured(fault)
+    left = departures(plain, found, band)
+    return Verdict(
+        departures=left,
+        block=first_block(left, [*find_blocks(trial.module)]),
+        same=is_same(plain, found),
+        nearest=largest(plain, found, band),
+        blind=[name for name, power in powers.items() if power < 2],
+        power=min(powers.values()) if powers else None,
+        rounding=references.rounding,
+    )
+
+
+class _References:
+    """Trains a trial's module in several ways, each time from the same state."""
+
+    def __init__(self, trial: Trial, *, steps: int) -> None:
+        self._trial, self._steps = trial, steps
+        self._state: dict[str, Tensor] | None = None
+        self._tape = Tape()
+
+    def plain(self) -> list[Step]:
+        return self._train(precision=Precision(), plain=True)
+
+    def rounded(self) -> list[Step]:
+        precision = self._trial.precision
+        policy = policy_of(precision)
+        if policy is None or policy.param is None:
+            return self._train(precision=Precision(), plain=True, prepare=_disturbed)
+        weights = getattr(precision, "weights", "autocast")
+        reference = BF16Precision(weights="masters" if self._trial.run.strategy.shards else weights)
+        return self._train(precision=reference, plain=True, prepare=self._rounded_products)
+
+    @property
+    def rounding(self) -> str:
+        """What the second reference rounds to, in words."""
+        policy = policy_of(self._trial.precision)
+        if policy is None or policy.param is None:
+            return "float32, each weight disturbed in its last bits"
+        name = str(policy.param).removeprefix("torch.")
+        float8 = self._trial.precision
+        return f"{name}, products in float8 {float8.recipe}" if isinstance(float8, Float8Precision) else name
+
+    @contextmanager
+    def _rounded_products(self, module: LightningModule) -> Iterator[None]:
+        asked = self._trial.precision
+        if not isinstance(asked, Float8Precision):
+            yield
+            return
+        linears = fitting_linears(
+            module, recipe=asked.recipe, include=asked.include, exclude=asked.exclude, head=asked.head
+        )
+        with rounded_linears(linears.values(), _ROUNDINGS[asked.recipe]):
+            yield
+
+    def powers(self, plain: Sequence[Step], band: Band) -> dict[str, float]:
+        """Return how many bands away from the reference each fault leads, where it shows most."""
+        blocks = [*find_blocks(self._trial.module)]
+        if not blocks:
+            return {}
+        middle = blocks[len(blocks) // 2]
+        result: dict[str, float] = {}
+        for name, fault in FAULTS.items():
+            found = self._train(precision=Precision(), plain=True, fault=(middle, fault), steps=1)
+            result[name] = max(
+                each.distance / band[each.step, each.block, each.what]
+                for each in distances(plain[:1], found)
+                if each.block in (middle, None)
+            )
+        return result
+
+    def configured(self, fault: tuple[str, Fault] | None) -> list[Step]:
+        with eager_random_numbers():
+            return self._train(fault=fault)
+
+    def _train(self, *, fault: tuple[str, Fault] | None = None, prepare: Any = None, **how: Any) -> list[Step]:
+        watch = _WatchSteps(self._tape, fault, prepare)
+        module = self._trial.module
+        self._trial.fit(watch, state=self._state, **{"steps": self._steps} | how)
+        if self._state is None:
+            self._state = watch.state
+        module.zero_grad(set_to_none=True)
+        return watch.steps
+
+
+class _WatchSteps(Callback):
+    """Takes steps down, from the first to the last, in a training that it may prepare or break."""
+
+    def __init__(self, tape: Tape, fault: tuple[str, Fault] | None, prepare: Any) -> None:
+        self._tape, self._fault, self._prepare = tape, fault, prepare
+        self._stack = ExitStack()
+        self._watch: Watch | None = None
+        self.state: dict[str, Tensor] = {}
+        self.steps: list[Step] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        blocks = find_blocks(pl_module)
+        self.state = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
+        if self._prepare is not None:
+            self._stack.enter_context(self._prepare(pl_module))
+        if self._fault is not None:
+            name, fault = self._fault
+            self._stack.enter_context(fault(blocks[name]))
+        self._watch = Watch(pl_module, blocks, self._tape)
+        self._stack.callback(self._watch.close)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        assert self._watch is not None
+        masters: Mapping[nn.Parameter, Tensor] = getattr(getattr(optimizer, "masters", None), "of", {})
+
+        def gradient(parameter: nn.Parameter) -> Tensor | None:
+            moved = masters[parameter].grad if parameter in masters else None
+            return parameter.grad if moved is None else moved
+
+        self._watch.note_gradients(gradient)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._watch is not None and isinstance(loss, Tensor):
+            self._watch.note_loss(loss.item())
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stack.close()
+        self.steps = self._watch.steps if self._watch is not None else []
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stack.close()
+
+
+@contextmanager
+def _disturbed(module: LightningModule) -> Iterator[None]:
+    """Change each weight by some of its last bits: what another order of summation does."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in module.parameters():
+            noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+            p.mul_(1 + 2**-20 * noise)
+    yield
+
+
+def _lines(verdict: Verdict) -> Iterator[str]:
+    yield f"reference: float32, eager, one device; the band: twice what {verdict.rounding} changes"
+    if verdict.power is not None:
+        yield f"the smallest injected fault would be {verdict.power:.1f} times as far away as the band is wide"
+    if verdict.same:
+        yield "The configuration changes no number: every loss and gradient is that of the reference, bit for bit."
+    nearest = verdict.nearest
+    if verdict.departures:
+        yield f"RED: {_where(verdict.block)} leaves the band first, at step {verdict.departures[0].step}:"
+        shown = [each for each in verdict.departures if each.block == verdict.block][:4] or verdict.departures[:4]
+        for each in shown:
+            yield f"  step {each.step}, {each.what}: {_said(each.distance)}, allowed {_said(each.allowed)}"
+        yield f"  and {len(verdict.departures) - len(shown)} other distances"
+    elif verdict.blind:
+        yield f"CANNOT TELL: {' and '.join(verdict.blind)} would stay within twice the band. Use a larger batch."
+    else:
+        yield (
+            f"GREEN: nearest to its bound is {_where(nearest.block)}, step {nearest.step}, {nearest.what}:"
+            f" {_said(nearest.distance)} of {_said(nearest.allowed)}"
+        )
+
+
+def _where(block: str | None) -> str:
+    return block if block is not None else "the model as a whole"
+
+
+def _said(distance: float) -> str:
+    return f"{distance:.2g}" if math.isfinite(distance) else str(distance)

@@ -1,0 +1,207 @@
+"""The guard is green on what is right and red on each fault, which it names by its block."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_ups.__main__ import main
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.data import RandomTokens
+from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.tools.asked import run_of
+from lightning_ups.tools.trial import Trial
+from lightning_ups.tools.verify import own_options, show, verify
+from lightning_ups.transforms.verify import REST
+from lightning_ups.transforms.verify_faults import FAULTS
+from tests.tools.deep import Deep
+from tests.tools.test_asked import DEFAULTS
+
+BLOCK = "model.layers.11"
+
+
+def trial(*, module=None, callbacks=(), num_layers=16, **settings):
+    settings = DEFAULTS | {"accelerator": "cpu", "plugins": None, "precision": None} | settings
+    module = module or Deep(num_layers)
+    run = run_of(module, settings, callbacks)
+    data = RandomTokens(vocab_size=64, seq_len=32, batch_size=4)
+    return Trial(module=module, data=data, settings=settings, callbacks=callbacks, run=run, seed=3)
+
+
+def float8(recipe):
+    return lambda: {"plugins": [Float8Precision(recipe=recipe, emulate=True)]}
+
+
+RIGHT = {
+    "bfloat16": lambda: {"plugins": [BF16Precision()]},
+    "bfloat16 by autocast, compiled": lambda: {
+        "plugins": [BF16Precision(weights="autocast")],
+        "callbacks": [Compile(backend="aot_eager")],
+    },
+    "Lightning's own": lambda: {"precision": "bf16-mixed"},
+    "all together": lambda: {
+        "plugins": [Float8Precision(emulate=True)],
+        "callbacks": [Compile(backend="aot_eager"), ActivationCheckpoint(save="matmuls")],
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.1,
+    },
+    "compiled as one": lambda: {
+        "plugins": [BF16Precision()],
+        "callbacks": [Compile(backend="aot_eager", scope="model")],
+    },
+    **{recipe: float8(recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")},
+}
+
+
+@pytest.mark.parametrize("settings", RIGHT.values(), ids=RIGHT)
+def test_green_on_what_is_right_and_the_band_is_less_than_half_of_every_fault(settings):
+    settings = settings()
+    verdict = verify(trial(num_layers=4, callbacks=settings.pop("callbacks", ()), **settings))
+    assert verdict.green, (verdict.departures[:3], verdict.blind)
+    assert verdict.power > 2
+    assert not verdict.same
+    assert verdict.block is None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("settings", ["bfloat16", "tensorwise", "rowwise"])
+def test_red_on_a_fault_in_one_of_sixteen_blocks_which_is_named(settings, fault):
+    verdict = verify(trial(**RIGHT[settings]()), steps=1, faults=False, fault=(BLOCK, FAULTS[fault]))
+    assert not verdict.green
+    assert verdict.block == BLOCK
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo does, of the fault's own function
+@pytest.mark.parametrize("block", ["model.layers.0", "model.layers.15"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_first_block_and_the_last_are_named_too(block, fault):
+    asked = trial(plugins=[Float8Precision(emulate=True)], callbacks=[Compile(backend="aot_eager")])
+    verdict = verify(asked, steps=1, faults=False, fault=(block, FAULTS[fault]))
+    assert verdict.block == block
+
+
+def test_a_scale_of_the_package_itself_that_is_stale_is_seen(monkeypatch):
+    # Not a model of the fault: torchao's own casts, with the scale of a weight 16 times smaller.
+    from torchao.float8 import float8_linear
+
+    cast, seen = float8_linear.hp_tensor_to_float8_dynamic, []
+
+    def stale(tensor, *args, **kwargs):
+        if tensor.shape == (64, 32) and not seen:  # of the first such weight, transposed: what `down` multiplies
+            seen.append(1)
+            tensor = tensor.clamp(-tensor.abs().amax() / 16, tensor.abs().amax() / 16)
+        return cast(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", stale)
+    verdict = verify(trial(plugins=[Float8Precision(emulate=True)]), steps=1, faults=False)
+    assert verdict.block == "model.layers.0"
+
+
+class Forgetful(Float8Precision):
+    """Leaves out the casts of one block: a layer in another type than it says."""
+
+    def convert_module(self, module):
+        converted = super().convert_module(module)
+        layer = module.get_submodule(BLOCK)
+        layer.register_forward_hook(lambda m, a, y: y.to(torch.float8_e4m3fn).to(y.dtype))
+        return converted
+
+
+def test_a_layer_in_the_wrong_type_of_the_run_itself_is_seen():
+    verdict = verify(trial(plugins=[Forgetful(recipe="rowwise", emulate=True)]), steps=1, faults=False)
+    assert verdict.block == BLOCK
+
+
+class WrongHead(Deep):
+    """Scales its loss where a callback has changed its blocks."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return 1.1 * loss if "forward" in vars(self.model.layers[0]) else loss
+
+
+def test_a_fault_outside_the_blocks_is_not_blamed_on_one():
+    asked = trial(module=WrongHead(4), plugins=[BF16Precision()], callbacks=[ActivationCheckpoint(save="nothing")])
+    verdict = verify(asked, steps=1, faults=False)
+    assert not verdict.green
+    assert verdict.block in (None, REST)
+    assert {each.block for each in verdict.departures if each.what == "loss"} == {None}
+
+
+def test_a_configuration_that_changes_nothing_says_so(capsys):
+    assert show(trial(num_layers=2), steps=2) == 0
+    assert "changes no number: every loss and gradient is that of the reference, bit for bit" in capsys.readouterr().out
+
+
+def test_what_is_printed_for_green_and_red(capsys, monkeypatch):
+    assert show(trial(num_layers=2, plugins=[BF16Precision()], devices=4)) == 0
+    out = capsys.readouterr().out
+    assert "compared on one device; what 4 devices send each other is not part of it" in out
+    assert "the band: twice what bfloat16 changes" in out
+    assert "GREEN: nearest to its bound is" in out
+    from lightning_ups.tools import verify as tool
+
+    right = tool.verify
+    monkeypatch.setattr(
+        tool, "verify", lambda trial, **asked: right(trial, **asked, fault=(BLOCK, FAULTS["a skipped block"]))
+    )
+    assert show(trial(plugins=[BF16Precision()]), steps=1, faults=False) == 1
+    assert f"RED: {BLOCK} leaves the band first, at step 0" in capsys.readouterr().out
+
+
+def test_a_band_as_wide_as_a_fault_is_no_band(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.verify.FACTOR", 100.0)
+    assert show(trial(num_layers=2, plugins=[Float8Precision(emulate=True)])) == 1
+    assert "CANNOT TELL" in capsys.readouterr().out
+
+
+class Idle(Deep):
+    def training_step(self, batch, _):
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_module_that_does_not_train_says_so():
+    with pytest.raises(ValueError, match=r"Idle took no optimizer step with a gradient.*lightning_ups fit"):
+        verify(trial(module=Idle(2)))
+
+
+def test_the_module_is_as_it_was():
+    asked = trial(num_layers=2, plugins=[Float8Precision(emulate=True)])
+    verify(asked, steps=1)
+    assert {p.dtype for p in asked.module.parameters()} == {torch.float32}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in asked.module.modules())
+
+
+def test_options_of_its_own_are_taken_out():
+    own, rest = own_options(["--config", "run.yaml", "--steps", "5", "--no_faults"])
+    assert (own, rest) == ({"steps": 5, "faults": False}, ["--config", "run.yaml"])
+
+
+CONFIG = """
+model: {class_path: tests.tools.deep.Deep, init_args: {num_layers: 2}}
+data: {class_path: RandomTokens, init_args: {vocab_size: 64, seq_len: 32, batch_size: 4}}
+trainer: {accelerator: cpu, max_steps: 1, plugins: [{class_path: BF16Precision}]}
+"""
+
+
+def test_from_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["verify", "--config", "run.yaml", "--steps", "1"]) == 0
+    assert "GREEN" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
+
+
+@pytest.mark.slow
+def test_under_fsdp2(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("max_steps: 1,", "max_steps: 1, strategy: fsdp2,"))
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_ups", "verify", "--config", tmp_path / "run.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GREEN" in done.stdout

@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.transforms.verify_faults import FAULTS
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def run(block):
+    torch.manual_seed(1)
+    result = block(torch.randn(32, 8))
+    (1e-4 * result.square().sum()).backward()
+    gradients = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    return result.detach(), gradients
+
+
+EFFECTS = {
+    "a skipped block": lambda out, right: torch.equal(out[0], torch.randn(32, 8)) and not out[1][0].any(),
+    "a gradient scaled by 2": lambda out, right: (
+        torch.equal(out[0], right[0]) and all(torch.equal(g, 2 * r) for g, r in zip(out[1], right[1], strict=True))
+    ),
+    "a layer in the wrong type": lambda out, right: (
+        0.002 < (out[0] - right[0]).norm() / right[0].norm() < 0.1 and (out[1][0] - right[1][0]).norm() > 0
+    ),
+    "a stale scale": lambda out, right: (out[0] - right[0]).norm() > 0.1 * right[0].norm(),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_its_effect_and_goes(name):
+    block = Block()
+    right = run(block)
+    with FAULTS[name](block):
+        found = run(block)
+        torch.manual_seed(1)
+        assert EFFECTS[name](found, right)
+    again = run(block)
+    assert torch.equal(again[0], right[0])
+    assert all(torch.equal(a, b) for a, b in zip(again[1], right[1], strict=True))
+
+
+def test_a_block_without_a_product_says_what_to_leave_out():
+    with (
+        pytest.raises(ValueError, match=r"LayerNorm holds no linear layer.*--no_faults"),
+        FAULTS["a stale scale"](nn.LayerNorm(4)),
+    ):
+        pass
