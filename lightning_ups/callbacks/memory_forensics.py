@@ -24,7 +24,7 @@ from lightning_ups.order import Run, Stage
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.transforms.blocks import find_blocks
-from lightning_ups.transforms.memory import GIB, Moment
+from lightning_ups.transforms.memory import GIB, Moment, readable
 from lightning_ups.transforms.memory_devices import Device
 from lightning_ups.transforms.memory_holders import holders, is_out_of_memory
 from lightning_ups.transforms.memory_twin import fake_batch, twin
@@ -148,8 +148,8 @@ class MemoryForensics(Callback):
         self._warned = True
         rank_zero_warn(
             f"The allocator of {device} ran out of memory {retries - before} times in the last {self.every} batches, and"
-            f" got on by giving back what it kept for later: {_gib(counters.get(_ALLOCATED, 0))} GiB are in use, and"
-            f" {_gib(counters.get(_RESERVED, 0))} GiB reserved. Each time all work on the device waits, and the next"
+            f" got on by giving back what it kept for later: {readable(counters.get(_ALLOCATED, 0))} are in use, and"
+            f" {readable(counters.get(_RESERVED, 0))} reserved. Each time all work on the device waits, and the next"
             " larger batch will not fit. Make the batch smaller, or see `python -m lightning_ups plan`."
         )
 
@@ -192,13 +192,15 @@ class MemoryForensics(Callback):
             device=device,
             total=counters.get(_ALLOCATED),
         )
-        of = f" of {_gib(all_of_it)}" if all_of_it else ""
-        reserved = f", {_gib(counters[_RESERVED])} GiB reserved" if _RESERVED in counters else ""
-        yield f"Held now, {_gib(found.total)} GiB{of}{reserved}:"
+        of = f" of {readable(all_of_it)}" if all_of_it else ""
+        reserved = f", {readable(counters[_RESERVED])} reserved" if _RESERVED in counters else ""
+        yield f"Held now, {readable(found.total)}{of}{reserved}:"
         yield from _kinds(found)
         largest = sorted(((size, kind, owner) for (kind, owner), size in found.held.items() if owner), reverse=True)[:3]
         measured = sorted(((size, "activations", name) for name, size in self._activations.items()), reverse=True)[:3]
-        if tops := [f"{owner}: {_gib(size)} GiB {kind}" for size, kind, owner in sorted([*largest, *measured])[::-1][:4]]:
+        if tops := [
+            f"{owner}: {readable(size)} {kind}" for size, kind, owner in sorted([*largest, *measured])[::-1][:4]
+        ]:
             yield f"The largest blocks hold {'; '.join(tops)}."
 
     def _needed(self, trainer: Trainer, device: torch.device) -> Iterator[str]:
@@ -244,7 +246,9 @@ class MemoryForensics(Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.snapshot and write_snapshot(folder / f"{name}.pickle", device):
-                self.text = f"{self.text}\nA snapshot of the allocator, for pytorch.org/memory_viz: {folder / name}.pickle"
+                self.text = (
+                    f"{self.text}\nA snapshot of the allocator, for pytorch.org/memory_viz: {folder / name}.pickle"
+                )
             (folder / f"{name}.txt").write_text(f"{self.text}\n")
         except OSError as error:
             self.text = f"{self.text}\nThis could not be written to {folder}: {error}"
@@ -275,7 +279,9 @@ def _compiled_whole(trainer: Trainer) -> bool:
     return (
         run.compiled_by_user
         or run.strategy.whole_graph
-        or any(step.stage is Stage.COMPILE and getattr(step, "scope", "blocks") != "blocks" for step in run.declarations)
+        or any(
+            step.stage is Stage.COMPILE and getattr(step, "scope", "blocks") != "blocks" for step in run.declarations
+        )
     )
 
 
@@ -294,16 +300,16 @@ def _where(module: LightningModule, error: BaseException) -> str:
 def _plan_lines(planner: Planner) -> Iterator[str]:
     moment = planner.moment(planner.declared)
     place = f" of {moment.place}" if moment.place else ""
-    yield f"By plan, this run needs {_gib(moment.total)} GiB on each device at its peak, in {moment.phase}{place}:"
+    yield f"By plan, this run needs {readable(moment.total)} on each device at its peak, in {moment.phase}{place}:"
     yield from _kinds(moment)
     cures = planner.cures()
     if not cures:
         yield "No single setting needs less. Use more devices, larger ones, or a smaller model."
         return
-    fits = "" if planner.usable is None else f" ({_gib(planner.usable)} GiB are usable)"
+    fits = "" if planner.usable is None else f" ({readable(planner.usable)} are usable)"
     yield f"The cheapest ways to need less{fits}:"
     for index, (variant, saved) in enumerate(cures, start=1):
-        yield f"  {index}. {variant.name}: {_gib(saved)} GiB less, {_gib(moment.total - saved)} in all; {variant.price}."
+        yield f"  {index}. {variant.name}: {readable(saved)} less, {readable(moment.total - saved)} in all; {variant.price}."
         for line in variant.yaml.splitlines():
             yield f"       {line}"
 
@@ -312,13 +318,9 @@ def _kinds(moment: Moment) -> Iterator[str]:
     names = {"activations": "activations and temporaries"} if not moment.of("temporaries") else {}
     for kind, size in moment.by_kind().items():
         if size >= 0.005 * moment.total:
-            yield f"  {_gib(size):>8} GiB {names.get(kind, kind)}"
+            yield f"  {readable(size):>9} {names.get(kind, kind)}"
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}" if size >= 0.95 * GIB else f"{size / GIB:.3f}"

@@ -14,7 +14,7 @@ from lightning_ups.order import policy_of, refusals
 from lightning_ups.order.plan import Planner, Variant
 from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.tools.asked import Asked
-from lightning_ups.transforms.memory import GIB, Moment
+from lightning_ups.transforms.memory import GIB, Moment, readable
 from lightning_ups.transforms.memory_devices import DEVICES, Device, device_of, textbook
 
 __all__ = ["main", "own_options", "read_batch", "show"]
@@ -69,9 +69,7 @@ def _textbook() -> Iterator[str]:
     yield f"{'':8}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>9}"
     for stage, parts in textbook().items():
         sizes = {name: f"{size / _GB:.2f}".rstrip("0").rstrip(".") for name, size in parts.items()}
-        yield (
-            f"{stage:8}{sizes['weights']:>10}{sizes['gradients']:>11}{sizes['optimizer']:>11}{sizes['total']:>9}"
-        )
+        yield (f"{stage:8}{sizes['weights']:>10}{sizes['gradients']:>11}{sizes['optimizer']:>11}{sizes['total']:>9}")
     yield ""
     yield from textwrap.wrap(
         "Activations, gathered weights and the logits are left out, and gradients and weights are counted in 16 bits."
@@ -106,6 +104,10 @@ def show(asked: Asked, *, gpu: str | None = None, batch: str | None = None, as_j
     said = [json.dumps(_facts(planner, rows, origin), indent=1)] if as_json else _lines(asked, planner, rows, origin)
     print("\n".join(said))
     return 0 if planner.usable is None or planner.fits(planner.declared) else 2
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _device(name: str | None) -> Device | None:
@@ -197,7 +199,11 @@ def _row(planner: Planner, variant: Variant, *, exact: bool = False) -> _Row:
     try:
         return _Row(variant, moment, batch, planner.longest_sequence(variant))
     except Uncountable as error:
-        return _Row(variant, moment, batch, None, str(error))
+        return _Row(variant, moment, batch, None, _sentence(error.__cause__ or error))
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{str(error).partition('. ')[0].rstrip('.')}."
 
 
 def _lines(asked: Asked, planner: Planner, rows: Sequence[_Row], origin: str) -> Iterator[str]:
@@ -229,17 +235,17 @@ def _essentials(asked: Asked, planner: Planner, origin: str) -> Iterator[str]:
     policy = policy_of(run.precision)
     computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
     yield f"{type(run.module).__name__}, {parameters / 1e6:,.0f} M parameters"
-    yield f"{run.strategy.name}, {run.num_devices} GPUs x {run.num_nodes} nodes, {type(run.precision).__name__}{computes}"
+    yield f"{run.strategy.name}, {_number(run.num_devices, 'GPU')}{f' on each of {run.num_nodes} nodes' if run.num_nodes > 1 else ''}, {type(run.precision).__name__}{computes}"
     sequence = f" of {planner.tokens} positions" if planner.tokens else ""
     yield f"{planner.samples or 1} samples{sequence} on each GPU (from {origin})"
 
 
 def _parts(planner: Planner, moment: Moment) -> Iterator[str]:
     where = f"{moment.phase}{f' of {moment.place}' if moment.place else ''}"
-    yield f"{_gib(moment.total)} GiB at the most on each GPU, in {where}:"
+    yield f"{readable(moment.total)} at the most on each GPU, in {where}:"
     for kind, size in moment.by_kind().items():
         if size >= 0.005 * moment.total or size >= 0.1 * GIB:
-            yield f"{_gib(size):>8}  {kind}{_whose(moment, kind)}"
+            yield f"{readable(size):>9}  {kind}{_whose(moment, kind)}"
 
 
 def _whose(moment: Moment, kind: Any) -> str:
@@ -250,9 +256,9 @@ def _whose(moment: Moment, kind: Any) -> str:
     said = []
     if blocks:
         most = max(blocks.values())
-        said.append(f"{len(blocks)} blocks, {_gib(most)} the largest")
+        said.append(f"{len(blocks)} blocks, {readable(most)} the largest")
     if rest := owners.get("", 0):
-        said.append(f"{_gib(rest)} outside of blocks, such as logits and the loss")
+        said.append(f"{readable(rest)} outside of blocks, such as logits and the loss")
     return f" ({'; '.join(said)})" if said else ""
 
 
@@ -260,18 +266,20 @@ def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
     assert row.moment is not None
     if planner.device is None or planner.usable is None:
         enough = [d.name for d in sorted(DEVICES.values(), key=lambda d: d.gib) if _holds(d, planner, row.moment)]
-        smallest = f"the smallest GPU in the table that holds it is {enough[0]}" if enough else "no GPU in the table holds it"
+        smallest = (
+            f"the smallest GPU in the table that holds it is {enough[0]}" if enough else "no GPU in the table holds it"
+        )
         yield f"No GPU is named (--gpu h100-80; --gpu list shows the table): {smallest}."
         return
     left = planner.usable - row.moment.total
-    of = f"{planner.device.name}: {_gib(planner.usable)} GiB of {planner.device.gib:.1f} are usable"
-    yield f"{of}, {f'it fits, {_gib(left)} are left' if left >= 0 else f'it does NOT fit, {_gib(-left)} are missing'}"
+    of = f"{planner.device.name}: {readable(planner.usable)} of {planner.device.gib:.1f} are usable"
+    yield f"{of}, {f'it fits, {readable(left)} are left' if left >= 0 else f'it does NOT fit, {readable(-left)} are missing'}"
     if row.batch is not None:
         yield f"largest batch at this length: {row.batch} samples" if row.batch else "not even one sample fits"
     if row.sequence:
         yield f"longest sequence at this batch: {row.sequence} positions"
     elif row.why:
-        yield f"longer sequences were not counted: {row.why}"
+        yield f"longer sequences could not be run: {row.why}"
 
 
 def _holds(device: Device, planner: Planner, moment: Moment) -> bool:
@@ -280,15 +288,15 @@ def _holds(device: Device, planner: Planner, moment: Moment) -> bool:
 
 def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
     known = planner.usable is not None
-    yield f"{'':34}{'GiB':>7}{'saves':>8}{'  fits' if known else ''}{'  batch' if known else ''}  price"
+    yield f"{'':34}{'peak':>9}{'saves':>10}{'  fits' if known else ''}{'  batch' if known else ''}  price"
     before = rows[0].moment
     assert before is not None
     for row in rows:
         if row.moment is None:
             yield f"{row.variant.name:34}  not counted: {row.why.partition('. ')[0]}"[:_WIDTH]
             continue
-        saves = "" if row is rows[0] else f"{(before.total - row.moment.total) / GIB:.1f}"
-        line = f"{row.variant.name:34}{_gib(row.moment.total):>7}{saves:>8}"
+        saves = "" if row is rows[0] else readable(before.total - row.moment.total)
+        line = f"{row.variant.name:34}{readable(row.moment.total):>9}{saves:>10}"
         if known:
             fits = "yes" if row.moment.total <= (planner.usable or 0) else "no"
             line += f"{fits:>6}{row.batch if row.batch is not None else '-':>7}"
@@ -341,7 +349,3 @@ def _facts(planner: Planner, rows: Sequence[_Row], origin: str) -> dict[str, Any
             for row in rows
         ],
     }
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}" if size >= 0.95 * GIB else f"{size / GIB:.2f}"

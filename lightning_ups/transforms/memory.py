@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_ups._compat.autograd import storages
 from lightning_ups._compat.rehearsal import is_tracing
 
-__all__ = ["FIXED", "GIB", "Kind", "Ledger", "Moment", "Phase", "allocated", "bytes_of"]
+__all__ = ["FIXED", "GIB", "Kind", "Ledger", "Moment", "Phase", "allocated", "bytes_of", "readable"]
 
 GIB = 2**30
 _GRAIN = 512  # bytes: the allocator gives multiples of it
@@ -44,6 +44,13 @@ FIXED: tuple[Kind, ...] = ("parameters", "master weights", "gradients", "optimiz
 def allocated(size: int) -> int:
     """Return what the allocator gives for ``size`` bytes."""
     return -(-size // _GRAIN) * _GRAIN
+
+
+def readable(size: float) -> str:
+    """Return ``size`` bytes for people: in GiB, or in MiB where that is less than a tenth of one."""
+    if abs(size) < 0.1 * GIB:
+        return f"{size / 2**20:.1f} MiB" if abs(size) < 10 * 2**20 else f"{size / 2**20:.0f} MiB"
+    return f"{size / GIB:.1f} GiB" if abs(size) >= 0.95 * GIB else f"{size / GIB:.2f} GiB"
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -70,13 +70,15 @@ def _copied(step: Step, layout: Layout) -> Iterator[Moment]:
 def _sharded(step: Step, layout: Layout) -> Iterator[Moment]:
     for (phase, place), moment in step.loose.items():
         loose = {key: size for key, size in moment.held.items() if key[0] not in FIXED}
+        # Lightning frees the gradients of the step before after the forward pass.
+        reduced = sum(step.trained.values()) if phase == "forward" else _reduced(step, moment)
         yield Moment(
             phase=phase,
             place=place,
             held={
                 **loose,
-                **_shards(step, layout, reduced=_reduced(step, moment)),
-                **_unreduced(moment, place),
+                **_shards(step, layout, reduced=reduced),
+                **(_unreduced(moment, place) if phase == "backward" else {}),
                 **_gathered(step, layout, phase, place),
             },
         )

@@ -54,7 +54,7 @@ class Step:
 
     Args:
         peaks: For each phase, when it took the most.
-        fixed: What there is between two steps.
+        fixed: What there is between two steps; of gradients, what the optimizer leaves.
         loose: For each phase and block, when the most was alive of what is not sharded with the parameters.
         saved: When the forward pass had ended: what is kept for backward.
         elements: The parameters of each block; under the empty name those of no block.
@@ -88,7 +88,7 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
         ledger.forget_peaks()
         with as_on_cuda():  # in backward too, where blocks are recomputed
             for index in range(play.microbatches):
-                saved = _forward_backward(play, optimizers if index == 0 else [], ledger)
+                saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
         if play.gradients:
             _make_gradients(play, ledger)
         ledger.start("optimizer")
@@ -117,9 +117,7 @@ def _set_up(play: Play, ledger: Ledger) -> list[Optimizer]:
     for optimizer in optimizers:
         optimizer.step()
         ledger.claim(_state(optimizer), "optimizer state")
-        optimizer.zero_grad()
-    play.module.zero_grad()
-    return optimizers
+    return optimizers  # the gradients stay, as after a step that Lightning has made
 
 
 def _make_gradients(play: Play, ledger: Ledger) -> None:
@@ -133,13 +131,15 @@ def _state(optimizer: Optimizer) -> list[Tensor]:
     return [leaf for state in optimizer.state.values() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
-def _forward_backward(play: Play, to_zero: Sequence[Optimizer], ledger: Ledger) -> Moment:
+def _forward_backward(play: Play, ledger: Ledger, *, optimizers: Sequence[Optimizer] | None) -> Moment:
     ledger.start("forward")
     with play.around_forward():
         loss = play.loss()
     saved = ledger.now()
-    for optimizer in to_zero:  # Lightning frees the gradients of the step before after the forward pass
-        optimizer.zero_grad()
+    if optimizers is not None:  # Lightning frees the gradients of the step before after the first forward pass
+        play.module.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
     ledger.start("backward")
     if loss.requires_grad:
         (loss / play.microbatches).backward()

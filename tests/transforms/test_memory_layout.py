@@ -1,0 +1,216 @@
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from torch import nn
+
+from lightning_ups.order import Placement, Run
+from lightning_ups.order.plan import Planner
+from lightning_ups.precision import BF16Precision
+from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.memory import Ledger, Moment
+from lightning_ups.transforms.memory_layout import Layout, between, peak_of
+from lightning_ups.transforms.memory_step import Step
+
+M = 10**6
+
+
+def step(*, activations=0, blocks=4, elements=M, root=0):
+    """Return a step of ``blocks`` equal blocks, whose backward is at the last of them when the most is alive."""
+    names = [f"b{i}" for i in range(blocks)]
+    sizes = {"": root, **dict.fromkeys(names, elements)}
+    loose = {
+        ("forward", names[0]): Moment(phase="forward", held={("activations", ""): activations // 2}),
+        ("backward", names[-1]): Moment(phase="backward", held={("activations", ""): activations}),
+    }
+    whole = Moment(phase="backward", held={("parameters", ""): 2 * sum(sizes.values()), ("activations", ""): activations})
+    return Step(
+        peaks={"backward": whole},
+        fixed=Moment(),
+        loose=loose,
+        saved=Moment(),
+        elements=sizes,
+        trained=sizes,
+        largest=elements,
+    )
+
+
+def test_states_of_full_sharding_are_divided():
+    moment = peak_of(step(blocks=100), Layout(sharding="full", shards=8, devices=8, stepping=4))
+    assert moment.phase == "optimizer"
+    assert moment.by_kind() == {
+        "optimizer state": 8 * 100 * M / 8,
+        "parameters": 4 * 100 * M / 8,
+        "gradients": 4 * 100 * M / 8,
+        "temporaries": 4 * 100 * M / 8,
+    }
+
+
+def test_a_block_is_whole_while_it_runs():
+    moment = peak_of(step(activations=10**9), Layout(sharding="full", shards=4, devices=4))
+    assert (moment.phase, moment.place) == ("backward", "b3")
+    whole, arriving, sent = 2 * M, 2 * M, 4 * M
+    assert moment.of("gather buffers") == whole + arriving + sent
+    assert moment.of("parameters") == 4 * M
+
+
+def test_kept_weights_are_whole_until_backward_has_passed():
+    full, kept = (
+        peak_of(step(activations=10**9), Layout(sharding=sharding, shards=4, devices=4))
+        for sharding in ("full", "gradients")
+    )
+    assert kept.total - full.total == (4 - 2) * 2 * M  # all four blocks, in place of this one and the next
+
+
+def test_what_no_block_holds_is_whole_all_the_time():
+    without, with_root = (
+        peak_of(step(activations=10**9, root=root), Layout(sharding="full", shards=4, devices=4)) for root in (0, 3 * M)
+    )
+    assert with_root.of("gather buffers") - without.of("gather buffers") == 2 * 3 * M
+
+
+def test_the_reduction_of_the_root_may_be_the_peak():
+    moment = peak_of(step(root=100 * M), Layout(sharding="full", shards=4, devices=4, state=0))
+    assert (moment.phase, moment.place) == ("backward", "")
+    assert moment.of("gather buffers") == (2 + 4) * 100 * M
+
+
+def test_ddp_has_its_buckets():
+    one, two = (peak_of(step(), Layout(devices=devices)) for devices in (1, 2))
+    assert two.total - one.total == 2 * 4 * M
+
+
+def test_what_lies_on_the_host_is_not_on_the_device():
+    layout = Layout(sharding="full", shards=2, devices=2, on_host={"optimizer state": 0.75}, workspace=64)
+    moment = peak_of(step(activations=10**9), layout)
+    assert moment.of("optimizer state") == 0.25 * 8 * 4 * M / 2
+    assert moment.of("workspaces") == 64
+
+
+def test_streamed_state_takes_its_chunks_and_nothing_else():
+    layout = Layout(sharding="full", shards=1, devices=1, stepping=4, on_host={"optimizer state": 1.0}, passing=7)
+    moment = peak_of(step(blocks=100), layout)
+    assert moment.of("temporaries") in (0, 7)
+    assert moment.of("optimizer state") == 0
+
+
+def test_memory_between_two_batches_and_beyond():
+    first, second = step(activations=100 * M), step(activations=200 * M)
+    assert peak_of(between(first, second, 0.5), Layout()).of("activations") == 150 * M
+    assert peak_of(between(first, second, 3), Layout()).of("activations") == 400 * M
+    assert between(first, second, 0).peaks == first.peaks
+
+
+# Against FSDP2 itself, on two ranks: what is alive in its steps, tensor by tensor.
+
+
+class Stack(LightningModule):
+    """Eight layers of one product each, which a CPU runs as a GPU does, with a head outside of them."""
+
+    def __init__(self, width=256, depth=8):
+        super().__init__()
+        self.model = Body(width, depth)
+
+    def training_step(self, batch, _):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=True)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(64, 256), batch_size=16)
+
+
+class Body(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 2 * width)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Alive(Ledger):
+    """Counts real tensors; FSDP2 gives memory back by shrinking storages, so that their sizes are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        alive = 0
+        for record in list(self._records.values()):
+            storage = record.finalizer()
+            alive += 0 if storage is None else storage.nbytes()
+        self.most = max(self.most, alive)
+        return result
+
+
+PRECISIONS = {"32": Precision, "bf16": BF16Precision}
+
+
+def _most_alive(sharding, precision):
+    torch.manual_seed(0)
+    alive = Alive()
+    with alive:
+        module = Stack()
+        alive.claim(module.parameters(), "parameters")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=FSDP2Strategy(sharding=sharding),
+            plugins=[PRECISIONS[precision]()],
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[Reset(alive)],
+        )
+        trainer.fit(module)
+    return alive.most
+
+
+class Reset(Callback):
+    def __init__(self, alive):
+        self.alive = alive
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 1:
+            self.alive.most = 0  # the steps before had no optimizer state
+
+
+def _planned(sharding, precision):
+    module = Stack()
+    run = Run(
+        module=module,
+        strategy=Placement.of(FSDP2Strategy),
+        precision=PRECISIONS[precision](),
+        callbacks=(),
+        accelerator="cuda",
+        num_devices=2,
+        num_nodes=1,
+    )
+    planner = Planner(run, torch.randn(16, 256), settings={"sharding": sharding})
+    return planner.moment(planner.declared)
+
+
+@pytest.mark.parametrize("sharding", ["full", "gradients"])
+@pytest.mark.parametrize("precision", [*PRECISIONS])
+def test_against_what_is_alive_under_fsdp2(ranks, sharding, precision):
+    measured = ranks(_most_alive, sharding, precision)
+    planned = _planned(sharding, precision)
+    assert planned.total == pytest.approx(measured, rel=0.1)
