@@ -104,6 +104,7 @@ class TEPrecision(PolicyPrecision):
         self._group: Any = None
         self._attention: EngineAttention | None = None
         self._last_scales: dict[str, Any] = {}
+        self._proven = False  # that something ran, in the first step
 
     breaks_graphs = True  # its modules are no part of compiled code
 
@@ -139,7 +140,7 @@ class TEPrecision(PolicyPrecision):
 
     def _convert(self, module: nn.Module) -> None:
         self._check_place(module)
-        self._last_scales = {}
+        self._last_scales, self._proven = {}, False
         conversion = self.conversion = convert_to_te(
             module,
             include=self.include,
@@ -169,7 +170,7 @@ class TEPrecision(PolicyPrecision):
             self._attention = self._undo.enter_context(engine_attention(find_blocks(module)))
 
     def _end(self, conversion: TEConversion) -> None:
-        self._last_scales = conversion.scales()
+        self._last_scales = conversion.scales() if self.recipe == "delayed" else {}
         self.conversion = self._attention = None
         conversion.undo()
 
@@ -207,7 +208,9 @@ class TEPrecision(PolicyPrecision):
         before = self.conversion.calls.total, self._attention.total if self._attention is not None else 0
         with self._float8(), super().train_step_context():
             yield
-        self._check_effect(*before)
+        if not self._proven:
+            self._check_effect(*before)
+            self._proven = True
 
     @override
     @contextmanager
@@ -253,6 +256,8 @@ class TEPrecision(PolicyPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self.recipe != "delayed":
+            return {}
         scales = self._last_scales if self.conversion is None else self.conversion.scales()
         return {"recipe": self.recipe, "scales": scales} if scales else {}
 

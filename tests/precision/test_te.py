@@ -355,6 +355,27 @@ class TestAttention:
             fit(tmp_path, TEPrecision(fp8_attention=True), model=Without())
 
 
+def test_from_yaml():
+    import yaml
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(TEPrecision, "precision")
+    text = """
+        class_path: lightning_ups.precision.TEPrecision
+        init_args:
+          recipe: delayed
+          amax_history: 16
+          number_format: e4m3
+          fusions: [{norm: layers.*.norm, linears: [layers.*.q, layers.*.k]}]
+    """
+    config = parser.parse_object({"precision": yaml.safe_load(text)})
+    made = parser.instantiate_classes(config).precision
+    assert (made.recipe, made.amax_history, made.amax_compute, made.number_format) == ("delayed", 16, "max", "e4m3")
+    assert made.fusions[0].norm == "layers.*.norm"
+    assert [*made.fusions[0].linears] == ["layers.*.q", "layers.*.k"]
+
+
 class TestErrors:
     def test_a_device_that_cannot_says_what_to_do(self, tmp_path):
         with (

@@ -1,0 +1,506 @@
+"""TEPrecision on a GPU: what the CPU cannot show. Each case prints PASS or FAIL for each check, and its figures.
+
+    python benchmarks/te.py --output benchmarks/results/DATE_te            # everything, within --budget seconds
+    python benchmarks/te.py --cases conversion recompute                   # some of it
+    python benchmarks/te.py --cases "speed bf16" "speed delayed" --budget 540
+
+Speed is of the 1.5 B GPT, seq 4096, batch 4. What needs two GPUs says so where there is one. Without a GPU the same
+code runs at a tiny size, which needs a double of Transformer Engine: the tests have one.
+"""
+
+import contextlib
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import main
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.models import GPTModule
+from lightning_ups.models.gpt import GPT, SIZES, GPTConfig
+from lightning_ups.order import applied
+from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
+from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.te import convert_to_te
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+SEQ, BATCH, STEPS = (512, 4, 12) if CUDA else (16, 2, 4)
+SHAPE = GPTConfig(
+    dim=1024 if CUDA else 32,
+    num_layers=4 if CUDA else 2,
+    num_heads=8 if CUDA else 2,  # heads of 128 on a GPU, which float8 attention has kernels for
+    num_kv_heads=4 if CUDA else 1,
+    ffn_dim=4096 if CUDA else 64,
+    vocab_size=4096 if CUDA else 32,
+    max_seq_len=SEQ,
+)
+RECIPES = ("delayed", "current", "block")
+
+
+class Checks:
+    """What was looked at, in words, and whether it holds."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.failed: list[str] = []
+
+    def check(self, name: str, *, ok: bool, figures: object = "") -> None:
+        """Keep and print one."""
+        line = f"{'PASS' if ok else 'FAIL'} {name}: {figures}"
+        print(line, flush=True)
+        self.found.append(line)
+        if not ok:
+            self.failed.append(name)
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Turn an error into a failed check, so that the others are seen."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self.check(name, ok=False, figures=f"{type(error).__name__}: {str(error)[:400]}")
+
+    def refused(self, name: str, run: Callable[[], Any]) -> None:
+        """Check that ``run`` ends with an error of this precision's."""
+        try:
+            run()
+        except (ValueError, RuntimeError) as error:
+            self.check(name, ok="TEPrecision" in str(error), figures=str(error)[:200])
+        else:
+            self.check(name, ok=False, figures="it ran")
+
+    def result(self) -> dict[str, Any]:
+        """Return them as figures of a case."""
+        return {"ok": not self.failed, "failed": self.failed, "num_checks": len(self.found), "checks": self.found}
+
+
+class Tokens(Dataset[torch.Tensor]):
+    """One batch, over and over, so that losses fall, and a run that goes on sees what it would have seen."""
+
+    def __init__(self, *, seq: int, vocab: int, size: int = 10_000) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.rows = torch.randint(0, vocab, (BATCH, seq + 1), generator=generator)
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index % len(self.rows)]
+
+
+class Watch(Callback):
+    """Losses of every step, and the time and memory of those after the first third."""
+
+    def __init__(self, steps: int) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.warmup, self.seconds, self.peak_gib = max(1, steps // 3), 0.0, 0.0
+        self.facts: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the loss."""
+        self.losses.append(outputs["loss"].detach())
+        if len(self.losses) == self.warmup:
+            _wait()
+            self.began = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Look at the clock, the memory and the report."""
+        _wait()
+        self.seconds = (time.perf_counter() - self.began) / max(1, len(self.losses) - self.warmup)
+        self.peak_gib = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+        if (context := applied(trainer.strategy)) is not None:
+            self.facts = dict(context.report.parts)
+
+
+def _wait() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+class Net(GPTModule):
+    """The GPT of `SHAPE`."""
+
+    def configure_model(self) -> None:
+        """Build it, the same each time."""
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)
+            self.model = GPT(SHAPE)
+
+
+def train(
+    precision: Any, *, steps: int = STEPS, callbacks: tuple[Any, ...] = (), module: Any = None, **options: Any
+) -> tuple[list[float], Watch, Trainer]:
+    """Train on the few sequences, and return the losses, what was measured, and the Trainer."""
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seed_everything(0, verbose=False)
+    watch = Watch(steps)
+    seq, batch = options.pop("seq", SEQ), options.pop("batch", BATCH)
+    ckpt_path, save = options.pop("ckpt_path", None), options.pop("save", None)
+    trainer = Trainer(
+        **(
+            {"accelerator": DEVICE.type, "devices": 1, "max_steps": steps, "plugins": [precision], "logger": False}
+            | {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+            | {"callbacks": [watch, *callbacks], "default_root_dir": tempfile.gettempdir()}
+            | options
+        )
+    )
+    module = module or Net(lr=1e-3, warmup_steps=1, schedule="constant")
+    vocab = module.model.config.vocab_size if hasattr(module, "model") else SHAPE.vocab_size
+    data = DataLoader(Tokens(seq=seq, vocab=vocab), batch_size=batch)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return [loss.item() for loss in watch.losses], watch, trainer
+
+
+def apart(found: list[float], wanted: list[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+# One module: logits and gradients against float32
+
+
+def _errors(
+    model: nn.Module, reference: tuple[torch.Tensor, dict[str, torch.Tensor]], **options: Any
+) -> dict[str, float]:
+    logits, gradients = _run(model, **options)
+    wanted, others = reference
+    worst = max(_distance(gradients[name], other) for name, other in others.items())
+    return {"logits": round(_distance(logits, wanted), 5), "worst_gradient": round(worst, 5)}
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-12)).item()
+
+
+def _run(
+    model: nn.Module, *, context: Callable[[], Any] = contextlib.nullcontext
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 32, (BATCH, SEQ), generator=generator).to(DEVICE)
+    model.zero_grad()
+    with context():
+        out = model(tokens)
+    logits = out if isinstance(out, torch.Tensor) else out.logits
+    weights = torch.randn(logits.shape, generator=generator).to(DEVICE)
+    (logits.float() * weights).mean().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=SHAPE.dim,
+            intermediate_size=SHAPE.ffn_dim,
+            num_hidden_layers=2,
+            num_attention_heads=SHAPE.num_heads,
+            num_key_value_heads=SHAPE.num_kv_heads,
+            vocab_size=SHAPE.vocab_size,
+            use_cache=False,
+        )
+    )
+
+
+def conversion() -> dict[str, Any]:
+    """Logits and gradients in bfloat16 and each recipe, fused and apart, against float32."""
+    from lightning_ups._compat.te import autocast, make_recipe
+
+    checks = Checks()
+    for name, build in {"GPT": partial(GPT, SHAPE), "Llama": _llama}.items():
+        with checks.attempt(f"{name} can be built"):
+            torch.manual_seed(0)
+            model = build().to(DEVICE)
+            reference = _run(model)
+            low = partial(torch.autocast, DEVICE.type, dtype=torch.bfloat16)
+            plain = _errors(model, reference, context=low)
+            for fuse in ("all", "none"):
+                with checks.attempt(f"{name}, fuse={fuse}"):
+                    done = convert_to_te(model, fuse=fuse, multiple=1)
+                    found = _errors(model, reference, context=low)
+                    ok = all(found[k] < 2 * plain[k] + 1e-3 for k in found)
+                    checks.check(
+                        f"{name} in bfloat16, fuse={fuse}, as torch's", ok=ok, figures={"te": found, "torch": plain}
+                    )
+                    done.lay_together()
+                    again = _errors(model, reference, context=low)
+                    checks.check(f"{name}, fuse={fuse}, joined without a copy", ok=again == found, figures=again)
+                    done.undo()
+        for recipe in RECIPES:
+            with checks.attempt(f"{name}, {recipe}"):
+                done = convert_to_te(model, fuse="all", once=recipe == "delayed")
+                options = {"number_format": None, "history": 16, "compute": "max", "margin": 0}
+                made = make_recipe(recipe, reduce_amax=False, attention=False, **options)
+
+                @contextlib.contextmanager
+                def float8(done: Any = done, made: Any = made) -> Iterator[None]:
+                    done.calls.begin()
+                    with torch.autocast(DEVICE.type, dtype=torch.bfloat16), autocast(made, group=None):
+                        yield
+
+                for _ in range(2 if recipe == "delayed" else 0):  # its scales come from steps before
+                    _run(model, context=float8)
+                found = _errors(model, reference, context=float8)
+                ok = plain["logits"] < found["logits"] < 0.35 and found["worst_gradient"] < 0.8
+                checks.check(f"{name} in float8, {recipe}", ok=ok, figures=found)
+                done.undo()
+    return checks.result()
+
+
+# Training
+
+
+def recipes() -> dict[str, Any]:
+    """Each recipe by name: losses beside bfloat16's, evaluation, and what the device lacks."""
+    checks = Checks()
+    wanted, _, _ = train(BF16Precision())
+    for recipe in (None, *RECIPES):
+        for weights in ("masters", "autocast"):
+            with checks.attempt(f"{recipe}, {weights}"):
+                found, _, _ = train(TEPrecision(recipe=recipe, weights=weights))
+                limit, distance = 0.02 if recipe is None else 0.08, apart(found, wanted)
+                figures = {"apart": round(distance, 5), "last": round(found[-1], 4), "bf16_last": round(wanted[-1], 4)}
+                checks.check(f"{recipe}, {weights}", ok=distance < limit, figures=figures)
+    if not CUDA or torch.cuda.get_device_capability() < (10, 0):
+        checks.refused("mxfp8 is refused here", lambda: train(TEPrecision(recipe="mxfp8")))
+    with checks.attempt("a number format"):
+        found, _, _ = train(
+            TEPrecision(recipe="delayed", number_format="e4m3", amax_history=4, amax_compute="most_recent")
+        )
+        checks.check("delayed in e4m3 by the most recent of 4", ok=apart(found, wanted) < 0.08, figures=found[-1])
+    with checks.attempt("accumulation and clipping"):
+        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+        found, _, _ = train(TEPrecision(recipe="delayed"), **options)
+        other, _, _ = train(BF16Precision(), **options)
+        checks.check("accumulation and clipping", ok=apart(found, other) < 0.08, figures=round(apart(found, other), 5))
+    return checks.result()
+
+
+def checkpoints() -> dict[str, Any]:
+    """A checkpoint moves between bfloat16, torchao's float8 and Transformer Engine, and a run goes on as it was."""
+    checks, half = Checks(), STEPS // 2
+    makers: dict[str, Callable[[], Any]] = {
+        "delayed": lambda: TEPrecision(recipe="delayed", amax_history=16),
+        "current": lambda: TEPrecision(recipe="current"),
+        "bf16": BF16Precision,
+    }
+    with contextlib.suppress(ImportError):
+        import torchao  # noqa: F401  (only whether it is there)
+
+        makers["float8"] = lambda: Float8Precision(emulate=not CUDA)
+    with tempfile.TemporaryDirectory() as folder:
+        whole: dict[str, list[float]] = {}
+        for name, make in makers.items():
+            with checks.attempt(f"{name} alone"):
+                whole[name], _, _ = train(make())
+                train(make(), steps=half, save=Path(folder) / f"{name}.ckpt")
+        for first in whole:
+            path = Path(folder) / f"{first}.ckpt"
+            state = torch.load(path, weights_only=True)["state_dict"]
+            plain = list(_plain_state()) == list(state) and {v.dtype for v in state.values()} == {torch.float32}
+            checks.check(f"{first}: plain names and float32", ok=plain, figures=len(state))
+            for second in whole:
+                with checks.attempt(f"{first} to {second}"):
+                    found, _, _ = train(makers[second](), ckpt_path=path)
+                    distance = apart(found, whole[first][half:])
+                    # Kernels that add in any order differ in the last bits.
+                    limit = 1e-3 if first == second else 0.08
+                    checks.check(f"{first} to {second}", ok=distance < limit, figures=round(distance, 6))
+    return checks.result()
+
+
+def _plain_state() -> dict[str, Any]:
+    module = Net()
+    module.configure_model()
+    return module.state_dict()
+
+
+def recompute() -> dict[str, Any]:
+    """Recomputed blocks through Transformer Engine's checkpoint: the same losses, in less memory."""
+    checks = Checks()
+    for recipe in (None, *RECIPES):
+        without, before, _ = train(TEPrecision(recipe=recipe))
+        for save in ("nothing", "matmuls"):
+            with checks.attempt(f"{recipe}, save={save}"):
+                found, after, _ = train(TEPrecision(recipe=recipe), callbacks=(ActivationCheckpoint(save=save),))
+                memory = {"gib": round(after.peak_gib, 3), "without": round(before.peak_gib, 3)}
+                ok = apart(found, without) < 1e-3 and (not CUDA or after.peak_gib < before.peak_gib)
+                checks.check(f"{recipe}, save={save}", ok=ok, figures={"apart": apart(found, without), **memory})
+    return checks.result()
+
+
+def compiled() -> dict[str, Any]:
+    """Blocks compiled between Transformer Engine's modules, and what is refused."""
+    checks, backend = Checks(), "inductor" if CUDA else "aot_eager"
+    for recipe in (None, "current", "block"):
+        with checks.attempt(f"{recipe}, compiled"):
+            without, before, _ = train(TEPrecision(recipe=recipe))
+            found, after, _ = train(TEPrecision(recipe=recipe), callbacks=(Compile(backend=backend),))
+            facts = after.facts.get("Compile", {})
+            figures = {k: facts.get(k) for k in ("graphs", "breaks", "recompiles")}
+            figures |= {"ms": round(1e3 * after.seconds, 2), "eager_ms": round(1e3 * before.seconds, 2)}
+            ok = apart(found, without) < 0.02 and bool(facts.get("graphs")) and not facts.get("recompiles")
+            checks.check(f"{recipe}, compiled", ok=ok, figures=figures)
+    checks.refused(
+        "delayed scaling, compiled", lambda: train(TEPrecision(recipe="delayed"), callbacks=(Compile(backend=backend),))
+    )
+    return checks.result()
+
+
+def attention() -> dict[str, Any]:
+    """Float8 attention: losses, and forward and backward beside bfloat16's."""
+    checks = Checks()
+    for recipe in ("current", "delayed"):
+        with checks.attempt(f"{recipe}, in training"):
+            without, _, _ = train(TEPrecision(recipe=recipe))
+            found, _, _ = train(TEPrecision(recipe=recipe, fp8_attention=True))
+            checks.check(
+                f"{recipe}, in training", ok=apart(found, without) < 0.08, figures=round(apart(found, without), 5)
+            )
+    with checks.attempt("speed"):
+        checks.check("speed", ok=True, figures=_attention_speed())
+    return checks.result()
+
+
+def _attention_speed() -> dict[str, float]:
+    from lightning_ups._compat.te import attention_for, autocast, make_recipe
+
+    heads, groups, width, seq = (32, 8, 128, 4096) if CUDA else (2, 1, 16, 16)
+    q, k, v = (
+        torch.randn(2, seq, h, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for h in (heads, groups, groups)
+    )
+    options = {"number_format": None, "history": 1, "compute": "most_recent", "margin": 0, "reduce_amax": False}
+    made = make_recipe("current", attention=True, **options)
+    module = attention_for(heads, width, groups=groups, scale=None)
+
+    def engine() -> torch.Tensor:
+        with autocast(made, group=None):
+            return module(q, k, v)
+
+    def torchs() -> torch.Tensor:
+        tensors = (x.transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+
+    flops = 3.5 * 2 * 2 * 2 * heads * seq * seq * width / 2
+    return {
+        name: round(flops / _seconds(run) / 1e12, 2) for name, run in (("fp8_tflops", engine), ("bf16_tflops", torchs))
+    }
+
+
+def _seconds(run: Callable[[], torch.Tensor], *, repeats: int = 10 if CUDA else 1) -> float:
+    for _ in range(3):
+        run().sum().backward()
+    _wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run().sum().backward()
+    _wait()
+    return (time.perf_counter() - start) / repeats
+
+
+# Two GPUs
+
+
+def ddp() -> dict[str, Any]:
+    """Two GPUs by DDP: losses near one GPU's, and the same weights and scales on both."""
+    return _on_two("ddp", lambda: "ddp")
+
+
+def fsdp2() -> dict[str, Any]:
+    """Two GPUs by FSDP2: the same, sharded, with checkpoints that go to one GPU."""
+    return _on_two("fsdp2", FSDP2Strategy)
+
+
+def _on_two(name: str, strategy: Callable[[], Any]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    if torch.cuda.device_count() < 2:
+        return {"ok": None, "skipped": f"needs 2 GPUs, {torch.cuda.device_count()} visible"}
+    checks = Checks()
+    for recipe in (None, *RECIPES):
+        with checks.attempt(f"{name}, {recipe}"):
+            # Every rank sees the same batches: the losses are those of one GPU.
+            precision = TEPrecision(recipe=recipe)
+            found, watch, trainer = train(
+                precision, strategy=strategy(), devices=2, use_distributed_sampler=False, barebones=False
+            )
+            scales = trainer.precision_plugin.state_dict().get("scales", {})
+            mine = sum(v.double().sum().item() for s in scales.values() for v in s.values())
+            both: list[Any] = [None, None]
+            if dist.is_initialized():
+                dist.all_gather_object(both, (mine, found))
+            alone = os.environ.get("LOCAL_RANK", "0") == "0"
+            one, _, _ = train(TEPrecision(recipe=recipe), strategy="auto") if alone else (found, None, None)
+            figures = {"apart_from_one": round(apart(found, one), 5), "gib": round(watch.peak_gib, 3)}
+            checks.check(f"{name}, {recipe}", ok=apart(found, one) < 0.03 and both[0] == both[1], figures=figures)
+            if dist.is_initialized():
+                dist.barrier()
+    return checks.result()
+
+
+# Speed
+
+
+def speed(recipe: str, *, compile: bool = False, fuse: str = "auto") -> dict[str, Any]:
+    """Tokens a second and peak memory of the 1.5 B GPT, or, without a GPU, of the tiny one."""
+    size = "1B" if CUDA else "tiny"
+    seq, batch, steps = (4096, 4, 15) if CUDA else (32, 2, 3)
+    module = GPTModule(size=size, max_seq_len=seq, lr=3e-4, warmup_steps=1, schedule="constant")
+    torch.manual_seed(0)
+    module.configure_model()
+    precision: Any = BF16Precision()
+    if recipe != "bf16":
+        precision = TEPrecision(recipe=None if recipe == "none" else recipe, fuse=fuse)  # type: ignore[arg-type]
+    callbacks = (Compile(backend="inductor" if CUDA else "aot_eager"),) if compile else ()
+    losses, watch, _ = train(precision, steps=steps, module=module, callbacks=callbacks, seq=seq, batch=batch)
+    flops = SIZES[size].flops_per_token(seq)
+    tokens_s = seq * batch / watch.seconds
+    return {
+        "ok": all(map(math.isfinite, losses)),
+        "tokens_s": round(tokens_s, 1),
+        "tflops": round(tokens_s * flops / 1e12, 1),
+        "gib": round(watch.peak_gib, 2),
+        "first_loss": round(losses[0], 4),
+        "last_loss": round(losses[-1], 4),
+    }
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "conversion": conversion,
+    "recipes": recipes,
+    "checkpoints": checkpoints,
+    "recompute": recompute,
+    "compiled": compiled,
+    "attention": attention,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "speed bf16": partial(speed, "bf16"),
+    "speed bf16, compiled": partial(speed, "bf16", compile=True),
+    "speed none": partial(speed, "none"),
+    "speed delayed": partial(speed, "delayed"),
+    "speed current": partial(speed, "current"),
+    "speed block": partial(speed, "block"),
+    "speed current, compiled": partial(speed, "current", compile=True),
+    "speed delayed, no fusions": partial(speed, "delayed", fuse="none"),
+}
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=UserWarning)
+    main(CASES, columns=("ok", "failed", "num_checks", "tokens_s", "gib", "last_loss", "skipped", "error"))

@@ -1,0 +1,82 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import fake_te
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture
+def te(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("te", "cases"):
+        sys.modules.pop(name, None)
+    import te
+
+    monkeypatch.setattr(te, "CUDA", False)
+    with fake_te.installed():
+        yield te
+    for name in ("te", "cases"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="a GPU runs the benchmark itself")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "conversion",
+        "compiled",
+        "attention",
+        "speed delayed",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("recipes", "checkpoints", "recompute")),
+    ],
+)
+def test_a_case_holds_at_a_tiny_size(te, case):
+    found = te.CASES[case]()
+    assert found.get("failed", []) == []
+    assert found["ok"]
+
+
+@pytest.mark.gpu(capability=(9, 0))
+@pytest.mark.parametrize("case", ["conversion", "recipes", "checkpoints", "recompute", "compiled", "attention"])
+def test_a_case_holds_on_a_gpu(case, tmp_path):
+    run_case(case, tmp_path)
+
+
+@pytest.mark.gpu(count=2, capability=(9, 0))
+@pytest.mark.parametrize("case", ["ddp", "fsdp2"])
+def test_a_case_holds_on_two_gpus(case, tmp_path):
+    run_case(case, tmp_path)
+
+
+def run_case(case, folder):
+    """Run it in a process of its own, which may have a process group."""
+    pytest.importorskip("transformer_engine.pytorch")
+    command = [sys.executable, str(BENCHMARKS / "te.py"), "--cases", case, "--output", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (result,) = json.loads((folder / "result.json").read_text())
+    assert result.get("ok"), [result, done.stdout[-2000:]]
+
+
+def test_two_gpus_are_asked_for(te):
+    assert te.CASES["fsdp2"]()["skipped"].startswith("needs 2 GPUs") or __import__("torch").cuda.device_count() > 1
+
+
+def test_a_failed_check_is_kept_and_the_others_run(te):
+    checks = te.Checks()
+    with checks.attempt("first"):
+        raise RuntimeError("broken")
+    checks.check("second", ok=True)
+    checks.refused("third", lambda: None)
+    assert checks.result()["failed"] == ["first", "third"]
+    assert checks.result()["num_checks"] == 3
+
+
+def test_how_far_losses_are_apart(te):
+    assert te.apart([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
