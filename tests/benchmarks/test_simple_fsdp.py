@@ -1,0 +1,68 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def simple_fsdp(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import simple_fsdp
+
+    yield simple_fsdp
+    for name in ("simple_fsdp", "fsdp2", "cases", "step_profile", "llama"):
+        sys.modules.pop(name, None)
+
+
+def result(way, cache="cold", **figures):
+    exposed = {"exposed communication": 0.04}
+    return {
+        "way": way, "cache": cache, "tokens_per_s_per_gpu": 1000, "peak_gib": 40.0, "first_step_s": 9.0,
+        "exposed_communication": exposed, "losses": [5.0, 4.5], **figures,
+    }  # fmt: skip
+
+
+def test_the_table_compares_with_fsdp2_eager(simple_fsdp):
+    results = [
+        result("FSDP2, eager", exposed_communication=None),
+        result("SimpleFSDP", tokens_per_s_per_gpu=1250, peak_gib=30.0),
+        result("SimpleFSDP", "warm", first_step_s=3.0, peak_gib=0.0),
+        {"way": "FSDP2, blocks compiled", "cache": "cold", "error": "x\nOutOfMemoryError: no memory"},
+    ]
+    rows = simple_fsdp.table(results).splitlines()[2:]
+    assert rows == [
+        "| FSDP2, eager | 1000 | +0.0% | 40.0 | +0.0% |  | 9.0 | 4.5000 |",
+        "| SimpleFSDP | 1250 | +25.0% | 30.0 | -25.0% | 4.0% | 9.0, 3.0 | 4.5000 |",
+        "| FSDP2, blocks compiled | OutOfMemoryError: no memory | | | | | | |",
+    ]
+
+
+def test_what_compiles_runs_twice(simple_fsdp):
+    compiles = {name: way.compiles for name, way in simple_fsdp.WAYS.items()}
+    assert [name for name, yes in compiles.items() if not yes] == ["FSDP2, eager"]
+
+
+@pytest.mark.slow
+def test_all_ways_run_and_agree_on_cpus(tmp_path):
+    ways = ["FSDP2, eager", "FSDP2, blocks compiled", "SimpleFSDP"]
+    command = [sys.executable, str(BENCHMARKS / "simple_fsdp.py"), "--set", "tiny", "--backend", "aot_eager"]
+    command += ["--output", str(tmp_path / "out"), "--ways", *ways]
+    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [(r["way"], r["cache"]) for r in results] == [
+        (ways[0], "cold"), (ways[1], "cold"), (ways[1], "warm"), (ways[2], "cold"), (ways[2], "warm"),
+    ]  # fmt: skip
+    assert all("error" not in r for r in results), done.stdout
+    eager, compiled, simple = (r["losses"] for r in results if r["cache"] == "cold")
+    assert compiled == pytest.approx(eager, rel=5e-3)
+    assert simple == pytest.approx(eager, rel=5e-3)
+    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 5
+    assert (tmp_path / "out" / "env.txt").exists()
