@@ -208,7 +208,11 @@ def slots_of(
         if not found.is_contiguous():
             found = found.contiguous()
         tensors: Any = (weight, found, average, square, step, copy(weight))
-        slots.append(Slot(*(map(_local, tensors) if isinstance(weight, DTensor) else tensors)))
+        if isinstance(weight, DTensor):
+            assert isinstance(found, DTensor)
+            alike = found.redistribute(placements=weight.placements)  # as it is, but under some tensor parallel plans
+            tensors = map(_local, (weight, alike, *tensors[2:]))
+        slots.append(Slot(*tensors))
     return slots
 
 
