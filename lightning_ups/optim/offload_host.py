@@ -107,6 +107,8 @@ class HostSteps:
         options.keep()
         for slot in self._slots:
             self.memory.wait(slot.up)
+        for item in (item for chunk in chunks for item in chunk):
+            self._writes[item.parameter] = count_writes(item.parameter)
         self._source.spent(item.parameter for chunk in chunks for item in chunk)
 
     def _gradient(self, item: Item) -> Tensor | None:
@@ -181,8 +183,6 @@ class HostSteps:
         for item in items:
             copies += zip(plain_parts(item.parameter.detach()), plain_parts(slot.parameters[item]), strict=True)
         slot.up = self.memory.load(copies, after=[begin])
-        for item in items:
-            self._writes[item.parameter] = count_writes(item.parameter)
 
     def settle(self) -> None:
         """Let the host wait until all copies are made."""

@@ -89,9 +89,8 @@ class Mastered:
     def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
         """See `Source`."""
         for index, group in enumerate(self._optimizer.param_groups):
-            for parameter in group["params"]:
-                master: nn.Parameter = self._of.get(parameter, parameter)
-                yield index, parameter, master
+            parameters: list[nn.Parameter] = group["params"]
+            yield from ((index, parameter, self._of.get(parameter, parameter)) for parameter in parameters)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See `Source`."""
