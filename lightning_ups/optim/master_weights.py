@@ -58,7 +58,8 @@ class MasterWeights:
             parameter.data = parameter.data.to(dtype)
             _copy_as(parameter, self.of[parameter])
         self._writes: dict[nn.Parameter, int] = {}
-        self._looks, self._found, self._by_value = 0, None, False
+        self._looks, self._by_value = 0, False
+        self._found: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
         self.note_writes(self.of)
         self._handles: list[RemovableHandle] = [
@@ -91,7 +92,7 @@ class MasterWeights:
             if not counted and not self._by_value:
                 uncounted.append(written.any())
         if uncounted:
-            self._found = torch.stack([flag.to(uncounted[0].device) for flag in uncounted]).any()
+            self._found = _sent(torch.stack([flag.to(uncounted[0].device) for flag in uncounted]).any())
         self.note_writes(self.of)
 
     def _settle(self) -> None:
@@ -99,9 +100,14 @@ class MasterWeights:
             self.settle()
 
     def _found_before(self) -> bool:
-        # Of the look before, so that the device has long known it and nobody waits.
+        # Of the look before: its event has passed, or is about to, and what was queued since is not waited for.
         found, self._found = self._found, None
-        return found is not None and bool(found.item())
+        if found is None:
+            return False
+        flag, event = found
+        if event is not None:
+            event.synchronize()
+        return bool(flag)
 
     def note_writes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take what ``parameters`` hold now for written by their masters."""
@@ -345,6 +351,14 @@ class MasteredOptimizer(Optimizer):
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
+
+
+def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if not flag.is_cuda:
+        return flag, None
+    host, event = flag.to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
+    return host, event
 
 
 def _convertible(module: nn.Module) -> list[nn.Parameter]:
