@@ -20,7 +20,7 @@ from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
-from lightning_ups.transforms.blocks import as_patterns
+from lightning_ups.transforms.blocks import as_patterns, roots
 from lightning_ups.transforms.float8 import (
     Float8Conversion,
     Recipe,
@@ -30,8 +30,10 @@ from lightning_ups.transforms.float8 import (
     fitting_linears,
     float8_linears,
 )
+from lightning_ups.transforms.float8_autocast import refused_autocast
 from lightning_ups.transforms.float8_gather import Scales
 from lightning_ups.transforms.mesh import TENSOR
+from lightning_ups.transforms.shard import is_sharded
 
 __all__ = ["Float8Precision"]
 
@@ -119,6 +121,7 @@ class Float8Precision(PolicyPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         self._check_device(module)
+        _check_whole(module)
         self.teardown()  # of a run that an exception ended before its own
         self.conversion = convert_to_float8(
             module,
@@ -129,7 +132,7 @@ class Float8Precision(PolicyPrecision):
         )
         if not self._sharded:
             self._undo.callback(self.conversion.undo)
-        self._round_as_eager()
+        self._hold_in_fit(module)
         return self._with_masters(module)
 
     @property
@@ -186,9 +189,13 @@ class Float8Precision(PolicyPrecision):
         super().keep_module(module)
         self._check_device(module)
         self.conversion = conversion_of(module)
-        self._round_as_eager()
+        self._hold_in_fit(module)
 
-    def _round_as_eager(self) -> None:
+    def _hold_in_fit(self, module: nn.Module) -> None:
+        if self._sharded or self.weights == "masters":
+            cure = "Take the autocast out" + ("." if self._sharded else ", or set weights='autocast' in the precision.")
+            outermost = [root for _, root in roots(module)]
+            self._undo.enter_context(refused_autocast(outermost, by="Float8Precision", cure=cure))
         if self.recipe in ("rowwise", "rowwise_with_gw_hp"):
             self._undo.enter_context(eager_precision_casts())
 
@@ -262,6 +269,15 @@ class Float8Precision(PolicyPrecision):
                 f" Products in MXFP8 need a GPU of capability {float8_mx.CAPABILITY} or higher, such as B200."
                 " Use recipe='tensorwise', or, to test, emulate=True."
             )
+
+
+def _check_whole(module: nn.Module) -> None:
+    if is_sharded(module):
+        raise ValueError(
+            f"{type(module).__name__} was sharded before Float8Precision could convert it."
+            " A conversion replaces layers, and with float8 gathers their parameters, which sharding holds by then."
+            " Take fully_shard out of the module and use FSDP2Strategy, which converts first; or use BF16Precision."
+        )
 
 
 def _product(rows: int, linear: nn.Linear) -> Product:

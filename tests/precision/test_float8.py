@@ -239,3 +239,24 @@ def test_what_does_not_fit_is_named(tmp_path):
     model.on_train_start = lambda: seen.append(applied(model.trainer.strategy).report.lines())
     fit(tmp_path, Float8Precision(emulate=True), model=model, callbacks=[ActivationCheckpoint(save="nothing")])
     assert any("3 do not, among them layers.1.0 (32 x 40 is no multiple of 16)" in line for line in seen[0])
+
+
+class Casting(Wide):
+    """Has an autocast of its own."""
+
+    def training_step(self, batch, index):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().training_step(batch, index)
+
+
+def test_an_autocast_on_top_is_refused_and_allowed_where_the_precision_is_one(tmp_path):
+    message = r"within torch.autocast, and Float8Precision has set its types already.*weights='autocast'"
+    with pytest.raises(RuntimeError, match=message):
+        fit(tmp_path, Float8Precision(emulate=True), model=Casting())
+    fit(tmp_path, Float8Precision(emulate=True, weights="autocast"), model=Casting(), epochs=1)
+
+
+def test_conversion_after_sharding_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("lightning_ups.precision.float8.is_sharded", lambda module: True)
+    with pytest.raises(ValueError, match=r"was sharded before Float8Precision could convert it.*FSDP2Strategy"):
+        fit(tmp_path, Float8Precision(emulate=True))

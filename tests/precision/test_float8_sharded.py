@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
@@ -262,6 +263,29 @@ def test_what_is_gathered_is_reported(ranks, tmp_path):
     assert "Precision: 4 linear layers multiply in float8, tensorwise, gathered in float8; 2 do not" in lines
     assert facts["gathered_in_float8"] is True
     assert facts["not_float8"] == dict.fromkeys(("embed", "head"), "outside the blocks")
+
+
+def sharded_by_hand(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    class ByHand(wide.Wide):
+        def build(self):
+            pass
+
+        def configure_model(self):
+            if not hasattr(self, "head"):
+                wide.Wide.build(self)
+                for module in (*self.layers, self.head):
+                    fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    lightning = trainer(tmp_path, strategy=strategy, devices=2, plugins=[wide.precision({})])
+    lightning.fit(ByHand(), torch.utils.data.DataLoader(cases.data(), batch_size=8))
+
+
+def test_a_module_that_its_user_sharded_is_refused(ranks, tmp_path):
+    with pytest.raises(AssertionError, match=r"was sharded before Float8Precision could convert it.*FSDP2Strategy"):
+        ranks(sharded_by_hand, tmp_path)
 
 
 def test_precisions_are_what_they_say():
