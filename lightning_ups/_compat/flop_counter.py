@@ -18,10 +18,10 @@ def in_backward() -> bool:
 
 def run_backward(loss: Tensor) -> None:
     """Do what ``loss.backward()`` does, with the function modes that are on: torch leaves them out of a backward."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    engine: Any = torch.autograd.Variable._execution_engine
+    keep_graph = create_graph = False
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward((loss,), (torch.ones_like(loss),), keep_graph, create_graph, (), **options)
 
 
 class RecomputeCounter(FlopCounterMode):

@@ -5,8 +5,9 @@ import sysconfig
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 def is_profiled() -> bool:
     """Return whether somebody profiles this process by torch's profiler, of which there is one."""
-    return torch._C._autograd._profiler_enabled()
+    bindings: Any = torch._C
+    return bindings._autograd._profiler_enabled()
 
 
 class Kernels:
@@ -85,19 +87,25 @@ def watched_waits(counts: "Counter[str]") -> Iterator[None]:
 
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+_OURS = str(Path(__file__).parents[1])
 
 
-def _place(ours: Callable[[str], bool] = lambda path: path == __file__) -> str | None:
+def _place() -> str | None:
     """Return the line that waits: the innermost of the user's, or that of a library if none is."""
-    frames = [frame for frame in traceback.extract_stack(sys._getframe(2)) if not ours(frame.filename)]
+    frames = [frame for frame in traceback.extract_stack(sys._getframe(2)) if frame.filename != __file__]
     frames = [frame for frame in frames if not frame.filename.endswith("/warnings.py")]
     if not frames:
         return None
-    own = [
-        frame for frame in frames if not frame.filename.startswith(_LIBRARIES) and "lightning_ups" not in frame.filename
-    ]
-    # The outermost of the user's own frames is the script that called fit; a step's lies below Lightning's.
-    last_library = max((i for i, frame in enumerate(frames) if "lightning" in frame.filename), default=-1)
-    inside = [frame for frame in own if frames.index(frame) > last_library]
-    chosen = (inside or frames)[-1]
+    # The script that called fit is the user's as well: what a step does lies below the last frame of Lightning.
+    below = max((i for i, frame in enumerate(frames) if _is_lightning(frame.filename)), default=-1) + 1
+    own = [frame for frame in frames[below:] if not _is_library(frame.filename)]
+    chosen = (own or frames)[-1]
     return f"{chosen.filename}:{chosen.lineno} ({chosen.name})"
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith((*_LIBRARIES, _OURS))
+
+
+def _is_lightning(path: str) -> bool:
+    return _is_library(path) and (path.startswith(_OURS) or "/lightning/" in path or "/pytorch_lightning/" in path)

@@ -1,7 +1,7 @@
 """What NVML says of a GPU while it works, read beside training.
 
-NVML belongs to the package ``nvidia-ml-py``, which torch does not require; torch's own ``torch.cuda.utilization`` and its
-kin ask it as well.
+NVML belongs to the package ``nvidia-ml-py``, which torch does not require; torch's own ``torch.cuda.utilization`` and
+its kin ask it as well.
 """
 
 import importlib
@@ -29,7 +29,7 @@ def sensor(device: torch.device) -> Sensor | None:
         nvml.nvmlInit()
     except (ImportError, OSError):
         return None
-    except Exception as error:  # noqa: BLE001  (NVMLError is a class of the module that may not be there)
+    except Exception as error:
         if type(error).__name__.startswith("NVMLError"):
             return None
         raise

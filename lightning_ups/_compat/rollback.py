@@ -9,7 +9,8 @@ __all__ = ["roll_back"]
 def roll_back(trainer: Any, path: Path) -> None:
     """Restore from ``path`` what the steps since then have changed; every rank takes part.
 
-    The run goes on with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their state.
+    The run goes on with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their
+    state.
     """
     connector = trainer._checkpoint_connector
     connector.resume_start(str(path), weights_only=False)  # this run wrote it, or was started from it

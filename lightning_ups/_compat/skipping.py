@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 __all__ = ["clear_skip", "skip_if", "skips_on_device"]
 
@@ -12,12 +13,16 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's kernel reads a flag: torch's fused ones do, and those that stand for them."""
     stepped = _stepped(optimizer)
     fused = all(group.get("fused") for group in stepped.param_groups)
-    return fused and bool(getattr(stepped, "_step_supports_amp_scaling", False))
+    # Its first step makes the buffer, as that step's gradient; a buffer of zeros is the same without dampening alone.
+    damped = isinstance(stepped, SGD) and any(group["dampening"] for group in stepped.param_groups)
+    return fused and not damped and bool(getattr(stepped, "_step_supports_amp_scaling", False))
 
 
 def skip_if(optimizer: Optimizer, flag: Tensor) -> None:
     """Let the next step change nothing, neither parameters nor state, if ``flag`` (float32, no dimension) is not 0."""
     stepped = _stepped(optimizer)
+    if isinstance(stepped, SGD):
+        _make_buffers(stepped)
     stepped.grad_scale, stepped.found_inf = None, flag  # type: ignore[attr-defined]
 
 
@@ -26,6 +31,14 @@ def clear_skip(optimizer: Optimizer) -> None:
     stepped = _stepped(optimizer)
     for name in ("grad_scale", "found_inf"):
         vars(stepped).pop(name, None)
+
+
+def _make_buffers(optimizer: SGD) -> None:
+    # Where the first step is skipped, torch's fused kernel leaves a buffer that nobody has written to.
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _stepped(optimizer: Any) -> Any:

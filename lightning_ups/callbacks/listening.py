@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from typing_extensions import override
 
@@ -31,13 +30,13 @@ class Listener(Profiler):
         self._phases: dict[str, Phase | None] = {}  # by the names of actions, which are many and the same every step
 
     @classmethod
-    def install(cls, trainer: Trainer, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> "Listener":
+    def install(cls, trainer: Any, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> "Listener":
         """Put one in the place of the profiler of ``trainer``, and return it."""
         listener = cls(trainer.profiler, enter=enter, leave=leave)
         trainer.profiler = listener
         return listener
 
-    def remove(self, trainer: Trainer) -> None:
+    def remove(self, trainer: Any) -> None:
         """Put back the profiler that it stands for."""
         if trainer.profiler is self:
             trainer.profiler = self.inner

@@ -1,6 +1,6 @@
 """Steps that go wrong: seen on the device, left out, or undone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,8 +64,8 @@ class StepGuard(Callback):
     before the step, and goes on with the data that follow.
 
     Args:
-        on_nonfinite: What becomes of a step with NaN or infinity: ``"ignore"``, ``"warn"``, ``"skip"``, ``"rollback"``, or
-            ``"stop"`` the run.
+        on_nonfinite: What becomes of a step with NaN or infinity: ``"ignore"``, ``"warn"``, ``"skip"``,
+            ``"rollback"``, or ``"stop"`` the run.
         on_spike: What becomes of a step whose loss or norm is far above the last ones.
         gradients: Watch the norm of gradients too, which reads them all once more.
         skip_on: ``"device"``, ``"host"``, or ``"auto"``: the device where the optimizer can.
@@ -194,10 +194,9 @@ class StepGuard(Callback):
     def _measured(self, optimizer: Optimizer) -> Tensor:
         norm = torch.zeros_like(self._loss)
         if self.gradients:
-            own = getattr(optimizer, "gradients", None)
-            gradients = (
-                own() if callable(own) else gradients_of(p for group in optimizer.param_groups for p in group["params"])
-            )
+            own: Any = getattr(optimizer, "gradients", None)
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            gradients: Iterable[Tensor] = own() if own is not None else gradients_of(parameters)
             norm = total_norm(gradients).to(norm.device, norm.dtype)
         values = torch.stack([self._loss, norm])
         if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ups._compat.fit_loop import is_logging_step, logged_step
-from lightning_ups._compat.optional import available
+from lightning_ups._compat.optional import has
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.callbacks.token_throughput import TokenThroughput
 from lightning_ups.transforms.report import Content, History, page, write_pictures
@@ -50,7 +50,7 @@ class TrainingReport(Callback):
     def __init__(self, *, pictures: bool | None = None) -> None:
         if pictures:
             can_draw()
-        self.pictures = available("matplotlib") if pictures is None else pictures
+        self.pictures = has("matplotlib") if pictures is None else pictures
         if pictures is None and not self.pictures:
             rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
         self.path: Path | None = None
@@ -141,7 +141,12 @@ class TrainingReport(Callback):
         summary = throughput.summary if throughput is not None else None
         module = type(trainer.lightning_module).__name__
         duration = datetime.now() - self._began
-        parts = [status, f"{trainer.global_step} steps", f"begun {self._began:%Y-%m-%d %H:%M}", f"took {_long(duration)}"]
+        parts = [
+            status,
+            f"{trainer.global_step} steps",
+            f"begun {self._began:%Y-%m-%d %H:%M}",
+            f"took {_long(duration)}",
+        ]
         if summary is not None:
             parts.append(f"{summary.num_devices} x {summary.device}")
         return Content(
@@ -179,7 +184,10 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
     assert summary.units_per_s is not None
     assert summary.step_s is not None
     found = [
-        (f"{summary.unit} per second", f"{summary.units_per_s:,.0f}" if summary.units_per_s >= 100 else f"{summary.units_per_s:.3g}"),
+        (
+            f"{summary.unit} per second",
+            f"{summary.units_per_s:,.0f}" if summary.units_per_s >= 100 else f"{summary.units_per_s:.3g}",
+        ),
         ("median step", f"{summary.step_s * 1e3:.4g} ms"),
     ]
     if "mfu" in summary.utilisation:
@@ -211,4 +219,10 @@ def _free(folder: Path) -> Path:
 
 def _long(duration: Any) -> str:
     seconds = duration.total_seconds()
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 120
+        else f"{seconds / 60:.1f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -36,6 +36,20 @@ def test_a_skipped_step_changes_nothing_bit_for_bit(kind, options):
         assert torch.equal(value, optimizer.state[guarded][name]), name
 
 
+def test_a_first_step_that_is_skipped_leaves_no_garbage(monkeypatch):
+    stock = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: stock(*args, **kwargs).fill_(float("nan")))
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
+    stepped(optimizer, parameter, flag=True)
+    stepped(optimizer, parameter, flag=False)
+    assert torch.equal(parameter, torch.full((4,), 0.9))
+
+
+def test_dampening_is_left_to_the_host():
+    assert not skips_on_device(torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9, dampening=0.1, fused=True))
+
+
 def test_an_optimizer_that_is_not_fused_knows_no_flag():
     assert not skips_on_device(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
     assert not skips_on_device(torch.optim.RMSprop([nn.Parameter(torch.ones(1))]))

@@ -2,11 +2,11 @@
 
 import csv
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, Dataset
@@ -230,7 +230,8 @@ class FakeEvent:
         return len(FakeEvent.made) - self.number >= self.behind
 
     def elapsed_time(self, other):
-        assert self.query() and other.query(), "an event was read before the device came to it"
+        assert self.query(), "an event was read before the device came to it"
+        assert other.query(), "an event was read before the device came to it"
         return (other.time - self.time) * 1e3
 
     def synchronize(self):
@@ -257,7 +258,7 @@ def test_nothing_waits_in_a_step(tmp_path, monkeypatch):
     waits = []
     for name in ("synchronize", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: waits.append(name))
-    monkeypatch.setattr("lightning_ups.callbacks.token_throughput.clock_for", lambda _: timeline.EventClock())
+    monkeypatch.setattr("lightning_ups.callbacks.measured_run.clock_for", lambda _: timeline.EventClock())
     throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples", split_every=3)
     trainer(tmp_path, callbacks=[End(), throughput], epochs=1).fit(Net(), many())
     assert throughput.summary.steps == 30
@@ -289,6 +290,96 @@ def test_the_host_pays_microseconds(tmp_path):
     assert extra < 500e-6, f"{extra * 1e6:.0f} microseconds a step"
 
 
+class FakeKernels:
+    """Sees a step of 100 microseconds, half of it communication that nothing hides."""
+
+    running = 0
+
+    def start(self):
+        FakeKernels.running += 1
+
+    def stop(self):
+        FakeKernels.running -= 1
+        return [("gemm", 0.0, 100.0), ("ncclDevKernel_AllReduce", 50.0, 200.0)]
+
+
+@pytest.fixture
+def looking(monkeypatch):
+    watched = []
+
+    @contextmanager
+    def waits(counts):
+        watched.append("begin")
+        yield counts.update(["model.py:3 (training_step)"])
+        watched.append("end")
+
+    FakeKernels.running = 0
+    monkeypatch.setattr("lightning_ups.callbacks.close_look.Kernels", FakeKernels)
+    monkeypatch.setattr("lightning_ups.callbacks.close_look.watched_waits", waits)
+    monkeypatch.setattr("lightning_ups.callbacks.measured_run.can_look_at", lambda _: True)
+    return watched
+
+
+def test_some_steps_are_looked_at_closely_and_do_not_count(tmp_path, looking):
+    throughput, _ = fitted(tmp_path, inspect_at=5)
+    summary = throughput.summary
+    assert summary.steps == 30 - 4  # three that were looked at, and one that ended it
+    assert (summary.inspection.steps, summary.inspection.idle) == (2, 0.0)
+    assert summary.inspection.exposed_communication == pytest.approx(0.5)
+    assert summary.inspection.waits == (("model.py:3 (training_step)", 1),)
+    assert looking == ["begin", "end"]
+    assert FakeKernels.running == 0
+
+
+@pytest.mark.parametrize("last", [7, 8, 9, 10])
+def test_a_look_ends_with_training(tmp_path, looking, last):
+    throughput, _ = fitted(tmp_path, inspect_at=6, limit_train_batches=last)
+    assert FakeKernels.running == 0
+    assert looking == ["begin", "end"]
+    assert (throughput.summary.inspection is None) == (last < 10)
+
+
+def test_a_look_that_is_interrupted_is_tried_again(tmp_path, looking):
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if index in (6, 9):
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    throughput, _ = fitted(tmp_path, inspect_at=6, callbacks=[Saving()])
+    assert throughput.summary.inspection.steps == 2
+    assert looking == ["begin", "end"] * 3
+    throughput, _ = fitted(tmp_path, inspect_at=3, limit_train_batches=4, epochs=9)
+    assert throughput.summary.inspection is None  # no epoch is long enough, and it does not try for ever
+    assert len(looking) <= 2 * (3 + 5)
+
+
+def test_an_exception_ends_a_look(tmp_path, looking):
+    class Failing(Net):
+        def training_step(self, batch, index):
+            if index == 7:
+                raise RuntimeError("stop here")
+            return super().training_step(batch, index)
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        fitted(tmp_path, Failing(), inspect_at=6)
+    assert FakeKernels.running == 0
+    assert looking == ["begin", "end"]
+
+
+def test_measuring_may_pause(tmp_path):
+    class Toggle(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            {9: throughput.pause, 19: throughput.resume}.get(index, lambda _: None)(trainer)
+
+    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples")
+    made = trainer(tmp_path, callbacks=[Toggle(), throughput], epochs=1)
+    profiler = made.profiler
+    made.fit(Net(), many())
+    assert throughput.summary.units_per_step == 2
+    assert throughput.summary.steps == 10 - 2 + 12
+    assert made.profiler is profiler
+
+
 def test_a_slow_loader_is_found_and_named(tmp_path):
     throughput, _ = fitted(tmp_path, data=many(40, sleep=0.01))
     from lightning_ups.transforms.throughput import first_change
@@ -303,7 +394,8 @@ def test_the_table_is_printed_once_at_the_end(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("samples/s") == 1
     assert "Change first: slow loader" in out
-    assert "waiting for data" in out and "FAIL" in out
+    assert "waiting for data" in out
+    assert "FAIL" in out
 
 
 def test_a_run_within_its_warmup_says_so(tmp_path, capsys):

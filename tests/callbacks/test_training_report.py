@@ -112,7 +112,7 @@ def test_pictures_lie_beside_the_page(tmp_path):
 
 
 def test_without_matplotlib_there_is_a_page_and_a_word(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_ups.callbacks.training_report.available", lambda _: False)
+    monkeypatch.setattr("lightning_ups.callbacks.training_report.has", lambda _: False)
     with caplog.at_level("INFO"):
         report = TrainingReport()
     assert any("lightning-ups[report]" in record.message for record in caplog.records)

@@ -1,12 +1,14 @@
 """Charts as SVG, to stand in a page: lines over steps, and one bar that is split."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from math import ceil, floor, isfinite, log10
 
 from lightning_ups.transforms.report.history import Point
 
 __all__ = ["line_chart", "number", "split_bar"]
+
+Scale = Callable[[float], float]
 
 _WIDTH, _HEIGHT = 460, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 30
@@ -65,9 +67,7 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _line(name: str, points: Sequence[Point], *, color: int, x_of: object, y_of: object) -> Iterator[str]:
-    assert callable(x_of)
-    assert callable(y_of)
+def _line(name: str, points: Sequence[Point], *, color: int, x_of: Scale, y_of: Scale) -> Iterator[str]:
     for run in _runs(points):
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in run)
         yield f'<polyline class="s{color}" points="{path}"><title>{escape(name)}</title></polyline>'

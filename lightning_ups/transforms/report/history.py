@@ -11,6 +11,7 @@ __all__ = ["Chart", "History", "Point"]
 Point = tuple[float, float]  # step, value
 
 _MOST_POINTS = 400  # of a series in a chart: more than a screen shows
+_NO_SERIES = ("epoch", "hp_metric")  # Lightning's own: the first grows by one, the second is -1 for ever
 _PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
 
 _OURS: tuple[tuple[str, str, str], ...] = (  # pattern of names, title, section
@@ -50,7 +51,7 @@ class History:
     def add(self, metrics: Mapping[str, Any], step: int) -> None:
         """Add a point to each series; what is no number is left out."""
         for name, value in metrics.items():
-            if name != "epoch" and isinstance(value, (int, float)):
+            if name not in _NO_SERIES and isinstance(value, (int, float)):
                 self.series.setdefault(name, []).append((float(step), float(value)))
 
     def charts(self) -> list[Chart]:
@@ -63,7 +64,7 @@ class History:
             Chart(
                 title=title,
                 section=section,
-                series={_short(name, section): thinned(points) for name, points in series.items()},
+                series=_merged({_short(name, section): thinned(points) for name, points in series.items()}),
             )
             for (section, title), series in sorted(groups.items(), key=lambda item: order.index(item[0][0]))
         ]
@@ -76,6 +77,15 @@ def _place(name: str) -> tuple[str, str]:
             return section, title.format(unit=unit) or name.partition("/")[2]
     bare = re.sub(r"^(train|training|val|valid|validation|test)[_/.]", "", name)
     return "Curves", re.sub(r"_(step|epoch)$", "", bare)
+
+
+def _merged(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
+    """Return ``series`` with those that are equal as one, under both names: the second would hide the first."""
+    merged: dict[str, list[Point]] = {}
+    for name, points in series.items():
+        equal = next((other for other, there in merged.items() if there == points), None)
+        merged[name if equal is None else f"{equal} = {name}"] = merged.pop(equal) if equal is not None else points
+    return merged
 
 
 def _short(name: str, section: str) -> str:

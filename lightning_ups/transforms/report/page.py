@@ -79,7 +79,8 @@ def _body(content: Content) -> Iterator[str]:
 def _charts(charts: Sequence[Chart]) -> Iterator[str]:
     for section, group in groupby(charts, key=lambda chart: chart.section):
         figures = (
-            f"<figure><figcaption>{escape(chart.title)}</figcaption>{line_chart(chart.series, label=chart.title)}</figure>"
+            f"<figure><figcaption>{escape(chart.title)}</figcaption>"
+            f"{line_chart(chart.series, label=chart.title)}</figure>"
             for chart in group
         )
         yield f'<section><h2>{escape(section)}</h2><div class="charts">{"".join(figures)}</div></section>'
@@ -87,9 +88,10 @@ def _charts(charts: Sequence[Chart]) -> Iterator[str]:
 
 def _table(checks: Sequence[tuple[str, str, str, str, str]]) -> str:
     head = "<tr><th>threshold</th><th>measured</th><th>wanted</th><th></th><th></th></tr>"
+    kinds = {"pass": "pass", "FAIL": "fail"}
     rows = (
         f"<tr><th>{escape(name)}</th><td>{escape(measured)}</td><td>{escape(wanted)}</td>"
-        f'<td class="{verdict.lower() if verdict != "-" else "open"}">{escape(verdict)}</td><td>{escape(note)}</td></tr>'
+        f'<td class="{kinds.get(verdict, "open")}">{escape(verdict)}</td><td>{escape(note)}</td></tr>'
         for name, measured, wanted, verdict, note in checks
     )
     return f"<table>{head}{''.join(rows)}</table>"
@@ -119,25 +121,43 @@ _SERIES = "".join(
     f".s{index}{{stroke:var(--k{index})}}.c{index}{{fill:var(--k{index})}}.b{index}{{background:var(--k{index})}}"
     for index in range(len(_COLORS))
 )
-_STYLE = (
-    f":root{{--bg:#fff;--fg:#1b1f24;--soft:#5b6570;--line:#e2e6ea;--box:#f6f8fa;--good:#1f7a3d;--bad:#b3261e;{_LIGHT}}}"
-    "@media(prefers-color-scheme:dark){:root{--bg:#12151a;--fg:#e6e9ed;--soft:#9aa4af;--line:#2b3138;--box:#1a1f26;"
-    f"--good:#5ac27f;--bad:#ff8a80;{_DARK}}}}}"
-    "*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}"
-    "main{max-width:1080px;margin:0 auto;padding:24px 16px 64px}h1{font-size:24px;margin:0}h2{font-size:17px;margin:32px 0 8px}"
-    "header p{color:var(--soft);margin:4px 0 0}.error{color:var(--bad);background:var(--box);padding:12px;border-radius:6px}"
-    ".tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-top:24px}"
-    ".tiles div{background:var(--box);border-radius:8px;padding:12px 14px}.tiles b{display:block;font-size:20px}"
-    ".tiles span{color:var(--soft);font-size:13px}.change{background:var(--box);border-left:4px solid var(--k1);"
-    "border-radius:6px;padding:2px 16px 6px;margin-top:24px}.change h2{margin:10px 0 0}.change p{margin:6px 0}"
-    ".charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(340px,1fr));gap:20px}figure{margin:0;min-width:0}"
-    "figcaption{font-weight:600;margin-bottom:4px}svg{width:100%;height:auto;display:block}polyline{fill:none;"
-    "stroke-width:1.8;stroke-linejoin:round}.grid{stroke:var(--line)}.tick{fill:var(--soft);font-size:11px}"
-    ".bad{stroke:var(--bad);stroke-width:2}.legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 16px;padding:0;"
-    "margin:6px 0 0;color:var(--soft);font-size:13px}.legend i{display:inline-block;width:10px;height:10px;border-radius:2px;"
-    "margin-right:6px}table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:5px 12px 5px 0;"
-    "border-bottom:1px solid var(--line);vertical-align:top;font-weight:400}th{color:var(--soft)}"
-    ".pass{color:var(--good);font-weight:600}.fail{color:var(--bad);font-weight:600}.open,.none{color:var(--soft)}"
-    "details{border-bottom:1px solid var(--line)}summary{cursor:pointer;padding:6px 0}pre{overflow-x:auto;font-size:12px;"
-    "background:var(--box);padding:12px;border-radius:6px}" + _SERIES
-)
+_STYLE = f"""
+:root{{--bg:#fff;--fg:#1b1f24;--soft:#5b6570;--line:#e2e6ea;--box:#f6f8fa;--good:#1f7a3d;--bad:#b3261e;{_LIGHT}}}
+@media(prefers-color-scheme:dark){{:root{{--bg:#12151a;--fg:#e6e9ed;--soft:#9aa4af;--line:#2b3138;--box:#1a1f26;
+--good:#5ac27f;--bad:#ff8a80;{_DARK}}}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}}
+main{{max-width:1080px;margin:0 auto;padding:24px 16px 64px}}
+h1{{font-size:24px;margin:0}}
+h2{{font-size:17px;margin:32px 0 8px}}
+header p{{color:var(--soft);margin:4px 0 0}}
+.error{{color:var(--bad);background:var(--box);padding:12px;border-radius:6px}}
+.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-top:24px}}
+.tiles div{{background:var(--box);border-radius:8px;padding:12px 14px}}
+.tiles b{{display:block;font-size:20px}}
+.tiles span{{color:var(--soft);font-size:13px}}
+.change{{background:var(--box);border-left:4px solid var(--k1);border-radius:6px;padding:2px 16px 6px;margin-top:24px}}
+.change h2{{margin:10px 0 0}}
+.change p{{margin:6px 0}}
+.charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(340px,1fr));gap:20px}}
+figure{{margin:0;min-width:0}}
+figcaption{{font-weight:600;margin-bottom:4px}}
+svg{{width:100%;height:auto;display:block}}
+polyline{{fill:none;stroke-width:1.8;stroke-linejoin:round}}
+.grid{{stroke:var(--line)}}
+.tick{{fill:var(--soft);font-size:11px}}
+.bad{{stroke:var(--bad);stroke-width:2}}
+.legend{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 16px;padding:0;margin:6px 0 0;color:var(--soft)}}
+.legend li{{font-size:13px}}
+.legend i{{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}}
+table{{border-collapse:collapse;width:100%}}
+th,td{{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;font-weight:400}}
+th{{color:var(--soft)}}
+.pass{{color:var(--good);font-weight:600}}
+.fail{{color:var(--bad);font-weight:600}}
+.open,.none{{color:var(--soft)}}
+details{{border-bottom:1px solid var(--line)}}
+summary{{cursor:pointer;padding:6px 0}}
+pre{{overflow-x:auto;font-size:12px;background:var(--box);padding:12px;border-radius:6px}}
+{_SERIES}
+"""

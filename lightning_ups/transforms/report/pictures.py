@@ -42,7 +42,7 @@ def write_pictures(folder: Path, *, charts: Sequence[Chart], split: Mapping[str,
         axes.grid(alpha=0.25)
         written.append(_saved(figure, folder, f"{chart.section}-{chart.title}"))
     if split:
-        figure = figures.Figure(figsize=(6.4, 2.2), layout="constrained")
+        figure = figures.Figure(figsize=(8.0, 2.2), layout="constrained")
         axes, left = figure.subplots(), 0.0
         for name, share in split.items():
             axes.barh([0], [share], left=left, label=f"{name} {share:.1%}")

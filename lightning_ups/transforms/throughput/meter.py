@@ -114,7 +114,8 @@ class Meter:
 
     Args:
         warmup_steps: How many steps at the beginning count for nothing: they compile, allocate, and fill caches.
-        share: What part of the units of a batch one device works on, such as a half where two devices split each matrix.
+        share: What part of the units of a batch one device works on, such as a half where two devices split each
+            matrix.
         replicas: How many devices, or groups of them, work on batches of their own.
     """
 
@@ -123,7 +124,7 @@ class Meter:
         self.seconds = array("d")
         self.units = 0.0
         self.pauses: dict[str, float] = {"checkpoint": 0.0, "validation": 0.0}
-        self.split: dict[str, float] = dict.fromkeys(set(PHASES) - self.pauses.keys(), 0.0)
+        self.split: dict[str, float] = {phase: 0.0 for phase in PHASES if phase not in self.pauses}
         self.split_seconds, self.split_steps = 0.0, 0
         self._window: list[StepTime] = []
 

@@ -1,8 +1,9 @@
 """What devices can compute at most, dense, by the name that the driver gives them.
 
-Without structured sparsity, and at the clocks of the data sheet: TFLOP/s of tensor cores that accumulate in float32, and,
-for ``fp32``, of the ordinary cores. Consumer cards accumulate in float32 at half their advertised speed, and that is what
-stands here. Names are matched whole: a slice of a GPU (MIG), a laptop's or a capped variant is not its namesake.
+Without structured sparsity, and at the clocks of the data sheet: TFLOP/s of tensor cores that accumulate in float32,
+and, for ``fp32``, of the ordinary cores. Consumer cards accumulate in float32 at half their advertised speed, and that
+is what stands here. Names are matched whole: a slice of a GPU (MIG), a laptop's or a capped variant is not its
+namesake.
 """
 
 import re
@@ -87,12 +88,17 @@ def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) ->
     Raises:
         ValueError: If a kind is unknown, or a figure is not above zero.
     """
-    given = dict(tflops) if isinstance(tflops, Mapping) else {arithmetic: tflops}
+    given: dict[str, float] = dict(tflops) if isinstance(tflops, Mapping) else {arithmetic: tflops}
     if wrong := [name for name, value in given.items() if name not in get_args(Arithmetic) or not value > 0]:
         raise ValueError(
             f"peak_tflops={tflops!r} says nothing that can be used of {', '.join(wrong)}."
             " It is what one device computes at most, in TFLOP/s, for a kind of arithmetic."
             f" Use numbers above zero for some of {get_args(Arithmetic)}."
         )
-    nothing = float("nan")
-    return Peaks(**{name: given.get(name, None if name == "fp8" else nothing) for name in get_args(Arithmetic)})
+    unknown = float("nan")
+    return Peaks(
+        bf16=given.get("bf16", unknown),
+        fp8=given.get("fp8"),
+        tf32=given.get("tf32", unknown),
+        fp32=given.get("fp32", unknown),
+    )

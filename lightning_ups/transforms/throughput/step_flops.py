@@ -1,8 +1,8 @@
 """What one training step costs, counted on a twin of the module that has no data.
 
-The twin has the module's classes and attributes, meta tensors in place of all tensors, and none of its hooks. To run its
-``training_step`` computes nothing, draws no random number on a device, and touches no gradient, buffer, metric, counter
-or logger of the run. Sharded, compiled and converted modules have a plain twin.
+The twin has the module's classes and attributes, meta tensors in place of all tensors, and none of its hooks. To run
+its ``training_step`` computes nothing, draws no random number on a device, and touches no gradient, buffer, metric,
+counter or logger of the run. Sharded, compiled and converted modules have a plain twin.
 """
 
 import warnings
@@ -121,6 +121,7 @@ class _Twins:
 
     def value(self, value: Any) -> Any:
         """Return what stands for ``value`` in a twin: tensors and modules within plain containers, too."""
+        data = getattr(value, "data", None)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
@@ -131,9 +132,9 @@ class _Twins:
             return type(value)(*map(self.value, value))
         if isinstance(value, dict) and type(value).__init__ is dict.__init__:
             return type(value)((key, self.value(inner)) for key, inner in value.items())
-        if isinstance(value, Mapping) and hasattr(value, "data") and isinstance(value.data, dict):  # a UserDict
+        if isinstance(value, Mapping) and isinstance(data, dict):  # a UserDict
             twin = copy(value)
-            twin.data = self.value(value.data)  # type: ignore[attr-defined]
+            twin.data = self.value(data)  # type: ignore[attr-defined]
             return twin
         return value
 

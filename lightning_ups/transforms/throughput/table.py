@@ -27,7 +27,8 @@ def rendered(summary: Summary) -> str:
 def _lines(summary: Summary) -> Iterator[str]:
     devices = f"{summary.num_devices} x {summary.device}"
     if summary.units_per_s is None:
-        yield f"Throughput ({devices}): nothing was measured. Training ended within its warm-up of {summary.warmup_steps} steps."
+        yield f"Throughput ({devices}): nothing was measured."
+        yield f"  Training ended within its warm-up of {summary.warmup_steps} steps."
         return
     yield f"Throughput ({devices}), {summary.steps} steps after a warm-up of {summary.warmup_steps}"
     yield from _aligned([("  " + name, value) for name, value in rows(summary)])

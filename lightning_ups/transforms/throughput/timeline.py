@@ -1,9 +1,9 @@
 """Where the time of training steps goes, measured on the device and read some steps late.
 
-A mark is a point in the order of the device's work: a CUDA event on the current stream, or the host's clock on a CPU. The
-time between two marks is the device's, so that what the host does while the device is busy costs nothing, and what the
-device waits for does, whoever it waits for. Nothing here waits: a step is read when its last mark has been passed.
-"""
+A mark is a point in the order of the device's work: a CUDA event on the current stream, or the host's clock on a CPU.
+The time between two marks is the device's, so that what the host does while the device is busy costs nothing, and
+what the device waits for does, whoever it waits for. Nothing here waits: a step is read when its last mark has been
+passed."""
 
 import time
 from collections import deque
@@ -17,7 +17,7 @@ __all__ = ["PHASES", "Clock", "EventClock", "HostClock", "Phase", "StepTime", "T
 
 Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "other", "checkpoint", "validation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_PAUSES: frozenset[Phase] = frozenset(("checkpoint", "validation"))  # no part of a step, though they lie between two
+_PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # no part of a step, though they lie between two
 
 
 class Clock(Protocol):
@@ -135,8 +135,8 @@ class Timeline:
 
     Args:
         clock: What marks are made with.
-        split_every: How many steps lie between two that are split into phases; every step has its length. A prime number
-            does not fall in step with the workers of a loader.
+        split_every: Of how many steps one is split into phases; every step has its length. A prime number does not fall
+            in step with the workers of a loader.
         late: How many steps later a step is read at the earliest.
     """
 
@@ -211,5 +211,5 @@ class Timeline:
         for phase, first, second in zip(done.phases, marks, marks[1:], strict=False):
             spent[phase] = spent.get(phase, 0.0) + self._clock.seconds(first, second)
         self._clock.release(done.marks)  # the last one is the next step's first, unless there is none
-        pauses = {phase: spent.pop(phase) for phase in _PAUSES & spent.keys()}
+        pauses: dict[Phase, float] = {phase: spent.pop(phase) for phase in _PAUSES if phase in spent}
         return StepTime(done.number, sum(spent.values()), spent if done.splits else None, pauses, done.note)

@@ -18,8 +18,8 @@ def counter(unit: str, count: str | Count | None, batch: Any) -> tuple[str, Coun
     """Return the unit's name and what counts it in batches like ``batch``.
 
     Args:
-        unit: ``"tokens"``, ``"samples"``, any other name if ``count`` is given, or ``"auto"``: tokens if there are any, and
-            samples if not.
+        unit: ``"tokens"``, ``"samples"``, any other name if ``count`` is given, or ``"auto"``: tokens if there are any,
+            and samples if not.
         count: A function of a batch, or the dotted name of a tensor in it, whose elements are counted, or, for
             ``"samples"``, its rows. None: the first tensor that it can be.
         batch: An example.

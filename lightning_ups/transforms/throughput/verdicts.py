@@ -113,7 +113,8 @@ def first_change(summary: Summary) -> Trouble | None:
             name="slow kernels",
             lost=0.0,
             what=f"the GPU is busy and its memory used, but MFU is {mfu:.0%}",
-            change="compile (Compile), compute in bfloat16 or float8 (BF16Precision, Float8Precision), use fused attention",
+            change="compile (Compile), compute in bfloat16 or float8 (BF16Precision, Float8Precision),"
+            " use fused attention",
         )
     return None
 
@@ -159,8 +160,10 @@ def _host(summary: Summary) -> Iterator[Trouble]:
         yield Trouble(
             name="host sync",
             lost=idle,
-            what=f"the GPU is idle for {idle:.0%} of a step, and the host waits for it at {where} ({count}x a step){others}",
-            change="do not read values of the GPU in a step (.item(), print, if on a tensor, .cpu()): log tensors instead",
+            what=f"the GPU is idle for {idle:.0%} of a step, and the host waits for it at {where} ({count}x a step)"
+            f"{others}",
+            change="do not read values of the GPU in a step (.item(), print, if on a tensor, .cpu()):"
+            " log tensors instead",
         )
         return
     memory = summary.memory
@@ -213,19 +216,21 @@ def _machine(summary: Summary) -> Iterator[Trouble]:
     clock, most = summary.gpu.get("clock_mhz"), summary.gpu.get("max_clock_mhz")
     if slowed:
         lost = 1 - clock / most if clock and most else 0.2
+        at = f", to {clock:.0f} of {most:.0f} MHz" if clock and most else ""
         yield Trouble(
             name="throttled GPU",
             lost=lost,
-            what=f"the GPU was slowed down: {', '.join(slowed)}"
-            + (f", to {clock:.0f} of {most:.0f} MHz" if most else ""),
+            what=f"the GPU was slowed down: {', '.join(slowed)}{at}",
             change="look at cooling and power of that machine, or use another",
         )
     if retries := summary.memory.get("retries", 0):
         yield Trouble(
             name="out of memory, nearly",
             lost=0.1,
-            what=f"{retries:.0f} allocations succeeded only after everything cached was given back, which waits for the GPU",
-            change="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, recompute (ActivationCheckpoint), or lower the batch size",
+            what=f"{retries:.0f} allocations succeeded only after everything cached was given back,"
+            " which waits for the GPU",
+            change="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, recompute (ActivationCheckpoint),"
+            " or lower the batch size",
         )
 
 

@@ -21,7 +21,7 @@ def steady(number):
 def test_what_is_not_finite_is_seen_at_once():
     first, second, third = judged(watch(), NAN, 1.0, INF)
     assert (first.nonfinite, second.nonfinite, third.nonfinite) == (True, False, True)
-    assert not (first.spike or third.spike)
+    assert (first.spike, third.spike) == (False, False)
 
 
 def test_a_spike_stands_out_from_what_was_before():

@@ -3,16 +3,16 @@ import pytest
 from lightning_ups.transforms.report.history import History, thinned
 
 
-def history(*names):
+def history(*names, apart=1.0):
     made = History()
     for step in (1, 2):
-        made.add(dict.fromkeys(names, float(step)), step)
+        made.add({name: step + apart * index for index, name in enumerate(names)}, step)
     return made
 
 
 def test_only_numbers_are_kept():
     made = History()
-    made.add({"loss": 1.5, "name": "x", "epoch": 0, "lr": 1}, 7)
+    made.add({"hp_metric": -1, "loss": 1.5, "name": "x", "epoch": 0, "lr": 1}, 7)
     assert made.series == {"loss": [(7.0, 1.5)], "lr": [(7.0, 1.0)]}
 
 
@@ -65,3 +65,8 @@ def test_a_short_series_is_kept_whole():
 def test_what_is_not_finite_does_not_hide_the_rest(bad):
     points = [(float(step), bad if step % 2 else 1.0) for step in range(2_000)]
     assert {value for _, value in thinned(points)} == {1.0}
+
+
+def test_equal_series_are_drawn_once_under_both_names():
+    (chart,) = history("throughput/mfu", "throughput/hfu", apart=0.0).charts()
+    assert [*chart.series] == ["mfu = hfu"]

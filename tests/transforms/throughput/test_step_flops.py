@@ -126,7 +126,10 @@ def test_a_compiled_module_is_counted_and_not_compiled():
 def test_a_copy_counts_the_copys_layers():
     module = nn.Sequential(nn.Linear(8, 4))
     twice = copy.deepcopy(module).append(nn.Linear(4, 4))
-    step = lambda twin, x: twin(x).sum()  # noqa: E731
+
+    def step(twin, x):
+        return twin(x).sum()
+
     assert (
         step_flops(twice, torch.randn(2, 8), step=step).model > step_flops(module, torch.randn(2, 8), step=step).model
     )

@@ -1,0 +1,393 @@
+"""What TokenThroughput knows of one fit while it goes on."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ups._compat.fit_loop import is_logging_step, logged_step
+from lightning_ups._compat.nvml import Sampler, sensor
+from lightning_ups.callbacks.close_look import CloseLook, can_look_at
+from lightning_ups.callbacks.counted_step import counted_step
+from lightning_ups.callbacks.listening import Listener
+from lightning_ups.order import PolicyPrecision
+from lightning_ups.transforms.throughput import (
+    Arithmetic,
+    Count,
+    Flops,
+    Inspection,
+    Meter,
+    Peaks,
+    Phase,
+    StepFlops,
+    Summary,
+    Timeline,
+    clock_for,
+    counter,
+    own_peaks,
+    peaks_of,
+    quantile,
+)
+
+__all__ = ["MeasuredRun", "Settings"]
+
+_SPLIT_EVERY = 11  # on a GPU, where a mark costs the host some microseconds; a prime, see Timeline
+_TRIES = 5  # of a close look: validation, a checkpoint or the end of an epoch may come between its steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a user asks of `TokenThroughput`, under the same names."""
+
+    unit: str
+    count: str | Callable[[Any], Any] | None
+    warmup_steps: int
+    inspect_at: int | None
+    split_every: int | None
+    flops_per_unit: float | None
+    peak_tflops: float | Mapping[str, float] | None
+    single_device: float | None
+
+
+class MeasuredRun:
+    """One fit, from the start of training to its end: told what the Trainer does, it knows the figures.
+
+    Args:
+        settings: What the user asked for.
+        trainer: Whose training is measured.
+        began: When the fit began, by ``time.perf_counter``.
+    """
+
+    def __init__(self, settings: Settings, trainer: Trainer, *, began: float) -> None:
+        self._settings, self._trainer, self._began = settings, trainer, began
+        self._device = trainer.strategy.root_device
+        on_gpu = self._device.type == "cuda"
+        self._timeline = Timeline(
+            clock_for(self._device), split_every=settings.split_every or (_SPLIT_EVERY if on_gpu else 1)
+        )
+        data = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size}
+        replicas = data["num_replicas"]
+        self._meter = Meter(warmup_steps=settings.warmup_steps, share=replicas / trainer.world_size, replicas=replicas)
+        self._count: Count | None = None
+        self._unit = settings.unit
+        self._flops: Flops | None = None
+        self._why_no_mfu = ""
+        self._units: Any = 0.0  # of the step that runs
+        self._steps = 0  # optimizer steps done
+        self._global_step = trainer.global_step
+        self._stepped = True
+        self._training_began: float | None = None
+        self._validating = self._skip = False
+        self._inspection: Inspection | None = None
+        self._look: CloseLook | None = None
+        self._look_at, self._tries = settings.inspect_at, 0
+        self._sampler: Sampler | None = None
+        if on_gpu and (read := sensor(self._device)) is not None:
+            self._sampler = Sampler(read)
+            self._sampler.start()
+        self._names = f"throughput/{self._unit}"
+        self.shown: dict[str, Any] = {}
+
+    # The Trainer's loop
+
+    def listen(self, trainer: Trainer) -> None:
+        """Begin to hear what ``trainer`` does, between two steps."""
+        self._global_step, self._stepped, self._units = trainer.global_step, True, 0.0
+        self._listener = Listener.install(trainer, enter=self.enter, leave=self.leave)
+
+    def rest(self, trainer: Trainer) -> None:
+        """Hear nothing until `listen`; between two steps."""
+        self._listener.remove(trainer)
+        self._timeline.end(self._note())
+
+    def enter(self, phase: Phase) -> None:
+        """Note that a phase begins."""
+        if phase == "data":
+            if self._validating:
+                self.end_validation()  # it had no batches, and so no end
+            if self._stepped:
+                self._next_step()
+        elif phase == "validation":
+            if self._validating:
+                return
+            self._validating = True
+            self._look_later()
+        elif phase == "checkpoint":
+            self._look_later()
+        elif self._validating:
+            phase = "validation"  # moving its batches is no part of a step
+        self._timeline.enter(phase)
+
+    def leave(self) -> None:
+        """Note that the innermost phase has ended."""
+        self._timeline.leave()
+
+    def end_validation(self) -> None:
+        """Note that validation has ended."""
+        if self._validating:
+            self._validating = False
+            self._timeline.leave()
+
+    def _next_step(self) -> None:
+        self._timeline.step(self._note())
+        self._stepped = False
+        if self._look is not None:
+            self._look, self._skip = self._look.next(), True  # starting and stopping to look takes time of this step
+        for step in self._timeline.read():
+            self._meter.add(step)
+        if self._sampler is not None and self._steps == self._settings.warmup_steps:
+            self._sampler.forget()
+        if self._looks_now():
+            self._look = CloseLook(self._inspected)
+
+    def _looks_now(self) -> bool:
+        due = self._inspection is None and self._look is None and self._steps == self._look_at
+        return due and can_look_at(self._device)
+
+    def _look_later(self) -> None:
+        """Stop looking: what comes now is no part of a step. Try again soon, but not for ever."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look, self._skip = None, True
+            self._tries += 1
+            if self._tries < _TRIES:
+                self._look_at = self._steps + 2
+
+    def _note(self) -> Any:
+        """Return how many units the step that ends now worked on, or None if it is not to count."""
+        units, self._units = self._units, 0.0
+        skip, self._skip = self._skip or self._look is not None, False
+        if skip:
+            return None
+        # A count that lies on the device is on the host when the device has passed the end of the step.
+        return units.to("cpu", non_blocking=True) if isinstance(units, Tensor) else units
+
+    def _inspected(self, inspection: Inspection) -> None:
+        self._inspection = inspection
+
+    def begin_batch(self, batch: Any) -> None:
+        """Count what ``batch`` holds."""
+        if self._count is None:
+            self._first_batch(batch)
+        assert self._count is not None
+        self._units = self._units + self._count(batch)
+
+    def end_batch(self) -> None:
+        """Note that a batch is done, and with the last one of an accumulation a step."""
+        if (step := self._trainer.global_step) == self._global_step:
+            return  # gradients accumulate
+        self._global_step, self._stepped = step, True
+        self._steps += 1
+        if self._steps == 1:
+            self._training_began = time.perf_counter()
+        if is_logging_step(self._trainer):
+            self._log()
+
+    def end_epoch(self) -> None:
+        """Note that an epoch has ended: what lies between two is no part of a step."""
+        self._timeline.end(self._note())
+        self._look_later()
+        self._stepped = True
+
+    def close(self, trainer: Trainer) -> None:
+        """Leave ``trainer`` as it was."""
+        self._listener.remove(trainer)
+        if self._look is not None:
+            self._look.cancel()
+        if self._sampler is not None:
+            self._sampler.stop()
+
+    # The first batch
+
+    def _first_batch(self, batch: Any) -> None:
+        settings = self._settings
+        self._unit, self._count = counter(settings.unit, settings.count, batch)
+        if settings.unit == "auto":
+            rank_zero_info(f"TokenThroughput counts {self._unit}: unit='auto' found them in the first batch.")
+        self._names = f"throughput/{self._unit}"
+        peaks, arithmetic = self._peaks()
+        if peaks is None:
+            return
+        if settings.flops_per_unit is not None:
+            model = hardware = settings.flops_per_unit * self._meter.share
+            low = 0.0
+        else:
+            found = self._counted(batch)
+            units = float(self._count(batch))
+            if found is None or not units:
+                return
+            model, hardware, low = (n / units for n in (found.model, found.hardware, found.low_precision))
+        self._flops = Flops(
+            model=model,
+            hardware=hardware,
+            low_precision=low,
+            peak=peaks.of(arithmetic),
+            low_precision_peak=peaks.of("fp8"),
+        )
+
+    def _counted(self, batch: Any) -> StepFlops | None:
+        module = self._trainer.lightning_module
+        try:
+            return counted_step(module, batch)
+        except Exception as error:  # noqa: BLE001  (a user's step on tensors without data may raise anything)
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self._why_no_mfu = "FLOPs could not be counted; give flops_per_unit"
+            rank_zero_info(
+                f"TokenThroughput could not count the FLOPs of {type(module).__name__}: {why[:300]}."
+                " The step was tried on tensors without data, and it needs values."
+                " For MFU give flops_per_unit, such as 6 x parameters for each token."
+            )
+            return None
+
+    def _peaks(self) -> tuple[Peaks | None, Arithmetic]:
+        arithmetic = _arithmetic(self._trainer)
+        if self._settings.peak_tflops is not None:
+            return own_peaks(self._settings.peak_tflops, arithmetic=arithmetic), arithmetic
+        name = _device_name(self._device)
+        peaks = peaks_of(name) if self._device.type == "cuda" else None
+        if peaks is None:
+            self._why_no_mfu = f"the peak of {name!r} is not known; give peak_tflops"
+        return peaks, arithmetic
+
+    # Figures
+
+    def _log(self) -> None:
+        window = self._meter.window()
+        if not window:
+            return
+        figures = {
+            f"{self._names}_per_s": window.pop("units_per_s"),
+            f"{self._names}_per_s_per_device": (rate := window.pop("units_per_s_per_device")),
+        }
+        figures |= {f"throughput/{name}": value for name, value in window.items()}
+        utilisation = self._flops.utilisation(rate) if self._flops is not None else {}
+        figures |= {f"throughput/{name}": value for name, value in utilisation.items()}
+        if self._device.type == "cuda":
+            memory = _memory(self._device)
+            figures |= {
+                "memory/allocated_gib": memory["allocated"] / 2**30,
+                "memory/reserved_gib": memory["reserved"] / 2**30,
+                "memory/allocation_retries": memory["retries"],
+            }
+        if self._sampler is not None:
+            figures |= _numbers(self._sampler.latest)
+        self._show(rate, utilisation, window)
+        if self._trainer.is_global_zero:
+            for logger in self._trainer.loggers:
+                logger.log_metrics(figures, step=logged_step(self._trainer))
+
+    def _show(self, rate: float, utilisation: Mapping[str, float], window: Mapping[str, float]) -> None:
+        short = {"tokens": "tok", "samples": "samples"}.get(self._unit, self._unit)
+        self.shown = {f"{short}/s": _short(rate * self._trainer.world_size)}
+        if "mfu" in utilisation:
+            self.shown["MFU"] = f"{utilisation['mfu']:.0%}"
+        if (data := window.get("data_ms", 0.0)) >= 0.05 * window["step_ms"]:
+            self.shown["data"] = f"{data / window['step_ms']:.0%}"
+
+    def summary(self) -> Summary:
+        """Return the figures of the whole fit; every rank takes part."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        self._timeline.end(self._note())
+        for step in self._timeline.finish():
+            self._meter.add(step)
+        meter, trainer = self._meter, self._trainer
+        ranks = _gathered(meter.own())
+        now = time.perf_counter()
+        found: dict[str, Any] = {}
+        if meter.seconds:
+            seconds = meter.total_s
+            rate = meter.per_device(meter.units, seconds)
+            whole = sum(rank.units / rank.seconds * meter.share for rank in ranks if rank.seconds)
+            found = {
+                "units_per_s": whole,
+                "units_per_s_per_device": whole / trainer.world_size,
+                "units_per_step": meter.units / len(meter.seconds) * meter.replicas,
+                "step_s": statistics.median(meter.seconds),
+                "step_p95_s": quantile(meter.seconds, 0.95),
+                "utilisation": self._flops.utilisation(rate) if self._flops is not None else {},
+            }
+        return Summary(
+            unit=self._unit,
+            device=_device_name(self._device),
+            num_devices=trainer.world_size,
+            steps=len(meter.seconds),
+            warmup_steps=meter.warmup_steps,
+            split=meter.shares(),
+            split_steps=meter.split_steps,
+            pauses=dict(meter.pauses),
+            start_s=None if self._training_began is None else self._training_began - self._began,
+            fit_s=now - self._began,
+            inspection=self._inspection,
+            flops=self._flops,
+            why_no_mfu=self._why_no_mfu or "no step was measured",
+            memory=_memory(self._device) if self._device.type == "cuda" else {},
+            gpu=self._sampler.summary() if self._sampler is not None else {},
+            single_device=self._settings.single_device,
+            ranks=ranks,
+            hints=_hints(trainer),
+            **found,
+        )
+
+
+def _arithmetic(trainer: Trainer) -> Arithmetic:
+    precision = trainer.precision_plugin
+    if isinstance(precision, PolicyPrecision):
+        half = precision.policy.param in (torch.bfloat16, torch.float16)
+    else:
+        half = str(precision.precision).startswith(("bf16", "16", "transformer-engine"))
+    if half:
+        return "bf16"
+    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "allocated": stats.get("allocated_bytes.all.peak", 0),
+        "reserved": stats.get("reserved_bytes.all.peak", 0),
+        "retries": stats.get("num_alloc_retries", 0),
+        "total": torch.cuda.get_device_properties(device).total_memory,
+    }
+
+
+def _numbers(reading: Mapping[str, Any]) -> dict[str, float]:
+    numbers: dict[str, float] = {
+        f"gpu/{name}": value for name, value in reading.items() if isinstance(value, (int, float))
+    }
+    return numbers | ({"gpu/slowed": float(bool(reading["slowed_by"]))} if "slowed_by" in reading else {})
+
+
+def _gathered(own: Any) -> list[Any]:
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return ranks
+
+
+def _hints(trainer: Trainer) -> dict[str, Any]:
+    loader = trainer.train_dataloader
+    if not isinstance(loader, DataLoader):
+        return {}
+    return {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory, "batch_size": loader.batch_size}
+
+
+def _short(rate: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if rate >= size:
+            return f"{rate / size:.3g}{letter}"
+    return f"{rate:.3g}"

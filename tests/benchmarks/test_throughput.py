@@ -1,0 +1,77 @@
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def throughput(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import throughput
+
+    yield throughput
+    for name in ("throughput", "cases"):
+        sys.modules.pop(name, None)
+
+
+def test_the_interval_is_students(throughput):
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    mean, half = throughput.interval(values)
+    assert mean == 3.0
+    assert half == pytest.approx(2.776 * statistics.stdev(values) / 5**0.5, rel=0.08)  # t of four degrees of freedom
+    assert throughput.interval([1.0])[1] == float("inf")
+
+
+def test_blocks_are_switched_in_pairs(throughput):
+    class Callback:
+        def __init__(self):
+            self.said = []
+
+        def pause(self, trainer):
+            self.said.append(("off", trainer.global_step))
+
+        def resume(self, trainer):
+            self.said.append(("on", trainer.global_step))
+
+    class Trainer:
+        global_step = 0
+
+    callback, trainer = Callback(), Trainer()
+    toggle = throughput.Toggle(callback)
+    for step in range(1, throughput.WARM + 8 * throughput.BLOCK + 1):
+        trainer.global_step = step
+        toggle.on_train_batch_end(trainer, None, None, None, 0)
+    first, block = throughput.WARM, throughput.BLOCK
+    assert callback.said == [
+        ("off", first),
+        ("on", first + block),
+        ("off", first + 3 * block),
+        ("on", first + 5 * block),
+        ("off", first + 7 * block),
+    ]
+    assert [len(toggle.blocks[on]) for on in (True, False)] == [4, 4]
+
+
+@pytest.mark.slow
+def test_every_case_runs_on_a_cpu(tmp_path):
+    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "throughput.py"), "--output", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {case["case"]: case for case in json.loads((tmp_path / "out" / "result.json").read_text())}
+    assert not [case for case in found.values() if "error" in case], done.stdout + done.stderr
+    assert found["trouble loader"]["right"]
+    assert abs(found["stopwatch 150M"]["off_by_percent"]) < 20
+    assert found["cost small"]["pairs"] == 2
+    assert found["trouble exchange"] == found["trouble exchange"] | {"skipped": "needs two GPUs"}

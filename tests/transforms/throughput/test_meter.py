@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from lightning_ups.transforms.throughput.meter import Flops, Meter, RankTimes, Summary, quantile
+from lightning_ups.transforms.throughput.timeline import StepTime
+
+
+def step(number, seconds=0.5, *, units=10.0, split=None, pauses=None):
+    return StepTime(number, seconds, split, pauses or {}, units)
+
+
+def test_steps_of_the_warmup_and_those_without_a_note_do_not_count():
+    meter = Meter(warmup_steps=2)
+    for each in (step(0), step(1), step(2), step(3, units=None), step(4)):
+        meter.add(each)
+    assert (len(meter.seconds), meter.units, meter.total_s) == (2, 20, 1.0)
+
+
+def test_pauses_count_in_the_warmup_too():
+    meter = Meter(warmup_steps=5)
+    meter.add(step(0, pauses={"validation": 2.0}))
+    assert meter.pauses == {"checkpoint": 0.0, "validation": 2.0}
+
+
+def test_a_window_is_what_came_since_the_last():
+    meter = Meter(warmup_steps=0)
+    meter.add(step(0))
+    assert meter.window()["units_per_s"] == 20
+    assert meter.window() == {}
+    meter.add(step(1, 1.0))
+    meter.add(step(2, 3.0, split={"data": 1.0, "forward": 2.0}))
+    window = meter.window()
+    assert (window["units_per_s"], window["step_ms"], window["step_p95_ms"]) == (5, 2000, 3000)
+    assert (window["data_ms"], window["forward_ms"], window["backward_ms"]) == (1000, 2000, 0)
+
+
+def test_devices_that_share_a_batch_share_its_units():
+    meter = Meter(warmup_steps=0, share=0.5, replicas=2)  # four devices, two of which split each matrix
+    meter.add(step(0))
+    window = meter.window()
+    assert window["units_per_s"] == 40
+    assert window["units_per_s_per_device"] == 10
+
+
+def test_shares_are_of_the_steps_that_were_split():
+    meter = Meter(warmup_steps=0)
+    meter.add(step(0, 1.0, split={"data": 0.25, "forward": 0.75}))
+    meter.add(step(1, 9.0))
+    shares = meter.shares()
+    assert (shares["data"], shares["forward"], shares["optimizer"]) == (0.25, 0.75, 0.0)
+    assert Meter(warmup_steps=0).shares() == {}
+
+
+def test_a_count_may_be_a_tensor():
+    meter = Meter(warmup_steps=0)
+    meter.add(step(0, units=torch.tensor(7)))
+    assert meter.units == 7
+    assert meter.window()["units_per_s"] == 14
+
+
+def test_utilisation_is_operations_by_what_the_device_can_do():
+    flops = Flops(model=6e9, hardware=8e9, peak=1e15)
+    assert flops.utilisation(1e5) == {"mfu": pytest.approx(0.6), "hfu": pytest.approx(0.8)}
+    assert Flops(model=6e9, hardware=8e9).utilisation(1e5) == {}
+
+
+def test_the_part_in_fp8_is_held_against_fp8s_peak():
+    flops = Flops(model=6e9, hardware=6e9, low_precision=4e9, peak=1e15, low_precision_peak=2e15)
+    # 2e9 take 2 us at the peak of bf16, 4e9 take 2 us at that of fp8: at 2.5e5 units/s, all of the time.
+    found = flops.utilisation(2.5e5)
+    assert found["mfu_mixed"] == pytest.approx(1.0)
+    assert found["mfu"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 5), (0.95, 10), (0.9, 9), (1.0, 10)])
+def test_quantiles(share, value):
+    assert quantile(range(1, 11), share) == value
+
+
+def rank(forward):
+    split = {"data": 0.1, "forward": forward, "backward": 9.0}
+    return RankTimes(steps=1, seconds=10.0, units=10.0, split=split, split_seconds=10.0)
+
+
+def summary(**settings):
+    return Summary(**{"unit": "tokens", "device": "d", "num_devices": 4, "steps": 5, "warmup_steps": 0} | settings)
+
+
+def test_the_slowest_rank_is_the_one_that_works_longest_itself():
+    found = summary(ranks=[rank(0.9), rank(0.9), rank(1.4), rank(0.9)]).slowest_rank
+    assert found == (2, pytest.approx(0.5))
+    assert summary(ranks=[rank(1.0)]).slowest_rank is None
+
+
+def test_scaling_is_held_against_one_device():
+    assert summary(units_per_s=300.0, single_device=100.0).scaling == 0.75
+    assert summary(units_per_s=300.0).scaling is None
