@@ -3,7 +3,8 @@
 A mark is a point in the order of the device's work: a CUDA event on the current stream, or the host's clock on a CPU.
 The time between two marks is the device's, so that what the host does while the device is busy costs nothing, and
 what the device waits for does, whoever it waits for. Nothing here waits: a step is read when its last mark has been
-passed."""
+passed.
+"""
 
 import time
 from collections import deque
