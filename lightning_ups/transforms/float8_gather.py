@@ -60,6 +60,7 @@ def _show_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Mapping[st
     inner = _inner(_local(weight))
     if inner is None or isinstance(weight, nn.Parameter):  # the Parameter itself was asked for
         return
+    inner = inner.detach()
     if isinstance(weight, DTensor):
         inner = DTensor.from_local(
             inner, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
