@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -187,7 +188,11 @@ class TokenThroughput(Callback):
         self.summary = self._run.summary()
         if (context := applied(trainer.strategy)) is not None:
             context.report.update("TokenThroughput", **facts(self.summary))
-        if self.table and trainer.is_global_zero:
+        if self.summary.units_per_s is None:
+            rank_zero_info(
+                f"TokenThroughput measured nothing: fit ended within {self.settings.warmup_steps} warm-up steps."
+            )
+        elif self.table and trainer.is_global_zero:
             sys.stdout.write(rendered(self.summary))
             sys.stdout.flush()
         self.close()
