@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ups._compat.te import forget_scales, holds_engine_modules, scales, set_scales
 from lightning_ups.transforms.blocks import find_blocks, select_names
-from lightning_ups.transforms.te_forward import Calls, Joint, PassedOn, computed_by
+from lightning_ups.transforms.te_forward import COMPUTED_WITHIN, Calls, Joint, PassedOn, computed_by, is_computed
 from lightning_ups.transforms.te_fusions import Fusion, fusions_in
 from lightning_ups.transforms.te_modules import (
     Borrower,
@@ -284,6 +284,9 @@ class _Work:
             assert fusion.second is not None
             borrower, name = self._mlp(norm, fusion), fusion.mlp
             undo.enter_context(computed_by(self._modules[name], _reading(passed, name, borrower, self.calls)))
+            inside = {self._linear(layer) for layer in (*fusion.first, fusion.second)}
+            COMPUTED_WITHIN.update(inside)
+            undo.callback(COMPUTED_WITHIN.difference_update, inside)
         undo.enter_context(computed_by(norm[1], passed))
         self.borrowers[name] = borrower
         self.converted |= dict.fromkeys((fusion.norm, *fusion.parts), borrower.kind)
@@ -337,6 +340,8 @@ def _unfit(module: nn.Module, *, multiple: int) -> str | None:
 
 
 def _own_forward(module: nn.Module) -> str | None:
+    if is_computed(module):
+        return "is computed by Transformer Engine already"
     return "has a forward of its own" if "forward" in vars(module) else None
 
 

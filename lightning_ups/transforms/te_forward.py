@@ -16,7 +16,7 @@ from lightning_ups._compat.autograd import hidden_from_dynamo
 from lightning_ups._compat.te import in_backward, is_quantizing
 from lightning_ups.transforms.te_modules import Borrower
 
-__all__ = ["Calls", "Joint", "PassedOn", "computed_by"]
+__all__ = ["COMPUTED_WITHIN", "Calls", "Joint", "PassedOn", "computed_by", "is_computed"]
 
 Compute = Callable[[nn.Module, Tensor], Any]
 ROWS = 8  # what Transformer Engine's products in float8 ask of the number of rows
@@ -44,10 +44,19 @@ class Calls:
 
         Raises:
             ValueError: If the number of rows is not right.
-            RuntimeError: If it ran in this region already.
+            RuntimeError: If it ran in this region already, or is recomputed in another precision.
         """
         self.total += 1
-        if borrower.num_products == 0 or not is_quantizing():
+        again, quantizing = in_backward(), is_quantizing()
+        if again and borrower.was_quantizing and not quantizing:
+            raise RuntimeError(
+                f"{of} is recomputed in backward outside of Transformer Engine's autocast, which its forward was in."
+                " The model calls torch.utils.checkpoint, which knows nothing of it: gradients would not be the loss's."
+                " Turn that off, such as gradient_checkpointing in transformers, and use ActivationCheckpoint()."
+            )
+        if not again:
+            borrower.was_quantizing = quantizing
+        if borrower.num_products == 0 or not quantizing:
             return
         rows = value.numel() // value.shape[-1]
         if rows % self.rows:
@@ -57,7 +66,7 @@ class Calls:
                 f" Make batch times sequence a multiple of {self.rows}, or drop a last batch that is smaller:"
                 " DataLoader(drop_last=True)."
             )
-        if not self._once or in_backward():  # a recomputed block, with the maxima of its first forward
+        if not self._once or again:  # a recomputed block, with the maxima of its first forward
             return
         if id(borrower) in self._ran:
             raise RuntimeError(
@@ -139,6 +148,7 @@ class Joint:
 # A global, and not an attribute of the module: equal modules share their class, and with it their compilation. A
 # forward on each instance would be another for each layer: Dynamo would compile each of them, until it gives up.
 _COMPUTED: dict[nn.Module, Compute] = {}
+COMPUTED_WITHIN: set[nn.Module] = set()  # layers of a network that is computed as one
 
 
 class computed_by:  # noqa: N801  (a context manager, and no generator: one that nobody holds would end by itself)
@@ -158,6 +168,11 @@ class computed_by:  # noqa: N801  (a context manager, and no generator: one that
         del _COMPUTED[self._module]  # from here on its own forward runs
         if type(self._module) is self._ours:  # FSDP2 puts a class of its own over it where it shards the module itself
             self._module.__class__ = self._plain
+
+
+def is_computed(module: nn.Module) -> bool:
+    """Return whether the forward of ``module``, or of what it is computed within, is another's now."""
+    return module in _COMPUTED or module in COMPUTED_WITHIN
 
 
 @lru_cache(maxsize=256)

@@ -52,6 +52,7 @@ class Borrower:
     ) -> None:
         self.module, self.num_products = module, num_products
         self.slots = {name: tuple(of) for name, of in slots.items()}
+        self.was_quantizing = False  # in its last forward that was no recomputed one
         if sharded:
             mark_fsdp2(module)
         self._give_back()

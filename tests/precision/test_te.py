@@ -277,8 +277,22 @@ class TestWithCallbacks:
         from lightning_ups.precision import te
 
         monkeypatch.setattr(te, "checkpoint_by", lambda recipe: checkpoint)
-        wrong = fit(tmp_path, TEPrecision(recipe="current"), callbacks=[ActivationCheckpoint(save="nothing")])
-        assert wrong.losses != fit(tmp_path, TEPrecision(recipe="current")).losses
+        with pytest.raises(RuntimeError, match="is recomputed in backward outside of Transformer Engine's autocast"):
+            fit(tmp_path, TEPrecision(recipe="current"), callbacks=[ActivationCheckpoint(save="nothing")])
+
+    def test_a_model_that_recomputes_by_itself_is_told_how_to(self, tmp_path):
+        from torch.utils.checkpoint import checkpoint
+
+        class Own(Net):
+            def loss(self, batch):
+                x = self.model.embedding(batch[:, :-1])
+                for layer in self.model.layers:
+                    x = checkpoint(layer, x, use_reentrant=False)
+                return self.model.head(x).square().mean()
+
+        with pytest.raises(RuntimeError, match=r"recomputed in backward outside of.*use ActivationCheckpoint\(\)"):
+            fit(tmp_path, TEPrecision(), model=Own())
+        fit(tmp_path, TEPrecision(recipe=None), model=Own())
 
     def test_compiled_blocks_are_compiled_between_its_modules(self, tmp_path):
         model, seen = Net(), []
@@ -323,6 +337,10 @@ class TestWithCallbacks:
             options = {"strategy": strategy, "accelerator": "cuda", "num_devices": 1, "num_nodes": 1}
             return refusals(Run(module=Net(), precision=precision, callbacks=callbacks, training=training, **options))
 
+        graph = Placement(name="SimpleFSDPStrategy", shards=True, ours=True, whole_graph=True)
+        run = {"strategy": graph, "accelerator": "cuda", "num_devices": 2, "num_nodes": 1}
+        (refusal,) = refusals(Run(module=Net(), precision=TEPrecision(), callbacks=(), **run))
+        assert refusal.cure.startswith("Leave fullgraph out, use FSDP2Strategy")
         both = (Compile(backend="eager"), ActivationCheckpoint())
         assert asked(TEPrecision(recipe=None), *both) == []
         assert asked(TEPrecision(recipe="delayed"), ActivationCheckpoint()) == []
@@ -487,6 +505,28 @@ def test_under_ddp_ranks_agree_in_weights_and_scales(ranks, tmp_path, recipe):
     assert same_weights
     assert same_scales
     assert (num_scales > 0) == (recipe == "delayed")
+
+
+def ddp_of_halves(folder, precision):
+    import torch.distributed as dist
+
+    with fake_te.installed():
+        model, rows = Net(), tokens()
+        half = torch.cat([rows[i + 2 * dist.get_rank() : i + 2 * dist.get_rank() + 2] for i in (0, 4)])
+        run = trainer(
+            folder, plugins=[precision()], epochs=2, strategy="ddp", devices=2, use_distributed_sampler=False
+        )  # fmt: skip
+        run.fit(model, DataLoader(half, batch_size=2))
+        losses = torch.tensor(model.losses)
+        dist.all_reduce(losses)
+        return (losses / 2).tolist()
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "delayed"])
+def test_two_ranks_under_ddp_train_as_one_device_on_both_halves(ranks, tmp_path, recipe):
+    precision = {None: bf16, "current": current, "delayed": delayed}[recipe]
+    found = ranks(ddp_of_halves, tmp_path, precision)
+    near(found, fit(tmp_path, precision(), data=loader(batch=4)).losses, rel=1e-2 if recipe is None else 3e-2)
 
 
 def ddp_on_rank_alone(folder):

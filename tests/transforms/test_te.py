@@ -1,4 +1,6 @@
 import copy
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from lightning_ups.transforms.te import convert_to_te
 from lightning_ups.transforms.te_fusions import Fusion
 from lightning_ups.transforms.te_names import from_te_names, to_te_names
 from tests import fake_te
+from tests.transforms.contract import CLAUSES, Subject
 
 
 @pytest.fixture(autouse=True)
@@ -318,3 +321,60 @@ def test_a_model_on_the_meta_device():
     model.init_weights()
     done.lay_together()
     assert logits_and_gradients(model)[0].isfinite().all()
+
+
+# The contract of every transform
+
+
+@contextmanager
+def computed(fusions, model):
+    done = convert_to_te(model, fusions=fusions, multiple=1)
+    done.lay_together()
+    try:
+        yield
+    finally:
+        done.undo()
+
+
+FUSED = (Fusion(norm="layers.*.norm", linears=["layers.*.qkv"]),)
+EXCUSED = {
+    "models_share_no_state": "it makes no other numbers, in bfloat16 or float32: only which kernels make them",
+    "it_may_be_nested_and_repeated": "what is converted is converted once, and a second conversion is refused",
+    "it_compiles_as_one_graph": "a graph ends before each of its modules; refused in order/refusals.py",
+}
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        Subject(
+            name="te apart", change=partial(computed, ()), other=partial(computed, FUSED), rtol=1e-5, excused=EXCUSED
+        ),
+        Subject(
+            name="te fused", change=partial(computed, FUSED), other=partial(computed, ()), rtol=1e-5, excused=EXCUSED
+        ),
+    )
+}
+ON_RANKS = "order_with_fully_shard_does_not_matter"
+
+
+@pytest.mark.parametrize("clause", [clause for clause in CLAUSES if clause not in (ON_RANKS, *EXCUSED)])
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_it_obeys_the_contract(subject, clause):
+    CLAUSES[clause](subject)
+
+
+def on_a_rank(name):
+    with fake_te.installed():
+        CLAUSES[ON_RANKS](SUBJECTS[name])
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_it_obeys_the_contract_on_ranks(name, ranks):
+    ranks(on_a_rank, name)
+
+
+def test_a_second_conversion_takes_nothing_twice():
+    model = gpt()
+    convert_to_te(model)
+    again = convert_to_te(model, head=True)
+    assert [*again.converted] == ["norm", "head"]
+    assert again.skipped["layers.0.attention.out"] == "is computed by Transformer Engine already"
