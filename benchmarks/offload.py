@@ -1,0 +1,242 @@
+"""What offloading and low-bit state do to the 8 B GPT on one GPU: memory, speed, and the largest model that trains.
+
+    python benchmarks/offload.py --output benchmarks/results/DATE_offload
+    python benchmarks/offload.py --cases "largest plain" "largest together" --output ...
+
+Every case trains float32 masters, or what it says, at 128 Ki tokens for each optimizer step (`UPS_BENCH_TOKENS`), in a
+process of its own. An out-of-memory error is a result. `UPS_BENCH_SIZE=tiny` tries it all on any machine.
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from cases import main
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.plugins import Precision
+from typing_extensions import override
+
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
+from lightning_ups.data import RandomTokens
+from lightning_ups.models import GPTModule
+from lightning_ups.order import applied
+from lightning_ups.precision import BF16Precision, BF16WeightsPrecision
+
+SIZE = os.environ.get("UPS_BENCH_SIZE", "8B")
+TINY = SIZE == "tiny"
+SEQ = 32 if TINY else 4096
+TOKENS = int(os.environ.get("UPS_BENCH_TOKENS", 256 if TINY else 2**17))
+STEPS, WARM = (3, 1) if TINY else (4, 2)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = "aot_eager" if TINY else "inductor"
+HOST_GB = float(os.environ.get("UPS_BENCH_HOST_GB", "105"))  # of 120: Python, buffers and the batch want some
+LIMIT_S = 150  # for a trial of the search
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run is made of.
+
+    Args:
+        callbacks: Made for each run.
+        bits: Of each number of the optimizer's state.
+        precision: Made for each run.
+        batch: Sequences of a microbatch.
+    """
+
+    callbacks: tuple[Callable[[], Callback], ...] = ()
+    bits: int = 32
+    precision: Callable[[], Precision] = BF16Precision
+    batch: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CHECKPOINT = partial(ActivationCheckpoint, save="nothing")
+ACTIVATIONS = partial(ActivationOffload, min_mb=0.0 if TINY else 1.0)
+OPTIMIZER = partial(OptimizerOffload, chunk_mb=0.05 if TINY else 256)
+SPEED = {
+    "plain": Case(),
+    "checkpointing": Case((CHECKPOINT,), batch=4),
+    "activation offload": Case((ACTIVATIONS,)),
+    "optimizer offload": Case((OPTIMIZER,)),
+    "optimizer offload, checkpointing": Case((OPTIMIZER, CHECKPOINT), batch=4),
+    "optimizer offload, a quarter stays, checkpointing": Case((partial(OPTIMIZER, resident=0.25), CHECKPOINT), batch=4),
+    "update on the CPU, checkpointing": Case((partial(OPTIMIZER, update="host"), CHECKPOINT), batch=4),
+    "8-bit, checkpointing": Case((CHECKPOINT,), bits=8, batch=4),
+    "8-bit, no masters, checkpointing": Case((CHECKPOINT,), bits=8, precision=BF16WeightsPrecision, batch=4),
+    "together": Case((OPTIMIZER, CHECKPOINT, ACTIVATIONS), batch=4),
+    "together, 8-bit": Case((OPTIMIZER, CHECKPOINT, ACTIVATIONS), bits=8, batch=4),
+}
+LARGEST = {"plain": (4, 40), "checkpointing": (8, 48), "together": (32, 80), "together, 8-bit": (32, 120)}  # blocks
+
+
+class Module(GPTModule):
+    """The GPT with another number of blocks, and with state in eight bits where that is asked for."""
+
+    def __init__(self, *, bits: int, rounds: bool, layers: int | None) -> None:
+        super().__init__(size=SIZE, lr=3e-4, warmup_steps=2, max_seq_len=SEQ, loss="chunked")
+        self.bits, self.rounds = bits, rounds
+        if layers is not None:
+            self.config = replace(self.config, num_layers=layers)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        if self.bits == 32:
+            return super().configure_optimizers()
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(self.parameters(), lr=self.lr, weight_decay=0.1, bf16_stochastic_round=self.rounds)
+
+
+class Clock(Callback):
+    """Times optimizer steps, each a whole accumulation, by the clock after the device is done."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.losses: list[torch.Tensor] = []
+        self.state: dict[str, Any] = {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._now()
+
+    def _now(self) -> None:
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(time.monotonic())
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._now()
+            self.losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        context = applied(trainer.strategy)
+        self.state = _state(trainer, context.report.parts if context else {})
+
+    def figures(self) -> dict[str, Any]:
+        """Return losses, the time of a step, tokens a second, and memory."""
+        steps = [b - a for a, b in zip(self.times[WARM:], self.times[WARM + 1 :], strict=False)]
+        found: dict[str, Any] = {"losses": [round(loss.item(), 5) for loss in self.losses], **self.state}
+        found["host_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)
+        if DEVICE == "cuda":
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        if steps:
+            found["first_step_s"] = round(self.times[1] - self.times[0], 2)
+            found["step_s"] = round(statistics.median(steps), 3)
+            found["tok_s"] = round(TOKENS / statistics.median(steps))
+        return found
+
+
+def _state(trainer: Trainer, parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the bytes of optimizer state and masters, and how many of them are on the device."""
+    if offload := parts.get("OptimizerOffload"):
+        host, device = offload["host_bytes"], offload["device_bytes"]
+    else:
+        optimizer, host = trainer.strategy.optimizers[0], 0
+        tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        masters = getattr(optimizer, "masters", None)
+        device = sum(map(_nbytes, tensors)) + (4 * sum(p.numel() for p in masters.of) if masters is not None else 0)
+    moved = parts.get("ActivationOffload", {}).get("moved_bytes", 0)
+    return {
+        "state_on_device_gib": round(device / 2**30, 3),
+        "state_on_host_gib": round(host / 2**30, 3),
+        "activations_moved_gib": round(moved / 2**30, 3),
+    }
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    codes = getattr(tensor, "codes", None)
+    return tensor.nbytes if codes is None else codes.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
+
+
+def run(case: Case, *, layers: int | None = None, steps: int = STEPS, tokens: int = TOKENS) -> dict[str, Any]:
+    """Train ``steps`` optimizer steps."""
+    seed_everything(0, verbose=False)
+    torch.set_float32_matmul_precision("high")
+    clock = Clock()
+    module = Module(bits=case.bits, rounds=case.precision is BF16WeightsPrecision, layers=layers)
+    batch = min(case.batch, tokens // SEQ)
+    trainer = Trainer(
+        accelerator=DEVICE.replace("cuda", "gpu"), devices=1, max_steps=steps, plugins=[case.precision()],
+        callbacks=[Compile(backend=BACKEND, scope="blocks"), *(make() for make in case.callbacks), clock],
+        accumulate_grad_batches=tokens // (SEQ * batch), gradient_clip_val=1.0, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, RandomTokens(vocab_size=module.config.vocab_size, seq_len=SEQ, batch_size=batch))
+    return {"parameters": sum(p.numel() for p in module.parameters()), "batch": batch, **clock.figures()}
+
+
+def fits(name: str, layers: int) -> dict[str, Any]:
+    """Make two optimizer steps of one sequence with ``layers`` blocks: whoever cannot ends with an error."""
+    case = replace(SPEED[name], batch=1)
+    callbacks = [_with_room(make, name, layers) for make in case.callbacks]
+    return {"layers": layers, **run(replace(case, callbacks=tuple(callbacks)), layers=layers, steps=2, tokens=SEQ)}
+
+
+def _with_room(make: Callable[[], Callback], name: str, layers: int) -> Callable[[], Callback]:
+    if not isinstance(make, partial) or make.func is not OptimizerOffload:
+        return make
+    config = Module(bits=32, rounds=False, layers=layers).config
+    with torch.device("meta"):
+        from lightning_ups.models import GPT
+
+        numel = sum(p.numel() for p in GPT(config).parameters())
+    state = numel * (12 if SPEED[name].bits == 32 else 6.1)
+    return partial(make, resident=round(max(0.0, 1 - HOST_GB * 1e9 / state), 3))  # what the host has no room for
+
+
+def largest(name: str) -> dict[str, Any]:
+    """Search for the most blocks that fit, each trial in a process of its own."""
+    low, high = (1, 4) if TINY else LARGEST[name]
+    best: dict[str, Any] = {}
+    tried: dict[int, str] = {}
+    while low <= high:
+        layers = (low + high + 1) // 2
+        found = _trial(f"fits {name} {layers}")
+        tried[layers] = found.get("error", "")[-200:] or "fits"
+        if "error" in found:
+            high = layers - 1
+        else:
+            best, low = found, layers + 1
+    return {**best, "tried": tried}
+
+
+def _trial(name: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--case", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no result within {LIMIT_S} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": done.stderr.strip()[-400:]}
+
+
+class Cases(dict[str, Callable[[], dict[str, Any]]]):
+    """The cases, and each trial of a search under a name that says what it tries."""
+
+    def __missing__(self, name: str) -> Callable[[], dict[str, Any]]:
+        kind, _, layers = name.removeprefix("fits ").rpartition(" ")
+        return partial(fits, kind, int(layers))
+
+
+CASES = Cases({name: partial(run, case) for name, case in SPEED.items()})
+SEARCHES = {f"largest {name}": partial(largest, name) for name in LARGEST}
+COLUMNS = ("tok_s", "step_s", "peak_gib", "state_on_device_gib", "state_on_host_gib", "parameters")
+
+if __name__ == "__main__":
+    searching = any(argument.startswith("largest") for argument in sys.argv)
+    if searching:
+        CASES.update(SEARCHES)
+    main(CASES, columns=COLUMNS, timeout_s=560 if searching else 240)

@@ -1,0 +1,67 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def offload(monkeypatch):
+    monkeypatch.setenv("UPS_BENCH_SIZE", "tiny")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("offload", "cases"):
+        sys.modules.pop(name, None)
+    import offload
+
+    yield offload
+    for name in ("offload", "cases"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_state_is_where_a_case_says_and_losses_are_the_same(offload, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain, both = offload.CASES["checkpointing"](), offload.CASES["together"]()
+    assert plain["losses"] == both["losses"]
+    assert len(plain["losses"]) == offload.STEPS
+    assert plain["state_on_host_gib"] == 0
+    assert both["state_on_host_gib"] == plain["state_on_device_gib"] > 0
+    assert both["state_on_device_gib"] < 0.4 * plain["state_on_device_gib"]
+    assert both["tok_s"] > 0
+
+
+def test_a_trial_has_the_number_of_blocks_and_keeps_what_the_host_has_no_room_for(offload, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(offload, "run", lambda case, **options: seen.update(options, case=case) or {})
+    monkeypatch.setattr(offload, "HOST_GB", 1e-3)
+    assert offload.CASES["fits together, 8-bit 3"]() == {"layers": 3}
+    assert seen["layers"] == 3
+    offloads = [make() for make in seen["case"].callbacks if make.func is offload.OptimizerOffload]
+    assert 0.5 < offloads[0].resident < 1
+
+
+def test_the_search_finds_the_largest(offload, monkeypatch):
+    def trial(name):
+        layers = int(name.rpartition(" ")[2])
+        return {"layers": layers} if layers <= 37 else {"error": "out of memory"}
+
+    monkeypatch.setattr(offload, "_trial", trial)
+    monkeypatch.setattr(offload, "TINY", False)
+    found = offload.largest("together")
+    assert found["layers"] == 37
+    assert len(found["tried"]) <= 6
+
+
+@pytest.mark.slow
+def test_the_script_runs_from_one_command(tmp_path):
+    environment = {**os.environ, "UPS_BENCH_SIZE": "tiny", "PYTHONPATH": str(BENCHMARKS.parent)}
+    names = ["update on the CPU, checkpointing", "activation offload", "8-bit, no masters, checkpointing"]
+    command = [sys.executable, str(BENCHMARKS / "offload.py"), "--cases", *names, "--output", str(tmp_path / "out")]
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True, timeout=600)
+    results = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [result["case"] for result in results] == names
+    assert all(result["tok_s"] > 0 for result in results), results
