@@ -28,7 +28,9 @@ class Kernels:
     """Torch's profiler, for the device's work only."""
 
     def __init__(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        with warnings.catch_warnings():  # about events of several cycles, of which there is one
+            warnings.simplefilter("ignore")
+            self._profile = profile(activities=[ProfilerActivity.CUDA])
 
     def start(self) -> None:
         """Begin; it takes up to a second the first time in a process."""

@@ -80,6 +80,7 @@ def test_other_warnings_are_shown(device):
     assert shown == ["something else"]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_a_profiler_of_somebody_else_is_seen():
     assert not is_profiled()
     with profile(activities=[torch.profiler.ProfilerActivity.CPU]):
