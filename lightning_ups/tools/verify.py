@@ -43,6 +43,9 @@ _ROUNDINGS: Mapping[str, Rounding] = {
     "rowwise": "row",
     "rowwise_with_gw_hp": "row, gradient of the weight exact",
     "mxfp8": "block",
+    "delayed": "tensor",  # these three are TEPrecision's, whose scales are near enough
+    "current": "tensor",
+    "block": "block",
 }
 
 
@@ -162,19 +165,20 @@ class _References:
         if policy is None or policy.param is None:
             return "float32, each weight disturbed in its last bits"
         name = str(policy.param).removeprefix("torch.")
-        float8 = self._trial.precision
-        return f"{name}, products in float8 {float8.recipe}" if isinstance(float8, Float8Precision) else name
+        recipe = _recipe(self._trial.precision)
+        return name if recipe is None else f"{name}, products in float8 {recipe}"
 
     @contextmanager
     def _rounded_products(self, module: LightningModule) -> Iterator[None]:
-        asked = self._trial.precision
-        if not isinstance(asked, Float8Precision):
+        asked: Any = self._trial.precision
+        recipe = _recipe(asked)
+        if recipe is None:
             yield
             return
-        linears = fitting_linears(
-            module, recipe=asked.recipe, include=asked.include, exclude=asked.exclude, head=asked.head
-        )
-        with rounded_linears(linears.values(), _ROUNDINGS[asked.recipe]):
+        options: dict[str, Any] = {"recipe": "tensorwise", "head": asked.head}
+        if isinstance(asked, Float8Precision):  # of others, patterns may name what is no linear layer
+            options |= {"recipe": asked.recipe, "include": asked.include, "exclude": asked.exclude}
+        with rounded_linears(fitting_linears(module, **options).values(), _ROUNDINGS[recipe]):
             yield
 
     def powers(self, plain: Sequence[Step], band: Band) -> dict[str, float]:
@@ -205,6 +209,12 @@ class _References:
             self._state = watch.state
         module.zero_grad(set_to_none=True)
         return watch.steps
+
+
+def _recipe(precision: Precision) -> str | None:
+    """Return the recipe by which ``precision`` multiplies in float8, or None."""
+    recipe = getattr(precision, "recipe", None)
+    return recipe if recipe in _ROUNDINGS else None
 
 
 class _WatchSteps(Callback):

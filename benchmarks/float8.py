@@ -1,0 +1,404 @@
+"""Float8 beside bfloat16 on one GPU: speed, losses, and what the advisor predicts against what is measured.
+
+    python benchmarks/float8.py --set speed   --output OUT    # the 1.5 B GPT, each precision, 30 steps
+    python benchmarks/float8.py --set losses  --output OUT    # 300 steps on the standard library: bands, then recipes
+    python benchmarks/float8.py --set predict --output OUT    # four models: what float8 would gain; commit OUT now
+    python benchmarks/float8.py --set measure --output OUT    # the same four: bfloat16, all in float8, filter: auto
+    python benchmarks/float8.py --summary     --output OUT    # tables of whatever is in OUT
+    python benchmarks/float8.py --set all --tiny --output OUT # the same code on a CPU, with made-up times of products
+
+Each configuration runs in a process of its own, prints one line of JSON, and is kept as OUT/NAME.json at once. What is
+there already is not run again, so that a set may be spread over several calls, each with its --budget in seconds.
+`measure` refuses to run without OUT's predictions. Transformer Engine takes part where it is installed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cases import environment
+
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+ENGINE = ("delayed", "current", "block")
+MODELS = ("1B", "150M", "vit", "mixed")
+SEEDS = (0, 1, 2)
+
+
+def main() -> int:
+    """Run a set of configurations, or one of them, or print what there is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=["speed", "losses", "predict", "measure", "all"], default="all")
+    parser.add_argument("--only", default="", help="run the configurations whose name contains this")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
+    parser.add_argument("--timeout", type=float, default=200, help="seconds for each configuration")
+    parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
+    parser.add_argument("--summary", action="store_true")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print("RESULT " + json.dumps(_cases(tiny=options.tiny, output=options.output)[options.case]()), flush=True)
+        return 0
+    if not options.summary:
+        _run(options)
+    print(*_summary(options.output), sep="\n")
+    return 0
+
+
+def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    engine = [f"te {name}" for name in ENGINE] if find_spec("transformer_engine") is not None else []
+    cases: dict[str, Callable[[], dict[str, Any]]] = {}
+    for name in ("bf16", *FLOAT8, "auto", *engine):
+        cases[f"speed {name}"] = partial(speed, name, tiny=tiny)
+    for seed in SEEDS:
+        cases[f"losses bf16 seed {seed}"] = partial(losses, "bf16", seed=seed, tiny=tiny)
+    for name in (*FLOAT8, *engine):
+        cases[f"losses {name} seed 0"] = partial(losses, name, seed=0, tiny=tiny)
+    for model in MODELS:
+        cases[f"predict {model}"] = partial(predict, model, tiny=tiny)
+    for model in MODELS:
+        for name in ("bf16", "tensorwise", "auto"):
+            cases[f"measure {model} {name}"] = partial(measure, model, name, tiny=tiny, output=output)
+    return cases
+
+
+def _run(options: argparse.Namespace) -> None:
+    start = time.monotonic()
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "env.txt").write_text(environment())
+    for name in _cases(tiny=options.tiny, output=options.output):
+        if options.set not in ("all", name.split()[0]) or options.only not in name:
+            continue
+        path = _path(options.output, name)
+        left = options.budget - (time.monotonic() - start)
+        if path.exists() or left < 20:
+            print(f"{name}: {'is there' if path.exists() else 'left out, the budget is spent'}", flush=True)
+            continue
+        command = [sys.executable, __file__, "--case", name, "--output", str(options.output)]
+        result = _child([*command, *(["--tiny"] if options.tiny else [])], timeout_s=min(options.timeout, left))
+        print(json.dumps({"case": name, **result}), flush=True)
+        (path if "error" not in result else path.with_suffix(".failed")).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _path(output: Path, name: str) -> Path:
+    return output / f"{name.replace(' ', '_')}.json"
+
+
+def _child(command: list[str], *, timeout_s: float) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        return {"error": f"no result within {timeout_s:.0f} s: {str(error.stderr or '')[-800:]}"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": done.stderr.strip()[-3000:]}
+    return result | {"seconds_in_all": round(time.monotonic() - began, 1)}
+
+
+# What is run
+
+
+def precision(name: str, *, tiny: bool) -> Any:
+    """Return a precision by its name here."""
+    from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
+
+    if name == "bf16":
+        return BF16Precision()
+    if name.startswith("te "):
+        more: dict[str, Any] = {"amax_history": 16} if name == "te delayed" else {}
+        return TEPrecision(recipe=name.removeprefix("te "), **more)  # type: ignore[arg-type]
+    if name == "auto":
+        chosen = Float8Precision(filter="auto", emulate=tiny)
+        chosen.timer = _made_up if tiny else None
+        return chosen
+    return Float8Precision(recipe=name, emulate=tiny)  # type: ignore[arg-type]
+
+
+def speed(name: str, *, tiny: bool) -> dict[str, Any]:
+    """Return tokens a second and peak memory of the 1.5 B GPT, of 30 steps of which the first ten do not count."""
+    steps, seq, batch = (6, 32, 2) if tiny else (30, 4096, 4)
+    module, data = gpt("tiny" if tiny else "1B", seq=seq, batch=batch)
+    found = _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny)
+    return found | {"tokens_per_s": round(1000 * seq * batch / found["step_ms"], 1)}
+
+
+def losses(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
+    """Return the losses of 300 steps on the standard library's source."""
+    from lightning_ups.data import StdlibText
+    from lightning_ups.models import GPTModule
+
+    steps, seq, batch = (6, 32, 2) if tiny else (300, 1024, 8)
+    module = GPTModule(size="tiny" if tiny else "1B", vocab_size=256, max_seq_len=seq, warmup_steps=steps // 10)
+    data = StdlibText(seq_len=seq, batch_size=batch, seed=seed)
+    found = _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny, seed=seed)
+    tail = found["losses"][-steps // 10 :]
+    return found | {"last_tenth": sum(tail) / len(tail)}
+
+
+def predict(model: str, *, tiny: bool) -> dict[str, Any]:
+    """Return what the advisor says of a model, before anything of it runs in float8."""
+    from lightning_ups.tools.advise import advise
+    from lightning_ups.tools.trial import Trial
+
+    trial: Trial = _trial(model, tiny=tiny)
+    (advice,) = advise(trial, recipes=["tensorwise"], steps=8 if tiny else 25, timer=_made_up if tiny else None)
+    return {
+        "step_ms": advice.step_ms,
+        "products_ms": advice.products_ms,
+        "gain_all": advice.gain(advice.layers),
+        "gain_auto": advice.gain(advice.winners),
+        "converts": [layer.name for layer in advice.winners],
+        "of": len(advice.layers),
+        "verdict": advice.verdict(),
+        "table": [dict(row) for row in advice.rows(["tensorwise"])],
+    }
+
+
+def measure(model: str, name: str, *, tiny: bool, output: Path) -> dict[str, Any]:
+    """Return the time of a step of a model in one precision; only once there is a prediction of it."""
+    if not _path(output, f"predict {model}").exists():
+        raise SystemExit(f"Nothing is predicted for {model} yet. Run --set predict first, and commit what it wrote.")
+    module, data = _model(model, tiny=tiny)
+    steps = 6 if tiny else 40
+    return _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 4, compiled=not tiny)
+
+
+def _fit(
+    module: Any, data: Any, chosen: Any, *, steps: int, warmup: int, compiled: bool, seed: int = 0
+) -> dict[str, Any]:
+    import torch
+    from lightning.pytorch import Callback, Trainer, seed_everything
+
+    from lightning_ups.callbacks import Compile
+    from lightning_ups.tools.trial import StepClock
+
+    class Losses(Callback):
+        """Keeps them on the device: to read one would wait for it."""
+
+        def __init__(self) -> None:
+            self.found: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            self.found.append(outputs["loss"].detach())
+
+    clock, kept, cuda = StepClock(warmup=warmup), Losses(), torch.cuda.is_available()
+    seed_everything(seed, verbose=False)
+    trainer = Trainer(
+        accelerator="cuda" if cuda else "cpu", devices=1, max_steps=steps, plugins=[chosen], logger=False,
+        callbacks=[*([Compile(scope="auto")] if compiled else []), clock, kept], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    conversion = getattr(chosen, "conversion", None)
+    return {
+        "step_ms": clock.step_ms,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "converted": len(getattr(conversion, "converted", ())),
+        "losses": [round(loss, 5) for loss in torch.stack(kept.found).float().tolist()],
+    }
+
+
+# Models
+
+
+def gpt(size: Any, *, seq: int, batch: int) -> tuple[Any, Any]:
+    """Return our GPT and random tokens for it."""
+    from lightning_ups.data import RandomTokens
+    from lightning_ups.models import GPTModule
+    from lightning_ups.models.gpt import SIZES
+
+    module = GPTModule(size=size, max_seq_len=seq, schedule="constant", warmup_steps=5)
+    return module, RandomTokens(vocab_size=SIZES[size].vocab_size, seq_len=seq, batch_size=batch)
+
+
+def _model(name: str, *, tiny: bool) -> tuple[Any, Any]:
+    if name in ("1B", "150M"):
+        size, seq, batch = ("tiny", 32, 2) if tiny else (name, 4096, 4) if name == "1B" else (name, 1024, 32)
+        return gpt(size, seq=seq, batch=batch)
+    return vit(tiny=tiny) if name == "vit" else mixed(tiny=tiny)
+
+
+def vit(*, tiny: bool) -> tuple[Any, Any]:
+    """Return timm's ViT-L, or, for a CPU, a plain one of torch's layers, and images."""
+    import torch
+    from torch import nn
+
+    size, batch = (32, 2) if tiny else (224, 128)
+
+    def build() -> nn.Module:
+        if tiny:
+            layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+            return nn.Sequential(
+                nn.Flatten(2), nn.Linear(size * size, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            )
+        import timm
+
+        return timm.create_model("vit_large_patch16_224", num_classes=1000)
+
+    classes = 10 if tiny else 1000
+    images = [(torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))) for _ in range(2 if tiny else 4)]
+    return _classifier(build, classes=classes if tiny else None, width=32), _repeated(images)
+
+
+def mixed(*, tiny: bool) -> tuple[Any, Any]:
+    """Return a model of narrow blocks, in which float8 loses, and wide ones, in which it wins."""
+    import torch
+    from torch import nn
+
+    narrow, wide, rows, batch = (16, 64, 4, 4) if tiny else (512, 4096, 512, 32)
+
+    class Feed(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = (
+                nn.LayerNorm(width),
+                nn.Linear(width, 2 * width),
+                nn.Linear(2 * width, width),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    def build() -> nn.Module:
+        first, second = (nn.Sequential(*(Feed(width) for _ in range(6))) for width in (narrow, wide))
+        return nn.Sequential(first, nn.Linear(narrow, wide), second)
+
+    batches = [(torch.randn(batch, rows, narrow), torch.randint(10, (batch,))) for _ in range(4)]
+    return _classifier(build, classes=10, width=wide), _repeated(batches)
+
+
+def _classifier(build: Callable[[], Any], *, classes: int | None, width: int) -> Any:
+    import torch
+    from lightning.pytorch import LightningModule
+    from torch import nn
+
+    class Classifier(LightningModule):
+        """Classifies the mean over positions, where the network itself does not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.head = build(), nn.Linear(width, classes) if classes else nn.Identity()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            x, target = batch
+            features = self.net(x)
+            return nn.functional.cross_entropy(self.head(features.mean(1) if classes else features), target)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=torch.cuda.is_available())
+
+    return Classifier()
+
+
+def _repeated(batches: list[Any]) -> Any:
+    import torch
+    from lightning.pytorch import LightningDataModule
+    from torch.utils.data import DataLoader
+
+    class Repeated(LightningDataModule):
+        """The same few batches over and over."""
+
+        def train_dataloader(self) -> Any:
+            several = [batches[i % len(batches)] for i in range(200)]
+            return DataLoader(several, batch_size=None, pin_memory=torch.cuda.is_available())
+
+    return Repeated()
+
+
+def _trial(model: str, *, tiny: bool) -> Any:
+    import torch
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from lightning_ups.callbacks import Compile
+    from lightning_ups.order import Placement, Run
+    from lightning_ups.precision import BF16Precision
+    from lightning_ups.tools.trial import Trial
+
+    module, data = _model(model, tiny=tiny)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    callbacks = [] if tiny else [Compile(scope="auto")]
+    run = Run(
+        module=module, strategy=Placement.of(SingleDeviceStrategy), precision=BF16Precision(), callbacks=callbacks,
+        accelerator=kind, num_devices=1, num_nodes=1,
+    )  # fmt: skip
+    settings = {"accelerator": kind, "strategy": "auto", "plugins": None}
+    return Trial(module=module, data=data, settings=settings, callbacks=callbacks, run=run, seed=0)
+
+
+def _made_up(product: Any, recipe: str) -> Any:
+    """Return times that follow from shapes: wide products win, narrow ones lose."""
+    from lightning_ups.transforms.advise_table import Times
+
+    third = product.flops / 1e6  # nothing on any device: large enough to decide
+    if recipe != "bfloat16":
+        third *= 0.6 if product.in_features * product.out_features > 2**12 else 1.2
+    return Times(forward_ms=third, dgrad_ms=third, wgrad_ms=third)
+
+
+# What is said
+
+
+def _summary(output: Path) -> list[str]:
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(output.glob("*_*.json"))}
+    return [*_speeds(found), "", *_bands(found), "", *_predictions(found)]
+
+
+def _speeds(found: Mapping[str, Any]) -> list[str]:
+    rows = {name.removeprefix("speed_"): result for name, result in found.items() if name.startswith("speed_")}
+    base = rows.get("bf16", {}).get("tokens_per_s")
+    lines = ["| precision | tokens/s | to bf16 | peak GiB | layers | last loss |", "|---|---|---|---|---|---|"]
+    for name, result in rows.items():
+        ratio = f"{result['tokens_per_s'] / base:.3f}" if base else ""
+        figures = (f"{result['tokens_per_s']:.0f}", ratio, result["peak_gib"], result["converted"])
+        lines.append(f"| {name} | {' | '.join(map(str, figures))} | {result['losses'][-1]:.4f} |")
+    return lines
+
+
+def _bands(found: Mapping[str, Any]) -> list[str]:
+    rows = {name.removeprefix("losses_"): result for name, result in found.items() if name.startswith("losses_")}
+    band = [result["last_tenth"] for name, result in rows.items() if name.startswith("bf16")]
+    lines = ["| run | mean loss of the last tenth | within the band of bf16's seeds |", "|---|---|---|"]
+    for name, result in rows.items():
+        inside = min(band) <= result["last_tenth"] <= max(band) if len(band) == len(SEEDS) else "?"
+        lines.append(f"| {name} | {result['last_tenth']:.4f} | {inside} |")
+    if len(band) == len(SEEDS):
+        lines.append(f"\nThe band: {min(band):.4f} to {max(band):.4f}")
+    return lines
+
+
+def _predictions(found: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "| model | predicted, all | measured | predicted, auto | measured | within 5 points | auto to the better |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in MODELS:
+        said = found.get(f"predict_{model}")
+        if said is None:
+            continue
+        steps = {
+            name: found.get(f"measure_{model}_{name}", {}).get("step_ms") for name in ("bf16", "tensorwise", "auto")
+        }
+        if None in steps.values():
+            lines.append(f"| {model} | {said['gain_all']:+.1%} | | {said['gain_auto']:+.1%} | | | {said['verdict']} |")
+            continue
+        gains = {name: steps["bf16"] / steps[name] - 1 for name in ("tensorwise", "auto")}
+        near = all(
+            abs(gains[name] - said[key]) <= 0.05 for name, key in (("tensorwise", "gain_all"), ("auto", "gain_auto"))
+        )
+        better = min(steps["bf16"], steps["tensorwise"]) / steps["auto"] - 1
+        lines.append(
+            f"| {model} | {said['gain_all']:+.1%} | {gains['tensorwise']:+.1%} | {said['gain_auto']:+.1%}"
+            f" | {gains['auto']:+.1%} | {near} | {better:+.1%} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
