@@ -5,16 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["pinned", "unpin"]
+__all__ = ["pin", "pinned", "unpin"]
 
 
 def pinned(nbytes: int) -> Tensor:
     """Return ``nbytes`` of host memory, pinned where there is a GPU, and plain where there is none."""
     memory = torch.empty(nbytes, dtype=torch.uint8)
     # Not `pin_memory=True`: torch's allocator rounds up to a power of two, which costs up to half of a large buffer.
-    if nbytes and torch.cuda.is_available():
-        _check(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
+    pin(memory)
     return memory
+
+
+def pin(memory: Tensor) -> None:
+    """Pin ``memory`` of the host where there is a GPU; pages that it shares with pinned memory are refused by CUDA."""
+    if memory.nbytes and torch.cuda.is_available():
+        _check(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 
 def unpin(memory: Tensor) -> None:

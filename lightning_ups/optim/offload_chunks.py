@@ -156,13 +156,16 @@ class Chunk:
         self.items, self.resident = items, resident
         self.nbytes = 0  # that it takes on the device while it is stepped
         self.stored: Mark = None
-        self._entries: dict[tuple[Item, str], _Entry] = {}
+        self._entries: dict[Item, dict[str, _Entry]] = {item: {} for item in items}
         self._blocks: dict[Block, None] = {}
 
     @property
     def nbytes_kept(self) -> int:
         """The bytes of state that lie in its blocks."""
-        return sum(piece.form.nbytes for entry in self._entries.values() for piece in entry.pieces)
+        return sum(piece.form.nbytes for piece in self._pieces())
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for found in self._entries.values() for entry in found.values() for piece in entry.pieces]
 
     def place(self, values: Mapping[tuple[Item, str], Tensor], memory: Memory) -> None:
         """Find a place for each of ``values`` to lie between steps, and copy it there."""
@@ -176,12 +179,12 @@ class Chunk:
             self.nbytes += sum(aligned(form.nbytes) for form in forms)
         self._blocks.update(dict.fromkeys(piece.block for piece in pieces))
         following = iter(pieces)
-        for key, value in values.items():
+        for (item, name), value in values.items():
             parts = plain_parts(value)
             mine = [next(following) for _ in parts]
             for piece, part in zip(mine, parts, strict=True):
                 piece.kept().copy_(part)
-            self._entries[key] = _Entry(rebuilt(value, iter([piece.kept() for piece in mine])), mine)
+            self._entries[item][name] = _Entry(rebuilt(value, iter([piece.kept() for piece in mine])), mine)
 
     def _piece_of_whole(self, item: Item, name: str, form: Form, memory: Memory) -> Piece:
         assert item.whole is not None
@@ -193,13 +196,14 @@ class Chunk:
 
     def forget(self, item: Item, name: str) -> None:
         """Give up the place of one entry, which the optimizer no longer has, or has in another form."""
-        self._entries.pop((item, name), None)
+        self._entries[item].pop(name, None)
 
     def clear(self) -> None:
         """Give up every place."""
         if self.items[0].whole is None:  # the parts of one parameter share theirs, and take it again
             self.release()
-        self._entries.clear()
+        for found in self._entries.values():
+            found.clear()
         self._blocks.clear()
         self.nbytes = 0
         for item in self.items:
@@ -212,13 +216,13 @@ class Chunk:
 
     def copies(self, slot: Tensor) -> list[Copy]:
         """Return what a load copies: to ``slot``, from where it lies."""
-        pieces = [piece for entry in self._entries.values() for piece in entry.pieces]
+        pieces = sorted(self._pieces(), key=lambda piece: piece.slot)
         return [(slot[start : start + raw.nbytes], raw) for raw, start in runs_of(pieces)]
 
     def state(self, item: Item, slot: Tensor | None) -> dict[str, Any]:
         """Return the state of ``item``, its master among it, as it is in ``slot`` or, for None, where it lies."""
-        found = {name: entry for (owner, name), entry in self._entries.items() if owner is item}
-        large = {name: entry.kept if slot is None else entry.loaded(slot) for name, entry in found.items()}
+        found = self._entries[item].items()
+        large = {name: entry.kept if slot is None else entry.loaded(slot) for name, entry in found}
         return {**large, **{n: large[n] if n in large else item.others[n] for n in item.names}}
 
     def kept(self, item: Item) -> dict[str, Any]:
@@ -227,7 +231,7 @@ class Chunk:
         if item.whole is None:
             return state
         return {
-            name: item.whole.kept(name, value.dtype) if (item, name) in self._entries else value
+            name: item.whole.kept(name, value.dtype) if name in self._entries[item] else value
             for name, value in state.items()
         }
 
@@ -237,7 +241,7 @@ class Chunk:
         What the optimizer made anew, and did not write in place, is copied to where ``before`` lies.
         """
         fresh: dict[tuple[Item, str], Tensor] = {}
-        for name in [name for owner, name in self._entries if owner is item and name not in after]:
+        for name in [name for name in self._entries[item] if name not in after]:
             self.forget(item, name)
         item.names = [name for name in after if name != MASTER]
         item.others = {}
@@ -245,7 +249,7 @@ class Chunk:
             if not is_large(value):
                 self.forget(item, name)
                 item.others[name] = value
-            elif (item, name) not in self._entries or not same_form(value, before[name]):
+            elif name not in self._entries[item] or not same_form(value, before[name]):
                 self.forget(item, name)
                 fresh[item, name] = value
             elif value is not before[name]:

@@ -86,7 +86,7 @@ class _Range:
         self._state = {"mark": self.stored}
         self.device: Tensor | None = None
         self._loaded: Mark = None
-        weakref.finalize(self, _give_back, pool, self._host, self._state).atexit = False
+        weakref.finalize(self, _give_back, memory, pool, self._host, self._state).atexit = False
 
     def let_go(self, *, keep: bool = False) -> None:
         """Let what is queued from now on use its memory; or keep it there, since it is needed next."""
@@ -103,16 +103,20 @@ class _Range:
             after = [self._memory.mark(), self.stored]
             copies = [(self.device, self._host[: self.nbytes])]
             self._loaded = self._state["mark"] = self._memory.load(copies, after=after)
+            self._state["unused"] = self._loaded
 
     def back(self) -> Tensor:
         """Return it on the device."""
         self.load()
         assert self.device is not None
         self._memory.wait(self._loaded)
+        self._state.pop("unused", None)
         return self.device
 
 
-def _give_back(pool: _Pool, host: Tensor, state: dict[str, Mark]) -> None:
+def _give_back(memory: Memory, pool: _Pool, host: Tensor, state: dict[str, Mark]) -> None:
+    if "unused" in state:
+        memory.wait(state["unused"])  # the device's memory is free after this, and must not be written any more
     pool.give_back(host, state["mark"])
 
 
