@@ -126,7 +126,8 @@ class Planner:
     def longest_sequence(self, variant: Variant) -> int | None:
         """Return how many positions a sequence may have at the batch's number of samples; None if it has none.
 
-        Two lengths are rehearsed, and what is found between or beyond them once more.
+        Two lengths are rehearsed, and what is found between or beyond them once more: if it does not fit after all, or
+        the module takes none as long, a shorter one is returned that does both.
 
         Raises:
             Uncountable: If the module takes no longer sequences.
@@ -141,9 +142,17 @@ class Planner:
             step = between(first, second, (tokens - one) / (two - one))
             return peak_of(step, self._layout(variant)).total <= (self.usable or 0)
 
-        found = _largest(fits) // 64 * 64 + self.tokens % 2
-        while found > 64 and not self.fits(variant, tokens=found):
-            found = int(found * 0.95) // 64 * 64 + self.tokens % 2
+        def rounded(tokens: float) -> int:
+            return int(tokens) // 64 * 64 + one % 2
+
+        found = rounded(_largest(fits))
+        while found > 64:
+            try:
+                if self.fits(variant, tokens=found):
+                    return found
+                found = rounded(0.95 * found)
+            except Uncountable:  # the module has a limit of its own, and takes two of the lengths
+                found = max(two, rounded(found / 2))
         return found
 
     def variants(self) -> Iterator[Variant]:
@@ -202,7 +211,10 @@ class Planner:
         now = self._sharding(self.declared)
         if now != "copies":
             yield Variant(
-                name="DDP: no sharding", yaml="trainer.strategy: ddp", strategy=Placement.of(DDPStrategy), price="as fast"
+                name="DDP: no sharding",
+                yaml="trainer.strategy: ddp",
+                strategy=Placement.of(DDPStrategy),
+                price="as fast",
             )
         for sharding, rank in (("gradients", 1), ("full", 2)):
             if now != sharding:

@@ -1,0 +1,196 @@
+import pytest
+import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile, OptimizerOffload
+from lightning_ups.models import GPTModule
+from lightning_ups.order import Placement, Run
+from lightning_ups.order.plan import Planner, Variant
+from lightning_ups.order.rehearsal import Change, Uncountable
+from lightning_ups.precision import BF16Precision
+from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.memory import GIB
+from lightning_ups.transforms.memory_devices import Device
+
+
+def planner(*callbacks, strategy=SingleDeviceStrategy, devices=1, gib=None, batch=(4, 65), precision=None, **settings):
+    module = GPTModule(size="tiny")
+    with torch.device("meta"):
+        module.configure_model()
+    run = Run(
+        module=module,
+        strategy=Placement.of(strategy),
+        precision=precision or BF16Precision(),
+        callbacks=callbacks,
+        accelerator="cuda",
+        num_devices=devices,
+        num_nodes=1,
+    )
+    device = None if gib is None else Device(name="small", gib=gib, capability=(8, 0))
+    return Planner(run, torch.empty(batch, dtype=torch.long, device="meta"), settings=settings, device=device)
+
+
+def fitting(gib_beyond):
+    """Return the size of a device of which so much more than nothing is usable."""
+    return 0.6 + gib_beyond / 0.97
+
+
+def names(plan):
+    return [variant.name for variant in plan.variants()]
+
+
+def test_the_neighbours_of_a_plain_run():
+    plan = planner()
+    assert names(plan)[0] == "Compile"
+    assert {"ActivationCheckpoint(save=matmuls)", "ActivationCheckpoint(save=nothing)", "OptimizerOffload"} <= {
+        *names(plan)
+    }
+    assert not any("FSDP2" in name or "DDP" in name for name in names(plan))  # one device has nothing to shard over
+
+
+def test_what_is_declared_is_no_neighbour():
+    plan = planner(Compile(), ActivationCheckpoint(save="nothing"), OptimizerOffload())
+    assert "Compile" not in names(plan)
+    assert "OptimizerOffload" not in names(plan)
+    assert "no checkpointing" in names(plan)
+    assert "ActivationCheckpoint(save=nothing)" not in names(plan)
+    assert "ActivationCheckpoint(save=matmuls)" in names(plan)
+
+
+def test_ways_to_shard():
+    assert {"FSDP2Strategy(sharding=gradients)", "FSDP2Strategy(sharding=full)"} <= {
+        *names(planner(strategy=DDPStrategy, devices=4))
+    }
+    ours = names(planner(strategy=FSDP2Strategy, devices=4, sharding="gradients"))
+    assert "DDP: no sharding" in ours
+    assert "FSDP2Strategy(sharding=full)" in ours
+    assert "FSDP2Strategy(sharding=gradients)" not in ours
+
+
+def test_more_devices_hold_less_each():
+    totals = [
+        planner(strategy=FSDP2Strategy, devices=devices, precision=Precision()).moment(Variant(name="")).of(
+            "optimizer state"
+        )
+        for devices in (1, 2, 4)
+    ]
+    assert totals[0] == pytest.approx(2 * totals[1], rel=0.01) == pytest.approx(4 * totals[2], rel=0.01)
+
+
+def test_copies_of_the_model_are_not_divided():
+    plan = planner(strategy=FSDP2Strategy, devices=8, replicate_size=4)
+    alone = planner(strategy=FSDP2Strategy, devices=2)
+    assert plan.moment(plan.declared).of("parameters") == alone.moment(alone.declared).of("parameters")
+
+
+def test_offloaded_by_the_strategy():
+    plan = planner(strategy=FSDP2Strategy, devices=2, offload=True)
+    assert plan.moment(plan.declared).of("parameters", "gradients", "optimizer state") == 0
+
+
+def test_offloaded_by_a_callback():
+    plain, declared = planner(), planner(OptimizerOffload(chunk_mb=0.01, resident=0.25))
+    before, after = plain.moment(plain.declared), declared.moment(declared.declared)
+    assert before.of("optimizer state") > 0
+    # A quarter stays; which moment is the peak may be another one.
+    fixed = declared._step(declared.declared, samples=4).fixed
+    assert after.of("optimizer state") == pytest.approx(fixed.of("optimizer state") / 4, rel=0.01)
+    assert after.of("master weights") == pytest.approx(fixed.of("master weights") / 4, rel=0.01)
+
+
+def test_what_a_step_says_that_it_keeps_on_the_host():
+    callback = ActivationCheckpoint(save="matmuls")
+    callback.host_resident = {"activations": 0.5}
+    plain, hosted = planner(), planner(callback)
+    # It is not rehearsed on fakes: its own copies would be counted.
+    assert hosted.moment(hosted.declared).of("activations") < plain.moment(plain.declared).of("activations")
+
+
+def test_a_batch_between_two_rehearsed_ones_and_beyond():
+    plan = planner(precision=Precision())
+    for samples in (3, 7, 16):
+        exact = planner(precision=Precision(), batch=(samples, 65))
+        found = plan.moment(plan.declared, samples=samples).total
+        assert found == pytest.approx(exact.moment(exact.declared).total, rel=0.01)
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    plan = planner(gib=fitting(0.25))
+    largest = plan.largest_batch(plan.declared)
+    assert largest > 4
+    for samples, fits in ((largest, True), (int(largest * 1.05) + 1, False)):
+        exact = planner(batch=(samples, 65), gib=fitting(0.25))
+        assert exact.fits(exact.declared) is fits
+
+
+def test_nothing_fits_at_all():
+    plan = planner(gib=fitting(0.005))
+    assert plan.largest_batch(plan.declared) == 0
+    assert not plan.fits(plan.declared)
+
+
+def test_the_longest_sequence():
+    probe = planner(batch=(16, 193))
+    needs = probe.moment(probe.declared).total + 17 * 2**20  # and what cuBLAS takes
+    plan = planner(gib=fitting(1.01 * needs / GIB), batch=(16, 65))
+    longest = plan.longest_sequence(plan.declared)
+    assert longest % 64 == 1
+    assert longest == 193
+    assert plan.fits(plan.declared, tokens=longest)
+    assert not plan.fits(plan.declared, tokens=longest + 64)
+
+
+def test_the_longest_sequence_that_the_module_takes():
+    plan = planner(gib=10, batch=(4, 65))
+    assert 129 <= plan.longest_sequence(plan.declared) <= 257
+
+
+def test_a_module_that_takes_no_longer_sequences_says_so():
+    plan = planner(gib=10, batch=(4, 257))
+    with pytest.raises(Uncountable, match="max_seq_len"):
+        plan.longest_sequence(plan.declared)
+
+
+def test_no_device_no_verdict():
+    plan = planner()
+    assert plan.usable is None
+    assert plan.largest_batch(plan.declared) is None
+    assert plan.longest_sequence(plan.declared) is None
+    assert not plan.fits(plan.declared)
+
+
+def test_the_three_cheapest_cures():
+    plan = planner()
+    before = plan.moment(plan.declared).total
+    cures = plan.cures()
+    assert len(cures) == 3
+    ranks = [variant.rank for variant, _ in cures]
+    assert ranks == sorted(ranks)
+    for variant, saved in cures:
+        assert saved > 0
+        assert before - plan.moment(variant).total == saved
+        assert variant.yaml
+
+
+def test_cures_that_are_enough_come_first():
+    plan = planner(batch=(64, 65))
+    before = plan.moment(plan.declared).total
+    nothing = plan.moment(Variant(name="", change=Change(checkpointing="nothing"))).total
+    tight = planner(batch=(64, 65), gib=fitting((1.01 * nothing + 17 * 2**20) / GIB))  # and what cuBLAS takes
+    assert tight.usable < before
+    for variant, _ in tight.cures():
+        assert tight.fits(variant), variant.name
+
+
+def test_each_change_is_rehearsed_once(monkeypatch):
+    plan = planner()
+    calls = []
+    import lightning_ups.order.plan as plans
+
+    rehearse = plans.rehearse_run
+    monkeypatch.setattr(plans, "rehearse_run", lambda *a, **k: calls.append(k["change"]) or rehearse(*a, **k))
+    for _ in range(2):
+        plan.moment(plan.declared)
+        plan.moment(Variant(name="", change=Change(checkpointing="nothing")))
+    assert len(calls) == 2

@@ -1,0 +1,185 @@
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.models import GPTModule
+from lightning_ups.order import Placement, Run
+from lightning_ups.order.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
+from lightning_ups.precision import BF16Precision
+from lightning_ups.strategies import FSDP2Strategy
+from tests.foreign import FOREIGN
+
+BATCH = torch.empty(2, 65, dtype=torch.long, device="meta")
+
+
+def run(module=None, *callbacks, precision=None, strategy=SingleDeviceStrategy, devices=1):
+    if module is None:
+        module = GPTModule(size="tiny")
+        with torch.device("meta"):
+            module.configure_model()
+    return Run(
+        module=module,
+        strategy=Placement.of(strategy),
+        precision=precision or Precision(),
+        callbacks=callbacks,
+        accelerator="cuda",
+        num_devices=devices,
+        num_nodes=1,
+    )
+
+
+def peak(*args, change=None, batch=BATCH, **options):
+    return rehearse_run(run(*args, **options), batch, change=change).peak.total
+
+
+def test_the_module_stays_as_it_is():
+    asked = run()
+    before = {name: id(p) for name, p in asked.module.named_parameters()}
+    rehearse_run(asked, BATCH)
+    assert {name: id(p) for name, p in asked.module.named_parameters()} == before
+    assert asked.module._trainer is None
+    assert "log" not in vars(asked.module)
+
+
+def test_precisions_hold_what_they_hold():
+    fixed = {
+        name: rehearse_run(run(precision=precision), BATCH).fixed
+        for name, precision in {
+            "32": Precision(),
+            "masters": BF16Precision(),
+            "autocast": BF16Precision(weights="autocast"),
+            "true": HalfPrecision("bf16-true"),
+        }.items()
+    }
+    numbers = sum(p.numel() for p in run().module.parameters())
+    sizes = {name: (m.of("parameters"), m.of("master weights"), m.of("optimizer state")) for name, m in fixed.items()}
+
+    def near(*sizes):
+        return pytest.approx([size * numbers for size in sizes], rel=0.02)
+
+    assert list(sizes["32"]) == list(sizes["autocast"]) == near(4, 0, 8)
+    assert list(sizes["masters"]) == near(2, 4, 8)
+    assert list(sizes["true"]) == near(2, 0, 4)
+
+
+def test_autocast_keeps_casts_of_the_weights():
+    stock, ours = (
+        rehearse_run(run(precision=precision), BATCH).saved.of("activations")
+        for precision in (MixedPrecision("bf16-mixed", "cpu"), BF16Precision())
+    )
+    products = sum(p.numel() for p in run().module.parameters() if p.dim() == 2) - 256 * 128  # without the embedding
+    assert stock - ours >= 2 * products
+
+
+def test_declared_checkpointing_and_what_is_asked_instead():
+    plain = peak()
+    assert peak(None, ActivationCheckpoint(save="nothing")) < plain
+    nothing, matmuls = (peak(change=Change(checkpointing=save)) for save in ("nothing", "matmuls"))
+    assert nothing < matmuls < plain
+    assert peak(None, ActivationCheckpoint(save="nothing")) == nothing
+    assert peak(None, ActivationCheckpoint(save="nothing"), change=Change(checkpointing="off")) == plain
+
+
+def test_declared_compilation_and_what_is_asked_instead():
+    plain = rehearse_run(run(), BATCH).saved.of("activations")
+    declared = rehearse_run(run(None, Compile()), BATCH).saved.of("activations")
+    assert declared < plain
+    assert rehearse_run(run(), BATCH, change=Change(compiling="blocks")).saved.of("activations") == declared
+    assert rehearse_run(run(None, Compile()), BATCH, change=Change(compiling="off")).saved.of("activations") == plain
+
+
+def test_under_sharding_parameters_are_of_the_type_of_computation_and_nothing_steps():
+    step = rehearse_run(run(precision=BF16Precision(), strategy=FSDP2Strategy, devices=4), BATCH)
+    assert step.fixed.of("parameters") == pytest.approx(2 * sum(step.elements.values()), rel=0.02)
+    assert step.fixed.of("optimizer state") == step.fixed.of("master weights") == 0
+
+
+def test_the_share_of_the_optimizer():
+    share = optimizer_share(run())
+    assert share.state == pytest.approx(8, rel=0.05)
+    assert share.stepping < 0.1  # it is fused
+    chosen = optimizer_share(run(), optimizers=lambda m: torch.optim.SGD(m.parameters(), lr=1, momentum=0.9))
+    assert chosen.state == pytest.approx(4, rel=0.05)
+
+
+def test_accumulated_batches_have_wide_gradients():
+    asked = run(precision=BF16Precision())
+    one, two = (rehearse_run(asked, BATCH, microbatches=n).peaks["backward"].of("gradients") for n in (1, 2))
+    assert two > 1.5 * one  # float32 sums, in the masters, from the first batch to the last
+
+
+@pytest.mark.parametrize("name", sorted({*FOREIGN} - {"manual", "configure_model"}))
+def test_modules_of_others(name):
+    module, batch = FOREIGN[name]()
+    step = rehearse_run(run(module), batch)
+    assert step.peaks["backward"].total > step.fixed.total > 0
+    assert step.saved.of("activations") > 0
+    assert sum(step.elements.values()) == sum(p.numel() for p in module.parameters())
+    assert sum(step.trained.values()) == sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def test_manual_optimization_is_said():
+    module, batch = FOREIGN["manual"]()
+    with pytest.raises(Uncountable, match="MemoryForensics|fast_dev_run"):
+        rehearse_run(run(module), batch)
+
+
+class Depends(LightningModule):
+    """Its shapes depend on numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def training_step(self, batch, _):
+        y = self.layer(batch)
+        return y[y > 0].sum() if y.shape[0] > 1 else y.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_depends_on_numbers_is_said():
+    with pytest.raises(Uncountable, match=r"MemoryForensics among the callbacks\.$") as caught:
+        rehearse_run(run(Depends()), torch.empty(3, 4))
+    assert "Depends cannot be rehearsed" in str(caught.value)
+    assert rehearse_run(run(Depends()), torch.empty(1, 4)).peak.total > 0
+
+
+def test_an_error_of_the_users_is_said():
+    with pytest.raises(Uncountable, match=r"fast_dev_run\.$") as caught:
+        rehearse_run(run(Depends()), torch.empty(3, 5))
+    assert "RuntimeError" in str(caught.value)
+
+
+class Manual(Depends):
+    """Makes its own steps."""
+
+    def training_step(self, batch, _):
+        self.log("x", 1)
+
+
+def test_a_step_without_a_loss_is_said():
+    with pytest.raises(Uncountable, match="and no loss"):
+        rehearse_run(run(Manual()), torch.empty(1, 4))
+
+
+class Asks(Depends):
+    """Asks its Trainer, and logs."""
+
+    def training_step(self, batch, batch_idx):
+        self.log_dict({"step": self.global_step, "epoch": self.current_epoch, "world": self.trainer.world_size})
+        return {"loss": self.layer(batch).sum()}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        total = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total)]
+
+
+def test_there_is_a_stand_in_for_the_trainer():
+    assert rehearse_run(run(Asks()), torch.empty(1, 4)).peak.total > 0

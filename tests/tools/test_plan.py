@@ -1,0 +1,200 @@
+import json
+
+import pytest
+import torch
+
+from lightning_ups.models import GPTModule
+from lightning_ups.order.plan import Planner
+from lightning_ups.order.rehearsal import Uncountable
+from lightning_ups.tools.asked import Asked, run_of
+from lightning_ups.tools.plan import main, own_options, read_batch, show
+from tests.cli_toys import Data, Toy
+from tests.tools.test_asked import DEFAULTS
+
+SETTINGS = DEFAULTS | {"accumulate_grad_batches": 1}
+
+
+def asked(*callbacks, module=None, data=None, make_optimizer=None, **settings):
+    if module is None:
+        module = GPTModule(size="tiny")
+        with torch.device("meta"):
+            module.configure_model()
+    trainer = SETTINGS | settings
+    spec = trainer["strategy"]
+    if isinstance(spec, dict):  # as the configuration has it; the run has the strategy itself
+        from lightning_ups.strategies import FSDP2Strategy
+
+        spec = FSDP2Strategy(**spec["init_args"])
+    return Asked(
+        run=run_of(module, trainer | {"strategy": spec}, callbacks),
+        optimizer=None,
+        config={"trainer": trainer},
+        slots={},
+        data=data,
+        make_optimizer=make_optimizer,
+    )
+
+
+@pytest.fixture
+def every_variant():
+    """Asked for by its name."""
+
+
+@pytest.fixture(autouse=True)
+def without_compiling(request, monkeypatch):
+    """Leave out the variant that takes the most time, but for where all are meant."""
+    if "every_variant" not in request.fixturenames:
+        variants = Planner._variants
+        monkeypatch.setattr(Planner, "_variants", lambda self: (v for v in variants(self) if v.name != "Compile"))
+
+
+def shown(capsys, *args, **options):
+    code = show(*args, **options)
+    return code, capsys.readouterr().out
+
+
+def test_the_textbook(capsys):
+    assert main(["--textbook"]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line[:1] in ("D", "Z")}
+    assert rows == {
+        "DDP": ["14", "14", "84", "112"],
+        "ZeRO-1": ["14", "14", "10.5", "38.5"],
+        "ZeRO-2": ["14", "1.75", "10.5", "26.25"],
+        "ZeRO-3": ["1.75", "1.75", "10.5", "14"],
+    }
+
+
+def test_the_table_of_gpus(capsys):
+    assert main(["--gpu", "list"]) == 0
+    assert "NVIDIA GeForce RTX 4090" in capsys.readouterr().out
+
+
+def test_with_a_configuration_main_leaves_it_to_the_parser():
+    assert main(["--config", "run.yaml", "--gpu", "h200"]) is None
+
+
+def test_own_options_and_those_of_fit():
+    own, rest = own_options(
+        ["--config", "run.yaml", "--devices", "8", "--nodes=2", "--gpu", "h200", "--json", "--model.size", "1B"]
+    )
+    assert own == {"gpu": "h200", "batch": None, "as_json": True}
+    assert rest == ["--config", "run.yaml", "--model.size", "1B", "--trainer.devices", "8", "--trainer.num_nodes", "2"]
+
+
+def test_batches_in_words():
+    assert read_batch("4x4097:int64").shape == (4, 4097)
+    assert read_batch("4x4097:int64").dtype is torch.int64
+    named = read_batch("images=8x3x16x16,labels=8:int64")
+    assert named["images"].dtype is torch.float32
+    assert named["labels"].shape == (8,)
+    first, second = read_batch("2x3,5:bool")
+    assert (first.shape, second.dtype) == ((2, 3), torch.bool)
+    assert read_batch("4x4097:int64").is_meta
+
+
+@pytest.mark.parametrize("spec", ["four", "4x:int64", "4x4:int65", "", "4x4:nn"])
+def test_no_batch(spec):
+    with pytest.raises(ValueError, match=r"labels=8:int64\.$"):
+        read_batch(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_variant")
+def test_every_variant_is_said(capsys):
+    _, out = shown(capsys, asked(), batch="4x65:int64", gpu="rtx-4090")
+    assert [line for line in out.splitlines() if line.startswith("Compile") and " yes" in line]
+
+
+def test_what_is_said(capsys):
+    code, out = shown(capsys, asked(), batch="4x65:int64", gpu="rtx-4090")
+    assert code == 0
+    assert out.startswith("run       GPTModule, 1 M parameters")
+    assert "4 samples of 65 positions on each GPU (from --batch)" in out
+    assert "NVIDIA GeForce RTX 4090" in out
+    assert "it fits" in out
+    assert "optimizer state" in out
+    rows = [line for line in out.splitlines() if line.startswith(("as configured", "Compile", "ActivationCheckpoint"))]
+    assert len(rows) == 3
+    assert all(" yes" in row for row in rows)
+    assert max(map(len, out.splitlines())) <= 125
+
+
+def test_what_does_not_fit_says_what_to_write_and_ends_with_2(capsys):
+    _, before = shown(capsys, asked(), batch="4096x65:int64", as_json=True)
+    facts = json.loads(before)["settings"]
+    least = min(row["peak_bytes"] for row in facts)
+    gib = (1.02 * least / 2**30 + 0.1) / 0.97 + 0.6
+    assert facts[0]["peak_bytes"] > 1.2 * least
+    code, out = shown(capsys, asked(), batch="4096x65:int64", gpu=f"{gib:.3f}" if gib > 2 else "2.01")
+    assert code == 2
+    assert "does NOT fit" in out
+    assert "# so that it fits: " in out
+    assert "trainer.callbacks+: [{class_path:" in out or "data.init_args.batch_size: " in out
+
+
+def test_as_json(capsys):
+    code, out = shown(capsys, asked(), batch="4x65:int64", gpu="24", as_json=True)
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["device"]["gib"] == 24
+    assert facts["batch"] == {"samples": 4, "positions": 65, "from": "--batch"}
+    declared = facts["settings"][0]
+    assert declared["name"] == "as configured"
+    assert declared["fits"] is True
+    assert sum(declared["by_kind"].values()) == declared["peak_bytes"]
+    assert declared["largest_batch"] > 1000
+    assert {row["name"] for row in facts["settings"]} >= {"AdamW8bit", "ActivationCheckpoint(save=nothing)"}
+
+
+def test_without_a_gpu_it_says_which_holds_it(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out = shown(capsys, asked(), batch="4x65:int64")
+    assert code == 0
+    assert "the smallest GPU in the table that holds it is NVIDIA GeForce RTX 3080" in " ".join(out.split())
+    assert "  fits" not in out
+
+
+def test_the_settings_of_the_strategy(capsys):
+    peaks = {}
+    for sharding in ("full", "gradients"):
+        strategy = {"class_path": "FSDP2Strategy", "init_args": {"sharding": sharding}}
+        _, out = shown(
+            capsys, asked(strategy=strategy, devices=2, accelerator="gpu"), batch="64x65:int64", as_json=True
+        )
+        peaks[sharding] = json.loads(out)["settings"][0]["peak_bytes"]
+    assert peaks["full"] < peaks["gradients"]
+
+
+def test_the_first_batch_of_the_data(capsys):
+    code, out = shown(capsys, asked(module=Toy(), data=Data), as_json=True, gpu="24")
+    assert code == 0
+    assert json.loads(out)["batch"] == {"samples": 4, "positions": None, "from": "Data"}
+
+
+def test_the_optimizer_of_the_section(capsys):
+    def state(make):
+        _, out = shown(capsys, asked(module=Toy(), make_optimizer=make), batch="4x8", as_json=True)
+        return json.loads(out)["settings"][0]["by_kind"].get("optimizer state", 0)
+
+    assert state(None) == 0
+    assert state(lambda module: torch.optim.Adam(module.parameters())) > 0
+
+
+def test_no_data():
+    with pytest.raises(ValueError, match=r"plan --batch 4x4097:int64\.$"):
+        show(asked(), gpu="24")
+
+
+def test_data_that_is_elsewhere():
+    class Away(Data):
+        def setup(self, stage):
+            raise FileNotFoundError("/data/tokens")
+
+    with pytest.raises(ValueError, match=r"plan --batch 4x4097:int64\.$") as caught:
+        show(asked(data=Away), gpu="24")
+    assert "No batch could be taken from Away: FileNotFoundError: /data/tokens" in str(caught.value)
+
+
+def test_what_cannot_be_counted():
+    with pytest.raises(Uncountable, match=r"fast_dev_run\.$"):
+        show(asked(module=Toy()), batch="4x9", gpu="24")
