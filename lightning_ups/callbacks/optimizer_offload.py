@@ -1,12 +1,12 @@
 """Optimizer state on the host: larger models for a part of the link to the device."""
 
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups.optim import OffloadedOptimizer, Update
+from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update
 from lightning_ups.order import Context, Declaration, Report, Stage
 
 __all__ = ["OptimizerOffload"]
@@ -25,7 +25,8 @@ class OptimizerOffload(Declaration):
 
     Args:
         update: ``"device"``: a chunk of the state comes to the device, is stepped there and goes back, while the next
-            comes. ``"host"``: the CPU makes the step; gradients come down and parameters go up.
+            comes. ``"host"``: the CPU makes the step; gradients come down and parameters go up. ``"torchao"``: its
+            CPUOffloadOptimizer, on one GPU, without clipping and masters; other runs are refused.
         chunk_mb: The most state of a chunk, in MiB; three chunks are on the device. A parameter that has more is
             stepped in parts, if its optimizer treats each element by itself.
         resident: The share of the state, from 0 to less than 1, that stays on the device, and costs no transfer.
@@ -43,31 +44,47 @@ class OptimizerOffload(Declaration):
     stage = Stage.OPTIMIZERS
     owns_optimizer_state = True
 
-    def __init__(self, *, update: Update = "device", chunk_mb: float = 256, resident: float = 0.0) -> None:
-        OffloadedOptimizer.check(update=update, chunk_bytes=int(chunk_mb * 2**20), resident=resident)
-        self.update: Update = update
+    def __init__(
+        self, *, update: Update | Literal["torchao"] = "device", chunk_mb: float = 256, resident: float = 0.0
+    ) -> None:
+        OffloadedOptimizer.check(
+            update="host" if update == "torchao" else update, chunk_bytes=int(chunk_mb * 2**20), resident=resident
+        )
+        self.update: Update | Literal["torchao"] = update
+        self._clips = False
         self.chunk_mb, self.resident = chunk_mb, resident
-        self._ours: list[OffloadedOptimizer] = []
+        self._ours: list[OffloadedOptimizer | TorchAOOffloaded] = []
         self._report: Report | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._clips = bool(trainer.gradient_clip_val)
 
     @override
     def wrap(self, optimizer: Optimizer, context: Context) -> Optimizer:
         _refuse_offloaded(optimizer, context)
-        ours = OffloadedOptimizer(
-            optimizer, update=self.update, chunk_bytes=int(self.chunk_mb * 2**20), resident=self.resident
-        )
+        ours = self._offloaded(optimizer)
         self._ours.append(ours)
         self._report = context.report
-        where = {"device": f"on {context.device.type}, by chunks of {self.chunk_mb:g} MiB", "host": "on the CPU"}
+        where = {
+            "device": f"on {context.device.type}, by chunks of {self.chunk_mb:g} MiB",
+            "host": "on the CPU",
+            "torchao": "on the CPU by torchao",
+        }
         kept = f", {self.resident:.0%} of it staying" if self.resident else ""
         context.report.note(
             _PART,
             f"state of {type(ours.stepper).__name__} on the host{kept}, stepped {where[self.update]}",
             update=self.update,
             resident=self.resident,
-            parted=ours.admission.parted,
         )
         return ours
+
+    def _offloaded(self, optimizer: Optimizer) -> OffloadedOptimizer | TorchAOOffloaded:
+        if self.update == "torchao":
+            return TorchAOOffloaded(optimizer, clips=self._clips)
+        chunk_bytes = int(self.chunk_mb * 2**20)
+        return OffloadedOptimizer(optimizer, update=self.update, chunk_bytes=chunk_bytes, resident=self.resident)
 
     @override
     def on_train_batch_end(
@@ -76,8 +93,8 @@ class OptimizerOffload(Declaration):
         if self._report is None or not any(ours.steps_made for ours in self._ours):
             return
         report, self._report = self._report, None
-        host = sum(ours.steps.host_bytes for ours in self._ours)
-        device = sum(ours.steps.device_bytes for ours in self._ours)
+        host = sum(ours.host_bytes for ours in self._ours)
+        device = sum(ours.device_bytes for ours in self._ours)
         report.update(_PART, host_bytes=host, device_bytes=device)
         if host == 0:
             names = ", ".join(type(ours.stepper).__name__ for ours in self._ours)

@@ -3,12 +3,14 @@
 from lightning_ups.optim.low_bit import check_rounding, make_portable
 from lightning_ups.optim.master_weights import MasteredOptimizer, MasterWeights
 from lightning_ups.optim.offload import OffloadedOptimizer, Update
+from lightning_ups.optim.offload_torchao import TorchAOOffloaded
 from lightning_ups.optim.reduction import reduce_into_masters
 
 __all__ = [
     "MasterWeights",
     "MasteredOptimizer",
     "OffloadedOptimizer",
+    "TorchAOOffloaded",
     "Update",
     "check_rounding",
     "make_portable",

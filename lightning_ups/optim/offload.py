@@ -157,6 +157,16 @@ class OffloadedOptimizer(Optimizer):
         with torch.no_grad():
             self.steps.plan()
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of state, masters included, that are on the host."""
+        return self.steps.host_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of state, and of room for it, that are on the device."""
+        return self.steps.device_bytes
+
     def take_clip_coefficient(self, coefficient: Tensor) -> None:
         """Multiply the gradients of the next step by ``coefficient``."""
         self._coefficient = coefficient

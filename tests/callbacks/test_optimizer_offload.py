@@ -154,6 +154,12 @@ def test_one_owner_of_the_state(tmp_path):
         fit(tmp_path, [OptimizerOffload(), Owner()])
 
 
+def test_torchaos_own_is_refused_where_it_is_not_valid(tmp_path):
+    with pytest.raises(ValueError, match=r"which have none of these limits\.$") as error:
+        fit(tmp_path, [OptimizerOffload(update="torchao")], gradient_clip_val=1.0)
+    assert "it wants parameters on cuda or xpu" in str(error.value)
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"Use one of \('device', 'host'\)\.$"):
         OptimizerOffload(update="gpu")
