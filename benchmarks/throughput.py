@@ -4,8 +4,10 @@
 
 `stopwatch` cases compare its rate with a stopwatch that waits for the GPU at both ends of the same steps, and its MFU
 with arithmetic by hand. `cost` cases switch it off and on every 20 steps inside one process and report the paired
-difference with its interval of 95 %. `trouble` cases inject one trouble each; `first` is what the summary then names,
-and `healthy` is the control. `exchange` needs two GPUs. On a CPU all sizes are tiny, so that the script can be tried.
+difference with its interval of 95 %; `look small` compares the steps before the close look with those after it, since
+torch's profiler may leave something behind. `trouble` cases inject one trouble each; `first` is what the summary then
+names, and `healthy` is the control. `exchange` needs two GPUs. On a CPU all sizes are tiny, so that the script can be
+tried.
 """
 
 import math
@@ -200,6 +202,40 @@ def cost(shape: str) -> dict[str, Any]:
     }
 
 
+class Blocks(Callback):
+    """Times blocks of steps."""
+
+    def __init__(self) -> None:
+        self.seconds, self._start = list[float](), 0.0
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        done = trainer.global_step - WARM
+        if done < 0 or done % BLOCK:
+            return
+        if done:
+            self.seconds.append(now() - self._start)
+        self._start = now()
+
+
+def residue(shape: str) -> dict[str, Any]:
+    """Compare blocks of steps before the close look with blocks after it: what the profiler leaves behind."""
+    throughput, blocks = measured(warmup_steps=0, inspect_at=WARM + PAIRS * BLOCK + 2), Blocks()
+    train(shape, throughput, blocks, steps=WARM + (2 * PAIRS + 2) * BLOCK + 1)
+    before, after = blocks.seconds[:PAIRS], blocks.seconds[PAIRS + 2 :]
+    base = statistics.fmean(before)
+    mean = 100 * (statistics.fmean(after) / base - 1)
+    spread = [100 * statistics.stdev(part) / base / math.sqrt(len(part)) for part in (before, after)]
+    half = 2 * math.hypot(*spread)
+    return {
+        "cost_percent": round(mean, 4),
+        "interval_percent": [round(mean - half, 4), round(mean + half, 4)],
+        "look_ms": round((max(blocks.seconds[PAIRS : PAIRS + 2]) - base) * 1e3, 1),
+        "before_s": before,
+        "after_s": after,
+    }
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """Return the mean, and half of its interval of 95 %."""
     if len(values) < 2:
@@ -252,6 +288,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "stopwatch small": partial(stopwatch, "small"),
     "cost 150M": partial(cost, "150M"),
     "cost small": partial(cost, "small"),
+    "look small": partial(residue, "small"),
     "healthy": partial(trouble, None),
     "trouble loader": partial(trouble, "slow loader", sleep_s=0.1 if ON_GPU else 0.02),
     "trouble batch": partial(trouble, "batch too small", batch=1, seq=128 if ON_GPU else 16),

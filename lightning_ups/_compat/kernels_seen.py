@@ -5,7 +5,7 @@ import sysconfig
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Kernels", "is_profiled", "watched_waits"]
+__all__ = ["Kernels", "between_marks", "is_profiled", "watched_waits"]
 
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
@@ -38,16 +38,30 @@ class Kernels:
             warnings.simplefilter("ignore")
             self._profile.start()
 
+    def mark(self) -> None:
+        """Mark a point in the device's work; what is returned lies between the first mark and the last."""
+        torch.cuda._sleep(1)  # a kernel that nobody else uses
+
     def stop(self) -> list[Kernel]:
         """End, and return what the device did, in any order. This waits for the device."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profile.stop()
-        return [
+        return between_marks(
             (event.name, event.time_range.start, event.time_range.end)
             for event in self._profile.events() or ()
             if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-        ]
+        )
+
+
+def between_marks(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Return the parts of ``kernels`` between the first mark and the last; all of them, if there are not two marks."""
+    kernels = list(kernels)
+    marks = sorted(start for name, start, _ in kernels if "spin_kernel" in name)
+    if len(marks) < 2:
+        return kernels
+    first, last = marks[0], marks[-1]
+    return [(name, max(start, first), min(end, last)) for name, start, end in kernels if start <= last and end >= first]
 
 
 @contextmanager

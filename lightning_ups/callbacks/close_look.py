@@ -11,7 +11,9 @@ from lightning_ups.transforms.throughput import Inspection, Span, look
 
 __all__ = ["CloseLook", "can_look_at"]
 
-_WATCHED, _LOOKED_AT = 1, 2  # steps: for waits, and then kernel by kernel
+# Steps: for waits, one for ranks to meet again, since the profiler starts sooner on one than on another and the first
+# to be ready would seem to communicate for long, and then kernel by kernel.
+_WATCHED, _SETTLING, _LOOKED_AT = 1, 1, 2
 
 
 def can_look_at(device: torch.device) -> bool:
@@ -20,24 +22,32 @@ def can_look_at(device: torch.device) -> bool:
 
 
 class CloseLook:
-    """Three steps that are looked at: one for waits, two kernel by kernel. Each call of `next` is a step's end."""
+    """Some steps that are looked at: first for waits, then kernel by kernel. It begins with a step.
+
+    Args:
+        done: Is called with what was seen, when it is over.
+    """
 
     def __init__(self, done: Callable[[Inspection], None]) -> None:
-        self._done, self._left = done, _WATCHED + _LOOKED_AT
+        self._done, self._ended = done, 0
         self._waits: Counter[str] = Counter()
         self._watch = ExitStack()
         self._kernels: Kernels | None = None
         self._watch.enter_context(watched_waits(self._waits))
 
     def next(self) -> "CloseLook | None":
-        """Go on with the next step; None when it is over."""
-        self._left -= 1
-        if self._left == _LOOKED_AT:
+        """Note that a step has ended and another begins; return None when it is over."""
+        self._ended += 1
+        if self._ended == _WATCHED:
             self._watch.close()
             self._kernels = Kernels()
             self._kernels.start()
-        if self._left > 0:
+        if self._ended == _WATCHED + _SETTLING and self._kernels is not None:
+            self._kernels.mark()
+        if self._ended < _WATCHED + _SETTLING + _LOOKED_AT:
             return self
+        if self._kernels is not None:
+            self._kernels.mark()
         spans = [Span(*kernel) for kernel in self.cancel()]
         waits = [(place, count // _WATCHED) for place, count in self._waits.most_common()]
         self._done(look(spans, steps=_LOOKED_AT, waits=waits))

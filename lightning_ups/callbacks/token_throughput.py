@@ -26,7 +26,7 @@ class TokenThroughput(Callback):
     which holds them against thresholds and names the one thing to change first. They are times of the device: marks are
     read some steps late, nothing waits in a step, and training is the same bit for bit.
 
-    Once, after ``inspect_at`` steps, three steps are looked at closely: one for places at which the host waits for the
+    Once, after ``inspect_at`` steps, a few steps are looked at closely: one for places at which the host waits for the
     GPU, two kernel by kernel for idle time and communication that nothing hides. They do not count.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch.profiler import profile
 
 from lightning_ups._compat import kernels_seen
-from lightning_ups._compat.kernels_seen import Kernels, is_profiled, watched_waits
+from lightning_ups._compat.kernels_seen import Kernels, between_marks, is_profiled, watched_waits
 
 
 @pytest.fixture
@@ -85,6 +85,31 @@ def test_a_profiler_of_somebody_else_is_seen():
     assert not is_profiled()
     with profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert is_profiled()
+
+
+SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+
+
+def test_what_lies_outside_the_marks_is_cut_off():
+    kernels = [("a", 0, 10), (SPIN, 20, 21), ("b", 15, 30), ("c", 40, 60), (SPIN, 50, 51), ("d", 70, 80)]
+    found = between_marks(kernels)
+    assert found == [(SPIN, 20, 21), ("b", 20, 30), ("c", 40, 50), (SPIN, 50, 50)]
+    assert between_marks(kernels[:3]) == kernels[:3]
+
+
+@pytest.mark.gpu(count=1)
+def test_marks_are_seen():
+    a = torch.randn(512, 512, device="cuda")
+    kernels = Kernels()
+    kernels.start()
+    a.sigmoid()
+    kernels.mark()
+    a @ a
+    kernels.mark()
+    a.sigmoid()
+    names = [name for name, _, _ in kernels.stop()]
+    assert sum("spin_kernel" in name for name in names) == 2
+    assert not any("sigmoid" in name for name in names)
 
 
 @pytest.mark.gpu(count=1)

@@ -74,4 +74,5 @@ def test_every_case_runs_on_a_cpu(tmp_path):
     assert found["trouble loader"]["right"]
     assert abs(found["stopwatch 150M"]["off_by_percent"]) < 20
     assert found["cost small"]["pairs"] == 2
+    assert len(found["look small"]["before_s"]) == len(found["look small"]["after_s"]) == 2
     assert found["trouble exchange"] == found["trouble exchange"] | {"skipped": "needs two GPUs"}

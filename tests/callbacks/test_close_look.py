@@ -15,6 +15,9 @@ def seen(monkeypatch):
         def start(self):
             events.append("kernels")
 
+        def mark(self):
+            events.append("mark")
+
         def stop(self):
             events.append("end of kernels")
             return [("gemm", 0.0, 60.0), ("gemm", 80.0, 100.0)]
@@ -38,15 +41,17 @@ def test_waits_come_first_and_kernels_after(seen):
     look = look.next()
     assert seen[1:] == ["end of waits", "kernels"]
     look = look.next()
+    assert seen[3:] == ["mark"]  # ranks have met
+    look = look.next()
     assert look is not None
     assert look.next() is None
-    assert seen[3:] == ["end of kernels"]
+    assert seen[4:] == ["mark", "end of kernels"]
     assert found[0].idle == pytest.approx(0.2)
     assert found[0].seconds == pytest.approx(50e-6)
     assert found[0].waits == (("a.py:1 (step)", 3),)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_a_look_may_end_early(seen, steps):
     found = []
     look = CloseLook(found.append)

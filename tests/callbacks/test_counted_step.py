@@ -5,12 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.callbacks.counted_step import counted_step
 from lightning_ups.models import GPTModule
+from lightning_ups.precision import BF16Precision
 from tests.toys import Net, loader, trainer
 
 LAYER = 2 * 4 * 8 * 8  # one product of four rows
@@ -121,6 +123,25 @@ def test_the_run_is_the_same_bit_for_bit(tmp_path):
         trainer(tmp_path, epochs=2).fit(net, loader(4))
     assert torch.equal(*(torch.stack(net.losses) for net in nets))
     assert len(nets[1].losses) == 4
+
+
+def test_what_this_package_does_to_a_module_is_seen_through(tmp_path):
+    """Compiled, recomputed, with weights of low precision: FLOPs are the plain module's."""
+
+    class Found(Callback):
+        found = None
+
+        def on_train_batch_start(self, trainer, module, batch, index):
+            self.found = counted_step(module, batch)
+
+    compiled, callback = Compile(backend="aot_eager"), Found()
+    recomputing = ActivationCheckpoint(save="nothing", blocks=["layers.*"])
+    made = trainer(tmp_path, callbacks=[compiled, recomputing, callback], epochs=1, plugins=[BF16Precision()])
+    made.fit(Net(), loader(4))
+    plain = Found()
+    trainer(tmp_path, callbacks=[plain], epochs=1).fit(Net(), loader(4))
+    assert callback.found.model == plain.found.model
+    assert callback.found.hardware > callback.found.model == plain.found.hardware
 
 
 def test_a_gpt_is_what_arithmetic_says(tmp_path):

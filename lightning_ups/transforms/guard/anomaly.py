@@ -81,7 +81,8 @@ class LossWatch:
         limit = torch.where(self._seen >= self._least, limit, torch.inf)
         finite = values.isfinite().all()
         spike = (values > limit).any() & finite
-        kept = torch.where(finite, torch.minimum(values, limit), self._last[self._seen % window])
-        self._last.index_copy_(0, (self._seen % window).unsqueeze(0), kept.unsqueeze(0))
+        row = (self._seen % window).unsqueeze(0)  # as an index of one: an index without dimensions is read by the host
+        kept = torch.where(finite, torch.minimum(values, limit), self._last.index_select(0, row).squeeze(0))
+        self._last.index_copy_(0, row, kept.unsqueeze(0))
         self._seen += finite
         return torch.cat([torch.stack([~finite, spike]).float(), values, limit])

@@ -68,6 +68,18 @@ def test_the_norm_is_watched_too():
     assert str(verdict).startswith("the gradients' norm is 9, a spike above 1.0")
 
 
+@pytest.mark.gpu(count=1)
+def test_the_host_reads_nothing():
+    watched, values = LossWatch(torch.device("cuda"), window=8, least=2), torch.tensor([1.0, 2.0], device="cuda")
+    watched.judge(values)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        verdicts = [watched.judge(values) for _ in range(10)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not Verdict.of(verdicts[-1].tolist()).spike
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
