@@ -29,7 +29,7 @@ def _set(name: str) -> Iterator[None]:
     from torch._inductor import config  # which takes its time to import
 
     # What is set holds in this thread alone, and a backward may be compiled in one of autograd's: these see defaults.
-    entry = config._config[name]
+    entry = config._config[name]  # pyright: ignore[reportAttributeAccessIssue]
     before = entry.default
     with config.patch({name: True}):
         entry.default = True

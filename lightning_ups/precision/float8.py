@@ -1,6 +1,6 @@
 """Float8 matrix products over bfloat16 computation and float32 masters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -151,8 +152,7 @@ class Float8Precision(PolicyPrecision):
         failure: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                self.advice = self._advise(module)
-                found = [self.advice.losers]
+                found = [self._found_slower(module)]
             except (ValueError, RuntimeError, OSError) as error:
                 failure = error
         if dist.is_initialized():
@@ -167,19 +167,23 @@ class Float8Precision(PolicyPrecision):
             )
         return found[0]
 
-    def _advise(self, module: nn.Module) -> Advice:
+    def _found_slower(self, module: nn.Module) -> dict[str, str]:
         linears = fitting_linears(module, **self._selection)
-        trainer: Any = module._trainer if isinstance(module, LightningModule) else None
+        if not isinstance(module, LightningModule) or module.trainer.state.fn != TrainerFn.FITTING:
+            return dict.fromkeys(linears, "only training was measured")
+        self.advice = self._advise(module, linears)
+        idle = linears.keys() - {layer.name for layer in self.advice.layers}
+        return dict.fromkeys(idle, "does not run in a training step") | self.advice.losers
+
+    def _advise(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> Advice:
         if self.tokens is not None:
             layers = [Layer(name, {_product(self.tokens, linear): 1}) for name, linear in linears.items()]
-        elif trainer is None or not isinstance(module, LightningModule):
-            layers = []
         else:
-            batch = first_batch(trainer)
+            batch = first_batch(module.trainer)
             with fake_twin(module) as twin:
                 fakes: Any = {name: twin.get_submodule(name) for name in linears}
                 layers = layers_of(fakes, lambda: fake_step(twin, batch))
-        device = trainer.strategy.root_device if trainer is not None else torch.device("cpu")
+        device = module.trainer.strategy.root_device
         timer = self.timer or (timer_on(device) if device.type == "cuda" else None)
         table = obtain_table(products_of(layers), [self.recipe], device=device, path=self.table, timer=timer)
         return Advice(recipe=self.recipe, layers=layers, table=table)

@@ -44,16 +44,16 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def show(trial: Trial, **asked: Any) -> int:
     """Print the products of a step, their times by each recipe, and what to do; ``asked`` is what `advise` takes."""
-    advices = advise(trial, **asked)
-    if not advices:
+    choices = advise(trial, **asked)
+    if not choices:
         return 0
-    best = best_recipe(advices)
-    _print_table([*best.rows([advice.recipe for advice in advices])])
+    best = best_recipe(choices)
+    _print_table([*best.rows([advice.recipe for advice in choices])])
     print("\nforward + gradient of the input + gradient of the weight, casts included; x: times as fast as bfloat16")
     if best.step_ms is not None:
         share = best.products_ms / best.step_ms
         print(f"a step in bfloat16 takes {best.step_ms:.1f} ms, and these products {share:.0%} of it")
-    for advice in advices:
+    for advice in choices:
         print(f"{advice.recipe:20} {advice.verdict()}")
     print(*_cure(best), sep="\n")
     return 0

@@ -135,7 +135,9 @@ class StepClock(Callback):
         self._marks: list[tuple[int, Any]] = []
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
         if step >= self._warmup and (not self._marks or self._marks[-1][0] < step):
             self._marks.append((step, _mark(trainer.strategy.root_device)))

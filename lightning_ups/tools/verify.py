@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.inductor import eager_random_numbers
-from lightning_ups.order import policy_of
+from lightning_ups.order import Weights, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.tools.trial import Trial
 from lightning_ups.transforms.blocks import find_blocks
@@ -154,8 +154,8 @@ class _References:
         policy = policy_of(precision)
         if policy is None or policy.param is None:
             return self._train(precision=Precision(), plain=True, prepare=_disturbed)
-        weights = getattr(precision, "weights", "autocast")
-        reference = BF16Precision(weights="masters" if self._trial.run.strategy.shards else weights)
+        own: Weights = getattr(precision, "weights", "autocast")
+        reference = BF16Precision(weights="masters" if self._trial.run.strategy.shards else own)
         return self._train(precision=reference, plain=True, prepare=self._rounded_products)
 
     @property
@@ -201,10 +201,18 @@ class _References:
         with eager_random_numbers():
             return self._train(fault=fault)
 
-    def _train(self, *, fault: tuple[str, Fault] | None = None, prepare: Any = None, **how: Any) -> list[Step]:
+    def _train(
+        self,
+        *,
+        precision: Precision | None = None,
+        plain: bool = False,
+        steps: int | None = None,
+        fault: tuple[str, Fault] | None = None,
+        prepare: Any = None,
+    ) -> list[Step]:
         watch = _WatchSteps(self._tape, fault, prepare)
         module = self._trial.module
-        self._trial.fit(watch, state=self._state, **{"steps": self._steps} | how)
+        self._trial.fit(watch, steps=steps or self._steps, precision=precision, plain=plain, state=self._state)
         if self._state is None:
             self._state = watch.state
         module.zero_grad(set_to_none=True)
@@ -251,7 +259,9 @@ class _WatchSteps(Callback):
         self._watch.note_gradients(gradient)
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self._watch is not None and isinstance(loss, Tensor):
             self._watch.note_loss(loss.item())

@@ -100,6 +100,6 @@ class Advice:
             yield row | {"in": names_of(self.layers, product)}
 
 
-def best_recipe(advices: Sequence[Advice]) -> Advice:
+def best_recipe(choices: Sequence[Advice]) -> Advice:
     """Return the advice whose layers, those that win, save the most."""
-    return max(advices, key=lambda advice: advice.saved_ms(advice.winners))
+    return max(choices, key=lambda advice: advice.saved_ms(advice.winners))

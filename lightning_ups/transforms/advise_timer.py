@@ -53,7 +53,7 @@ def _times(product: Product, recipe: str, device: torch.device, measure: Measure
     linear = nn.Linear(product.in_features, product.out_features, bias=False, device=device, dtype=torch.bfloat16)
     layer = linear if recipe == BFLOAT16 else float8_swap(cast("Recipe", recipe))(linear)
     both, input_alone = _compiled(layer, norm, backend), _compiled(layer, norm, backend)
-    weight = layer.weight
+    weight = cast("nn.Parameter", layer.weight)
 
     def forward_and_gradients() -> Any:
         return torch.autograd.grad(both(x), (x, weight), gradient)

@@ -188,10 +188,10 @@ def first_block(found: Sequence[Departure], blocks: Sequence[str]) -> str | None
     of_step = [each for each in of_blocks if each.step == min(other.step for other in of_blocks)]
     before = dict(zip(blocks, (REST, *blocks), strict=False))
     for name in blocks:
-        whats = {each.what for each in of_step if each.block == name}
-        if "input" in whats:
+        kinds = {each.what for each in of_step if each.block == name}
+        if "input" in kinds:
             return before[name]
-        if "output" in whats:
+        if "output" in kinds:
             return name
     gone = {each.block for each in of_step}
     return next((name for name in reversed(blocks) if name in gone), REST)

@@ -102,7 +102,7 @@ class _Unscaled(torch.autograd.Function):
         return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.clamp(-448, 448).to(torch.float8_e4m3fn).to(gradient.dtype)
 
 

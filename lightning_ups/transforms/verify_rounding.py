@@ -57,7 +57,7 @@ class _Product(torch.autograd.Function):
         return (_rows(x, per) @ rounded(weight, per=per).t()).to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         per, rows = _per(ctx.rounding), gradient.reshape(-1, gradient.shape[-1])
         kind = torch.float8_e5m2 if per == "tensor" else torch.float8_e4m3fn

@@ -138,7 +138,7 @@ class _Boundary(torch.autograd.Function):
         return x.view_as(x) if forced is None else forced.to(x.device, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.note(gradient), None, None
 
 

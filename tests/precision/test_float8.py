@@ -183,6 +183,30 @@ def test_auto_without_a_gpu_and_without_a_table_says_what_to_do(tmp_path, monkey
         fit(tmp_path, Float8Precision(filter="auto", emulate=True))
 
 
+def test_auto_outside_of_fit_converts_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    precision, model = Float8Precision(filter="auto", emulate=True), Wide()
+    model.test_step = lambda batch: model.seen.append(len(float8_linears(model)))
+    model.seen = []
+    trainer(tmp_path, plugins=[precision]).test(model, loader(), verbose=False)
+    assert model.seen == [0]
+
+
+def test_auto_leaves_what_does_not_run(tmp_path, monkeypatch):
+    class Idle(Wide):
+        def __init__(self):
+            super().__init__()
+            self.layers[2] = nn.Sequential(nn.Identity(), nn.Linear(32, 64), nn.Linear(64, 32))
+            self.layers[2].forward = lambda x: x
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    precision, model = Float8Precision(filter="auto", emulate=True), Idle()
+    precision.timer, _ = times(up=0.5, down=0.5)
+    fit(tmp_path, precision, model=model, epochs=1)
+    assert precision.conversion.skipped["layers.2.1"] == "does not run in a training step"
+    assert len(precision.conversion.converted) == 4
+
+
 def test_a_filter_is_one_of_two():
     with pytest.raises(ValueError, match=r"filter='fast'\) is not a known choice.*'all', 'auto'"):
         Float8Precision(filter="fast")
