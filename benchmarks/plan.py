@@ -4,8 +4,8 @@
     python benchmarks/plan.py --recorded                                           # no GPU: against peaks kept before
 
 Each configuration trains five steps through a stock Trainer in a process of its own; its peak is the most that torch's
-allocator gave, on rank zero. It is planned in another process, on the CPU, that sees no GPU. `UPS_BENCH_SIZE=tiny` tries
-it all on any machine: without a GPU the measured column stays empty.
+allocator gave, on rank zero. It is planned in another process, on the CPU, that sees no GPU. `UPS_BENCH_SIZE=tiny`
+tries it all on any machine: without a GPU the measured column stays empty.
 """
 
 import argparse
@@ -194,7 +194,7 @@ def _llama(config: Configuration) -> Any:
                     )
                 )
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.llama(input_ids=batch, labels=batch, use_cache=False).loss
 
         def configure_optimizers(self) -> Any:

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
     "NEEDS_VALUES",
@@ -34,17 +33,20 @@ NEEDS_VALUES = (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    GuardOnDataDependentSymNode,
 )
 
 Graph = fx.GraphModule
-_FUSED = (  # what inductor makes part of a loop, though it is no pointwise operator
-    "prims.convert_element_type prims.iota prims.broadcast_in_dim aten.full aten.full_like aten.cat aten.clone"
-    " aten.constant_pad_nd aten.gather aten.index aten.embedding aten.slice_scatter aten.select_scatter aten.copy"
-    " aten.sum aten.mean aten.amax aten.amin aten.any aten.var_mean aten.prod aten.scalar_tensor aten.zeros_like"
-    " aten.ones_like aten.arange aten._to_copy aten.empty aten.native_dropout aten.rand aten.scatter.value prims.inductor_random"
-    " prims.inductor_seeds prims.inductor_lookup_seed prims.xor_sum prims.prepare_softmax_online aten.repeat"
-).split()
+_FUSED = frozenset(  # what inductor makes part of a loop, though it is no pointwise operator
+    {
+        "aten._to_copy", "aten.amax", "aten.amin", "aten.any", "aten.arange", "aten.cat", "aten.clone",
+        "aten.constant_pad_nd", "aten.copy", "aten.embedding", "aten.empty", "aten.full", "aten.full_like",
+        "aten.gather", "aten.index", "aten.mean", "aten.native_dropout", "aten.ones_like", "aten.prod",
+        "aten.rand", "aten.repeat", "aten.scalar_tensor", "aten.scatter.value", "aten.select_scatter",
+        "aten.slice_scatter", "aten.sum", "aten.var_mean", "aten.zeros_like", "prims.broadcast_in_dim",
+        "prims.convert_element_type", "prims.inductor_lookup_seed", "prims.inductor_random",
+        "prims.inductor_seeds", "prims.iota", "prims.prepare_softmax_online", "prims.xor_sum",
+    }
+)  # fmt: skip
 _VIEWS = ("aten._unsafe_view", "aten._reshape_alias")
 
 

@@ -38,12 +38,12 @@ class MemoryForensics(Callback):
     """Explain an out-of-memory error, and give the alarm before it comes.
 
     When an allocator has no more memory, the error's text becomes: where it happened; what is held, by kind and by
-    block; what the run needs at its peak, as `plan` counts it; and the three cheapest settings that need less, each with
-    what it saves and what to write. Beside it lie that text as a file and a snapshot of the allocator's memory, for
-    pytorch.org/memory_viz. The error is of the same type as before.
+    block; what the run needs at its peak, as `plan` counts it; and the three cheapest settings that need less, each
+    with what it saves and what to write. Beside it lie that text as a file and a snapshot of the allocator's memory,
+    for pytorch.org/memory_viz. The error is of the same type as before.
 
-    While all goes well, the allocator's counters are read now and then, without waiting for the device. If the allocator
-    had to give back its memory and try again, which costs time and comes before an error, this is told once.
+    While all goes well, the allocator's counters are read now and then, without waiting for the device. If it had to
+    give back its memory and try again, which costs time and comes before an error, this is told once.
 
     Args:
         folder: Where the files go. None: beside the logs.
@@ -113,10 +113,10 @@ class MemoryForensics(Callback):
         """Note by how much the allocated memory has grown after the first forward pass of ``block``."""
         began: list[int] = []
 
-        def enter(_: nn.Module, args: Any) -> None:
+        def enter(_: nn.Module, _args: Any) -> None:
             began[:] = [allocator_counters(device).get(_ALLOCATED, 0)]
 
-        def leave(_: nn.Module, args: Any, output: Any) -> None:
+        def leave(_: nn.Module, _args: Any, _output: Any) -> None:
             grown = allocator_counters(device).get(_ALLOCATED, 0) - began.pop()
             if torch.is_grad_enabled() and name not in self._activations and grown > 0:
                 self._activations[name] = grown
@@ -147,8 +147,8 @@ class MemoryForensics(Callback):
             return
         self._warned = True
         rank_zero_warn(
-            f"The allocator of {device} ran out of memory {retries - before} times in the last {self.every} batches, and"
-            f" got on by giving back what it kept for later: {readable(counters.get(_ALLOCATED, 0))} are in use, and"
+            f"The allocator of {device} ran out of memory {retries - before} times in the last {self.every} batches,"
+            f" and got on by giving back what it kept for later: {readable(counters.get(_ALLOCATED, 0))} are in use, and"
             f" {readable(counters.get(_RESERVED, 0))} reserved. Each time all work on the device waits, and the next"
             " larger batch will not fit. Make the batch smaller, or see `python -m lightning_ups plan`."
         )
@@ -241,6 +241,7 @@ class MemoryForensics(Callback):
         )
 
     def _write(self, trainer: Trainer, device: torch.device) -> None:
+        assert self.text is not None
         folder = self.folder or self._default_folder
         name = f"out-of-memory-rank{trainer.global_rank}"
         try:
@@ -309,7 +310,8 @@ def _plan_lines(planner: Planner) -> Iterator[str]:
     fits = "" if planner.usable is None else f" ({readable(planner.usable)} are usable)"
     yield f"The cheapest ways to need less{fits}:"
     for index, (variant, saved) in enumerate(cures, start=1):
-        yield f"  {index}. {variant.name}: {readable(saved)} less, {readable(moment.total - saved)} in all; {variant.price}."
+        then = readable(moment.total - saved)
+        yield f"  {index}. {variant.name}: {readable(saved)} less, {then} in all; {variant.price}."
         for line in variant.yaml.splitlines():
             yield f"       {line}"
 

@@ -53,7 +53,7 @@ class Change:
 
 
 class OptimizerShare(NamedTuple):
-    """What the optimizers of a run take for each trained parameter, in bytes: between steps, and besides while they step."""
+    """What the optimizers of a run take for each trained parameter, in bytes: always, and besides while they step."""
 
     state: float
     stepping: float
@@ -236,9 +236,9 @@ def _compiled(
 def _scope(run: Run) -> tuple[Compiling, Any]:
     for step in run.declarations:
         if step.stage is Stage.COMPILE:
-            scope = getattr(step, "scope", "blocks")
-            if scope == "auto":
-                scope = "blocks" if run.strategy.shards or run.num_devices * run.num_nodes > 1 else "model"
+            scope: Any = getattr(step, "scope", "blocks")
+            if scope == "auto" or run.strategy.shards:  # then it is by blocks that weights are gathered
+                scope = "blocks" if run.strategy.shards else "model"
             return scope, getattr(step, "blocks", None)
     return "off", None
 
@@ -260,7 +260,7 @@ def _loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise Uncountable(
             f"training_step returned {type(output).__name__}, and no loss."
-            " What backward takes is counted from the loss; under manual optimization training_step makes its own steps."
+            " What backward takes is counted from the loss; in manual optimization training_step makes its own steps."
             " Measure one step instead: `fit` with fast_dev_run, and MemoryForensics among the callbacks."
         )
     return loss

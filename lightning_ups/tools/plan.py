@@ -1,4 +1,4 @@
-"""What a run will take of a GPU's memory, what fits, and what to write instead; no GPU is needed, and nothing is trained."""
+"""What a run will take of a GPU's memory, what fits, and what to write instead; no GPU is needed."""
 
 import argparse
 import json
@@ -210,7 +210,7 @@ def _lines(asked: Asked, planner: Planner, rows: Sequence[_Row], origin: str) ->
     declared = rows[0].moment
     assert declared is not None
     yield from _titled("run", _essentials(asked, planner, origin))
-    yield from _titled("memory", _parts(planner, declared))
+    yield from _titled("memory", _parts(declared))
     yield from _titled("verdict", _verdict(planner, rows[0]))
     yield ""
     yield from _table(planner, rows)
@@ -218,7 +218,7 @@ def _lines(asked: Asked, planner: Planner, rows: Sequence[_Row], origin: str) ->
         yield ""
         yield from change
     yield ""
-    yield from _titled("notes", [*_notes(asked, planner, rows), *asked.notes])
+    yield from _titled("notes", [*_notes(asked), *asked.notes])
     if refused := [refusal.text(asked.run) for refusal in refusals(asked.run)]:
         yield from _titled("refused", refused)
 
@@ -235,12 +235,13 @@ def _essentials(asked: Asked, planner: Planner, origin: str) -> Iterator[str]:
     policy = policy_of(run.precision)
     computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
     yield f"{type(run.module).__name__}, {parameters / 1e6:,.0f} M parameters"
-    yield f"{run.strategy.name}, {_number(run.num_devices, 'GPU')}{f' on each of {run.num_nodes} nodes' if run.num_nodes > 1 else ''}, {type(run.precision).__name__}{computes}"
+    nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
+    yield f"{run.strategy.name}, {_number(run.num_devices, 'GPU')}{nodes}, {type(run.precision).__name__}{computes}"
     sequence = f" of {planner.tokens} positions" if planner.tokens else ""
     yield f"{planner.samples or 1} samples{sequence} on each GPU (from {origin})"
 
 
-def _parts(planner: Planner, moment: Moment) -> Iterator[str]:
+def _parts(moment: Moment) -> Iterator[str]:
     where = f"{moment.phase}{f' of {moment.place}' if moment.place else ''}"
     yield f"{readable(moment.total)} at the most on each GPU, in {where}:"
     for kind, size in moment.by_kind().items():
@@ -273,7 +274,7 @@ def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
         return
     left = planner.usable - row.moment.total
     of = f"{planner.device.name}: {readable(planner.usable)} of {planner.device.gib:.1f} are usable"
-    yield f"{of}, {f'it fits, {readable(left)} are left' if left >= 0 else f'it does NOT fit, {readable(-left)} are missing'}"
+    yield f"{of}, {f'it fits, {readable(left)} left' if left >= 0 else f'it does NOT fit, {readable(-left)} missing'}"
     if row.batch is not None:
         yield f"largest batch at this length: {row.batch} samples" if row.batch else "not even one sample fits"
     if row.sequence:
@@ -313,15 +314,17 @@ def _change(planner: Planner, rows: Sequence[_Row]) -> list[str]:
     return [f"# so that it fits: {fitting[0].variant.name}", *fitting[0].variant.yaml.splitlines()]
 
 
-def _notes(asked: Asked, planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
+def _notes(asked: Asked) -> Iterator[str]:
     yield (
         "Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts."
         " docs/plan.md says what is assumed, and how far measured peaks lie from it."
     )
     if any(step.stage.name == "COMPILE" for step in asked.run.declarations):
-        yield "Compiled code: what backward keeps is the compiler's own choice; loops between products are taken as fused."
+        yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
+    if asked.run.strategy.whole_graph:
+        yield f"{asked.run.strategy.name}: its one graph is counted as if each block were compiled, which is too much."
     if asked.run.strategy.shards and not asked.run.strategy.ours:
-        yield f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups parameters is not known."
+        yield f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights is not known."
     if _strategy_settings(asked).get("tensor_parallel_size", 1) > 1:
         yield "Tensor parallelism is not counted: each GPU is taken to have whole matrices, which is too much."
 

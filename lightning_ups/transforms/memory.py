@@ -1,8 +1,8 @@
 """Accounting for memory: what is alive, of which kind, whose it is, and when it was most.
 
 Tensors are counted by their storage, as torch's allocator for GPUs counts them: rounded up to 512 bytes, from the
-moment an operator makes one to the moment the last reference to it goes. That needs no numbers in the tensors, so a step
-can be rehearsed on fake ones; see `lightning_ups.transforms.memory_step`.
+moment an operator makes one to the moment the last reference to it goes. That needs no numbers in the tensors, so a
+step can be rehearsed on fake ones; see `lightning_ups.transforms.memory_step`.
 """
 
 import weakref
@@ -225,7 +225,8 @@ class Ledger(TorchDispatchMode):
     def _look(self) -> None:
         if self._total > self._peaks.get(self.phase, -1):
             self._peaks[self.phase], self.peaks[self.phase] = self._total, self.now()
-        key, loose = (self.phase, self.place), self._total - self._fixed
+        key: tuple[Phase, str] = (self.phase, self.place)
+        loose = self._total - self._fixed
         if loose > self._loose.get(key, -1):
             self._loose[key], self.loose[key] = loose, self.now()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.rehearsal import (
@@ -55,7 +56,7 @@ class Program:
                     env[node] = args.pop(0)
                 elif node.op == "output":
                     self._run.env = {}
-                    return fx.node.map_arg(node.args[0], lambda n: env[n])
+                    return map_arg(node.args[0], lambda n: env[n])
                 else:
                     env[node] = self._value(node, env, dying=self._drop.get(i, ()))
                 for dead in self._drop.get(i, ()):

@@ -80,14 +80,14 @@ class _Rows(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def _rms_norm(original: _Function) -> _Function:
     @wraps(original)
-    def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:  # noqa: A002
+    def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
         if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
             return original(input, normalized_shape, weight, eps)  # a GPU takes it apart too
         return _Rows.apply(input, weight)
@@ -95,12 +95,12 @@ def _rms_norm(original: _Function) -> _Function:
     return rms_norm
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001, FBT001, FBT002
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG001, FBT001, FBT002
     return torch.native_dropout(input, p, True)[0] if training and p else input  # noqa: FBT003
 
 
 def _attention_arguments(  # torch's own is built in, and has no signature
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: Any = False, **_: Any
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
 ) -> None: ...
 
 

@@ -160,12 +160,12 @@ def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tupl
 
 
 def between(first: Step, second: Step, share: float) -> Step:
-    """Return the step at ``share`` of the way from ``first`` to ``second``, or beyond: memory grows evenly with a batch.
+    """Return the step at ``share`` of the way from ``first`` to ``second``: memory grows evenly with a batch.
 
     Args:
         first: A step.
         second: The same with another batch.
-        share: 0 is the first and 1 the second.
+        share: 0 is the first and 1 the second; beyond 1 lies what is larger.
     """
     return replace(
         first,

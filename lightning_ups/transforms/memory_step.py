@@ -86,6 +86,7 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
         stack.enter_context(_gradients_claimed(play, ledger))
         fixed = ledger.now()
         ledger.forget_peaks()
+        saved = Moment()
         with as_on_cuda():  # in backward too, where blocks are recomputed
             for index in range(play.microbatches):
                 saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
@@ -154,12 +155,12 @@ def _followed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[None]
         for name, block in blocks.items():
             outer: list[str] = []
 
-            def enter(_: nn.Module, args: Any, *, name: str = name, outer: list[str] = outer) -> None:
+            def enter(_: nn.Module, _args: Any, *, name: str = name, outer: list[str] = outer) -> None:
                 if ledger.phase == "forward":  # in backward it is run a second time
                     outer.append(ledger.place)
                     ledger.start("forward", name)
 
-            def leave(_: nn.Module, args: Any, output: Any, *, name: str = name, outer: list[str] = outer) -> None:
+            def leave(_: nn.Module, _args: Any, output: Any, *, name: str = name, outer: list[str] = outer) -> None:
                 if ledger.phase != "forward":
                     return
                 ledger.start("forward", outer.pop() if outer else "")

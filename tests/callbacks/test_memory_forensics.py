@@ -124,7 +124,9 @@ def test_a_folder_of_its_own_and_one_that_cannot_be(tmp_path):
 def test_the_snapshot_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(forensics, "write_snapshot", lambda path, device: path.write_bytes(b"blocks") > 0)
     error = fit(MemoryForensics(plan=False), folder=tmp_path)
-    assert f"A snapshot of the allocator, for pytorch.org/memory_viz: {tmp_path}/out-of-memory-rank0.pickle" in str(error)
+    assert f"A snapshot of the allocator, for pytorch.org/memory_viz: {tmp_path}/out-of-memory-rank0.pickle" in str(
+        error
+    )
     assert (tmp_path / "out-of-memory-rank0.pickle").read_bytes() == b"blocks"
     fit(MemoryForensics(plan=False, snapshot=False, folder=tmp_path / "none"), folder=tmp_path)
     assert not (tmp_path / "none" / "out-of-memory-rank0.pickle").exists()

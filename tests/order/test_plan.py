@@ -70,9 +70,9 @@ def test_ways_to_shard():
 
 def test_more_devices_hold_less_each():
     totals = [
-        planner(strategy=FSDP2Strategy, devices=devices, precision=Precision()).moment(Variant(name="")).of(
-            "optimizer state"
-        )
+        planner(strategy=FSDP2Strategy, devices=devices, precision=Precision())
+        .moment(Variant(name=""))
+        .of("optimizer state")
         for devices in (1, 2, 4)
     ]
     assert totals[0] == pytest.approx(2 * totals[1], rel=0.01) == pytest.approx(4 * totals[2], rel=0.01)

@@ -55,7 +55,9 @@ def shown(capsys, *args, **options):
 
 def test_the_textbook(capsys):
     assert main(["--textbook"]) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line[:1] in ("D", "Z")}
+    rows = {
+        line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line[:1] in ("D", "Z")
+    }
     assert rows == {
         "DDP": ["14", "14", "84", "112"],
         "ZeRO-1": ["14", "14", "10.5", "38.5"],

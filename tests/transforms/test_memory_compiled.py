@@ -129,7 +129,7 @@ def test_a_graph_break_is_no_obstacle(scope):
 
         def forward(self, x):
             x = self.inner(x)
-            torch._dynamo.graph_break()
+            torch._dynamo.graph_break()  # noqa: TID251
             return x * 2
 
     mode, ledger = fake_mode(), Ledger()

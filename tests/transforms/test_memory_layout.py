@@ -23,7 +23,9 @@ def step(*, activations=0, blocks=4, elements=M, root=0):
         ("forward", names[0]): Moment(phase="forward", held={("activations", ""): activations // 2}),
         ("backward", names[-1]): Moment(phase="backward", held={("activations", ""): activations}),
     }
-    whole = Moment(phase="backward", held={("parameters", ""): 2 * sum(sizes.values()), ("activations", ""): activations})
+    whole = Moment(
+        phase="backward", held={("parameters", ""): 2 * sum(sizes.values()), ("activations", ""): activations}
+    )
     return Step(
         peaks={"backward": whole},
         fixed=Moment(),
