@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parameter import Parameter
 
@@ -388,10 +389,20 @@ class _NormOp(nn.Module):
         self.ran.append(_state().fp8_enabled)
         on = torch.is_autocast_enabled("cpu")
         x = input.to(torch.get_autocast_dtype("cpu") if on else self.weight.dtype)
-        return _normalized(
+        out = _normalized(
             x, self.weight, getattr(self, "bias", None), eps=self.eps, kind=self.kind,
             zero_centered=self.zero_centered_gamma,
         )  # fmt: skip
+        if out.requires_grad:
+            # As the real one, whose backward reads the attribute: it must be there, and whole.
+            shape = x.shape[-self.weight.dim() :]
+            out.register_hook(lambda _: self._is_whole(shape))
+        return out
+
+    def _is_whole(self, shape):
+        assert self.weight.size() == shape
+        assert not isinstance(self.weight, DTensor)
+        assert self.weight.untyped_storage().nbytes() > 0
 
     def get_extra_state(self):
         return torch.empty(0, dtype=torch.uint8)

@@ -55,7 +55,8 @@ class Borrower:
         self.was_quantizing = False  # in its last forward that was no recomputed one
         if sharded:
             mark_fsdp2(module)
-        self._give_back()
+        for name in self.slots:
+            module._parameters[name] = None  # and not the module's own, which nobody needs
 
     @property
     def kind(self) -> str:
@@ -64,17 +65,21 @@ class Borrower:
 
     def __call__(self, value: Tensor) -> Any:
         """Compute."""
-        for name, slots in self.slots.items():
-            # Not by setattr: what is joined is no Parameter.
-            self.module._parameters[name] = joined([slot.value for slot in slots])  # pyright: ignore[reportArgumentType]
+        self._borrow()
         try:
             return self.module(value)
         finally:
-            self._give_back()  # a joined weight would keep its graph alive
+            self._let_go()
 
-    def _give_back(self) -> None:
-        for name in self.slots:
-            self.module._parameters[name] = None
+    def _borrow(self) -> None:
+        for name, slots in self.slots.items():
+            # Not by setattr: what is joined is no Parameter.
+            self.module._parameters[name] = joined([slot.value for slot in slots])  # pyright: ignore[reportArgumentType]
+
+    def _let_go(self) -> None:
+        for name, slots in self.slots.items():
+            if len(slots) > 1:  # which would keep its graph alive; the others are read in backward, by norms
+                self.module._parameters[name] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,6 @@ def test_a_linear_layer(bias):
     linear = randomised(nn.Linear(16, 32, bias=bias))
     borrower = linear_for(linear, name="a", sharded=False)
     same(linear, borrower, [*linear.parameters()])
-    assert [*borrower.module.parameters()] == []  # given back after each call
     assert borrower.slots["weight"][0].name == "a.weight"
 
 
@@ -147,12 +146,15 @@ def test_a_parameter_that_is_replaced_is_looked_up_anew():
     assert torch.equal(borrower(torch.randn(8, 16)), linear.bias.expand(8, 16))
 
 
-def test_a_module_that_fails_gives_its_parameters_back():
-    linear = nn.Linear(16, 16)
-    borrower = linear_for(linear, name="a", sharded=False)
+def test_a_joined_weight_is_let_go_after_each_call_and_after_an_error():
+    linears = {name: nn.Linear(16, 16, bias=False) for name in ("q", "k")}
+    borrower = norm_linear_for(("n", nn.RMSNorm(16, eps=1e-5)), linears, sharded=False)
+    assert [*borrower.module.parameters()] == []
+    borrower(torch.randn(8, 16))
+    assert [name for name, _ in borrower.module.named_parameters()] == ["layer_norm_weight"]
     with pytest.raises(RuntimeError):
         borrower(torch.randn(8, 4))
-    assert [*borrower.module.parameters()] == []
+    assert borrower.module._parameters["weight"] is None
 
 
 def test_a_sharded_module_keeps_no_copies_for_backward():
