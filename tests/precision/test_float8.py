@@ -75,6 +75,36 @@ def test_state_dicts_are_plain_and_a_checkpoint_moves_between_precisions(tmp_pat
             assert resumed.losses[0].item() == pytest.approx(whole.losses[2].item(), rel=5e-2)
 
 
+PRECISIONS = {
+    "float8": lambda: Float8Precision(emulate=True),
+    "float8 by autocast": lambda: Float8Precision(emulate=True, weights="autocast"),
+    "rowwise": lambda: Float8Precision(recipe="rowwise", emulate=True),
+    "bfloat16": BF16Precision,
+    "float32": lambda: None,
+}
+
+
+@pytest.mark.parametrize("to", PRECISIONS)
+@pytest.mark.parametrize("begun", PRECISIONS)
+def test_a_checkpoint_of_one_precision_goes_on_in_another(tmp_path, begun, to):
+    def run(name, epochs, **options):
+        model, made = Wide(), PRECISIONS[name]()
+        lightning = trainer(tmp_path, plugins=None if made is None else [made], epochs=epochs)
+        lightning.fit(model, loader(), **options)
+        return model, lightning
+
+    model, lightning = run(begun, 2)
+    path = tmp_path / "half.ckpt"
+    lightning.save_checkpoint(path)
+    state = torch.load(path, weights_only=True)
+    assert all(torch.equal(value, state["state_dict"][name]) for name, value in model.state_dict().items())
+    resumed, again = run(to, 3, ckpt_path=path)
+    assert resumed.losses[0].item() == pytest.approx(run(begun, 3)[0].losses[2].item(), rel=5e-2)
+    moments = again.optimizers[0].state_dict()["state"][0]
+    assert moments["exp_avg"].dtype is torch.float32
+    assert moments["step"] == 3
+
+
 def test_a_second_fit_and_an_exception(tmp_path):
     precision, model = Float8Precision(emulate=True), Wide()
     for _ in range(2):

@@ -13,6 +13,8 @@ from tests.precision import float8_cases as wide
 from tests.strategies import cases
 from tests.toys import trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 GATHERED = {"float8": {}, "bfloat16": {"all_gather": False}}
 WEIGHTS, OTHERS = 2 * 2 * 32 * 64, 2 * (64 + 32)  # of the blocks: in float8, and biases, which stay
 
@@ -209,6 +211,16 @@ def one_file(tmp_path, options):
     _, lightning, _ = wide.train(tmp_path, options, strategy={"save": "full"}, steps=2)
     lightning.save_checkpoint(path)
     return path
+
+
+@pytest.mark.parametrize("to", [{}, None], ids=["float8", "bfloat16"])
+def test_one_file_of_a_sharded_float8_run_goes_on_on_one_device(ranks, tmp_path, to):
+    path = ranks(one_file, tmp_path, {})
+    model = wide.Wide()
+    lightning = trainer(tmp_path, epochs=4, plugins=[wide.precision(to)])
+    lightning.fit(model, torch.utils.data.DataLoader(cases.data(), batch_size=cases.SAMPLES), ckpt_path=path)
+    right = one_device(tmp_path, {})
+    assert [loss.item() for loss in model.losses] == pytest.approx(right[2:], rel=5e-2)
 
 
 def test_one_file_of_a_sharded_float8_run_is_plain(ranks, tmp_path):

@@ -65,13 +65,22 @@ def test_green_on_what_is_right_and_the_band_is_less_than_half_of_every_fault(se
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("settings", ["bfloat16", "tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "bfloat16",
+        "tensorwise",
+        "rowwise",
+        *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("rowwise_with_gw_hp", "mxfp8")),
+    ],
+)
 def test_red_on_a_fault_in_one_of_sixteen_blocks_which_is_named(settings, fault):
     verdict = verify(trial(**RIGHT[settings]()), steps=1, faults=False, fault=(BLOCK, FAULTS[fault]))
     assert not verdict.green
     assert verdict.block == BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo does, of the fault's own function
 @pytest.mark.parametrize("block", ["model.layers.0", "model.layers.15"])
 @pytest.mark.parametrize("fault", FAULTS)
