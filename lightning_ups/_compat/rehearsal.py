@@ -1,6 +1,8 @@
 """Fake tensors, the compiler's split of a graph into forward and backward, and modes, by torch's private names."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ __all__ = [
     "is_tracing",
     "is_view",
     "partitioning_backend",
+    "quiet_compiler",
 ]
 
 # What an operation raises whose result depends on the numbers in a tensor, or for which torch has no simulation.
@@ -88,6 +91,18 @@ def partitioning_backend(make: Callable[[Graph], Callable[[list[Any]], Sequence[
 def forget_compiled() -> None:
     """Let Dynamo forget what it has compiled: another size or another choice shall not count as a recompilation."""
     torch.compiler.reset()
+
+
+@contextmanager
+def quiet_compiler() -> Iterator[None]:
+    """Let Dynamo warn of nothing while the context is open: what is rehearsed is not what will run."""
+    logger = logging.getLogger("torch._dynamo")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def is_tracing() -> bool:

@@ -148,7 +148,7 @@ class MemoryForensics(Callback):
         self._warned = True
         rank_zero_warn(
             f"The allocator of {device} ran out of memory {retries - before} times in the last {self.every} batches,"
-            f" and got on by giving back what it kept for later: {readable(counters.get(_ALLOCATED, 0))} are in use, and"
+            f" and got on by giving back what it kept: {readable(counters.get(_ALLOCATED, 0))} are in use, and"
             f" {readable(counters.get(_RESERVED, 0))} reserved. Each time all work on the device waits, and the next"
             " larger batch will not fit. Make the batch smaller, or see `python -m lightning_ups plan`."
         )

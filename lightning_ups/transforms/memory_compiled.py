@@ -14,6 +14,7 @@ from lightning_ups._compat.rehearsal import (
     is_fused,
     is_view,
     partitioning_backend,
+    quiet_compiler,
 )
 from lightning_ups.transforms.forward import Forward, replaced_forward
 from lightning_ups.transforms.memory import Ledger
@@ -140,6 +141,7 @@ def as_compiled(modules: Iterable[nn.Module], *, ledger: Ledger) -> Iterator[Non
         return forward
 
     with ExitStack() as undo:
+        undo.enter_context(quiet_compiler())
         for module in dict.fromkeys(modules):
             undo.enter_context(replaced_forward(module, compiled))
         try:

@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from lightning_ups._compat.rehearsal import (
     is_tracing,
     is_view,
     partitioning_backend,
+    quiet_compiler,
 )
 
 aten = torch.ops.aten
@@ -67,3 +70,12 @@ def test_the_backend_splits_as_inductor_does():
     assert tracing[0] is True
     assert tracing[-1] is False
     assert not is_tracing()
+
+
+def test_the_compiler_is_quiet_for_a_while():
+    logger = logging.getLogger("torch._dynamo.variables.higher_order_ops")
+    before = logger.getEffectiveLevel()
+    with quiet_compiler():
+        assert not logger.isEnabledFor(logging.WARNING)
+        assert logger.isEnabledFor(logging.ERROR)
+    assert logger.getEffectiveLevel() == before

@@ -14,6 +14,7 @@ from lightning_ups.tools.asked import (
     check_strategy,
     configured,
     elsewhere,
+    made,
     run_of,
 )
 from tests.cli_toys import Late, NoMeta, Toy
@@ -180,3 +181,10 @@ def test_a_section_left_alone_has_no_label():
     slots = {"AccelerationFlags": "flags"}
     assert asked({"flags": {"enabled": True, "tf32": None}}, slots).label(AccelerationFlags()) is None
     assert asked({"flags": {"tf32": True}}, slots).label(AccelerationFlags()) == "AccelerationFlags(tf32=True)"
+
+
+def test_objects_within_objects_are_made():
+    inner = {"class_path": "tests.cli_toys.Data", "init_args": {"size": 3}}
+    found = made({"class_path": "tests.cli_toys.Noted", "init_args": {"note": [inner, 1, {"a": None}]}})
+    data, one, nothing = found.note
+    assert (data.size, one, nothing) == (3, 1, {"a": None})

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from lightning_ups.__main__ import main as command_line
 from lightning_ups.models import GPTModule
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
@@ -180,6 +181,27 @@ def test_the_optimizer_of_the_section(capsys):
 
     assert state(None) == 0
     assert state(lambda module: torch.optim.Adam(module.parameters())) > 0
+
+
+RUN = """
+model: {class_path: GPTModule, init_args: {size: tiny}}
+data: {class_path: RandomTokens, init_args: {vocab_size: 256, seq_len: 64, batch_size: 4}}
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+trainer: {accelerator: cpu, strategy: fsdp2, devices: 2, plugins: [BF16Precision]}
+"""
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    code = command_line(["plan", "--config", str(path), "--gpu", "24", "--devices", "4", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert (facts["devices"], facts["batch"]["from"]) == (4, "RandomTokens")
+    assert facts["settings"][0]["by_kind"].get("optimizer state", 0) == 0  # the section's SGD keeps nothing
+    assert command_line(["plan", "--config", str(path), "--gpu", "h101"]) == 2
+    assert "There is no GPU 'h101' in the table." in capsys.readouterr().err
+    assert command_line(["plan", "--textbook"]) == 0
 
 
 def test_no_data():
