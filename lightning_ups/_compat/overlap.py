@@ -150,7 +150,7 @@ def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.
 @contextmanager
 def _without_estimates() -> Iterator[None]:
     # Torch 2.13 asks triton for the bandwidth of the device before it looks at the plan, which needs no estimate.
-    estimation = importlib.import_module("torch.utils._runtime_estimation")
+    estimation: Any = importlib.import_module("torch.utils._runtime_estimation")
     if importlib.util.find_spec("triton") is not None or not hasattr(estimation, "get_gpu_dram_gbps"):
         yield
         return

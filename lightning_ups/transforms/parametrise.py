@@ -61,7 +61,6 @@ class Gathering:
     def __init__(self, mesh: DeviceMesh, options: ParametriseOptions) -> None:
         self.active = False
         self.mesh, self.options = mesh, options
-        self.sharded: tuple[Placement, ...] = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
         self._whole = tuple(Replicate() for _ in range(mesh.ndim))
         self._mean = tuple(Partial("avg") for _ in range(mesh.ndim))
         self._before: list[bool] = []  # of the calls that are open
@@ -79,9 +78,20 @@ class Gathering:
         finally:
             self.active = before
 
-    def whole(self, shard: DTensor, *, cast: bool) -> Tensor:
+    def placements(self, parameter: Tensor) -> tuple[Placement, ...] | None:
+        """Return how ``parameter`` is sharded: along the first dimension that all devices share alike, if there is one.
+
+        Unlike shares would make unlike graphs, whose collectives may not meet.
+        """
+        size = self.mesh.size(self.mesh.ndim - 1)
+        even = [dim for dim, length in enumerate(parameter.shape) if length and length % size == 0]
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(even[0])) if even else None
+
+    def whole(self, shard: Tensor, *, cast: bool) -> Tensor:
         """Return ``shard`` gathered, such that its gradient is averaged and sharded; compilers trace this."""
         dtype = self.options.param_dtype if cast else None
+        if not isinstance(shard, DTensor):
+            return shard if dtype is None else shard.to(dtype)
         gathered = shard.redistribute(
             placements=self._whole,
             forward_dtype=dtype,
@@ -138,7 +148,7 @@ def _lost(name: str) -> str:
 class _Whole(Tensor):
     """A gathered parameter as code that is not compiled sees it; what is computed from it is a plain tensor."""
 
-    __torch_function__ = nn.Parameter.__torch_function__
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]  # which is none
     shard: Tensor
     gathering: Gathering
 
@@ -215,8 +225,8 @@ def parametrise(
 ) -> Parametrised:
     """Shard ``model``, in place, over the data-parallel part of ``mesh``; every rank gets shards of rank 0's values.
 
-    A model that an earlier run sharded in the same way keeps its shards. Scalars stay whole: their gradients are for
-    the caller to average.
+    A model that an earlier run sharded in the same way keeps its shards. Scalars, and what the devices cannot share
+    alike, stay whole: their gradients are for the caller to average.
 
     Args:
         model: What is trained. Its steps need not be its ``forward``.
@@ -239,9 +249,9 @@ def parametrise(
     gathering = Gathering(data_mesh(mesh), options)
     share = _share(blocks.values(), model)
     names = {p: name for name, p in model.named_parameters()}
-    whole = {p: name for p, name in names.items() if p.dim() == 0}
-    _start_alike(model, mesh)
-    shards = {p: _shard(p, gathering) for p in names if p not in whole}
+    whole = {p: name for p, name in names.items() if gathering.placements(p) is None}
+    _start_alike([*model.buffers(), *whole], mesh)
+    shards = {p: p if p in whole else _shard(p, gathering) for p in names if p.dim() > 0}
     classes: dict[Any, type[nn.Module]] = {}
     for module in model.modules():
         if its := _replace(module, shards):
@@ -295,10 +305,10 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+def _start_alike(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Bring buffers, and what stays whole, to the device, with the values of the first rank."""
     device, replicas = device_of(mesh), mesh[DATA].get_group()
-    for tensor in (*model.buffers(), *(p for p in model.parameters() if p.dim() == 0)):
+    for tensor in tensors:
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             _broadcast(tensor.data, replicas)
@@ -312,17 +322,19 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
 @torch.no_grad()
 def _shard(parameter: nn.Parameter, gathering: Gathering) -> nn.Parameter:
     """Return this rank's part of the first rank's values; one parameter at a time is whole on the device."""
-    mesh = gathering.mesh
+    mesh, placements = gathering.mesh, gathering.placements(parameter)
+    assert placements is not None
     whole = parameter.detach()
     if not whole.is_meta:
         whole = whole.to(device_of(mesh)).contiguous()
         for dim in range(mesh.ndim):
             _broadcast(whole, mesh.get_group(dim))
-    part = part_of(whole, mesh, gathering.sharded).clone()
+    part = part_of(whole, mesh, placements).clone(memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
-    shard = DTensor.from_local(part, mesh, gathering.sharded, run_check=False, shape=whole.shape, stride=stride)
+    shard = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
     made = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-    made.__dict__.update(vars(parameter))  # marks for optimizers and initialisers
+    for name, mark in vars(parameter).items():  # for optimizers and initialisers
+        setattr(made, name, mark)
     return made
 
 
@@ -353,7 +365,8 @@ def _give_class(
 
 def _class_of(kind: type[nn.Module], names: Mapping[str, bool], gathering: Gathering) -> type[nn.Module]:
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if name in names and param is not None and not isinstance(param, DTensor):
+        there = self._parameters.get(name)
+        if name in names and isinstance(there, DTensor) and param is not None and not isinstance(param, DTensor):
             raise ValueError(
                 f"{name} of a {kind.__name__} is sharded and was set to a tensor that is whole."
                 " The optimizer would keep the shard that was there, and only one of the two would be trained."
@@ -384,10 +397,10 @@ def _reader(name: str, gathering: Gathering, *, cast: bool) -> Callable[[nn.Modu
         if name not in self._parameters:
             raise AttributeError(f"{type(self).__name__} has no parameter {name!r}")
         shard = self._parameters[name]
-        if not gathering.active or not isinstance(shard, DTensor):
+        if not gathering.active or shard is None:
             return shard
         whole = gathering.whole(shard, cast=cast)
-        return whole if torch.compiler.is_compiling() else gathering.watched(whole, shard)
+        return whole if whole is shard or torch.compiler.is_compiling() else gathering.watched(whole, shard)
 
     return read
 

@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.first = nn.Linear(8, 8, bias=False)
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.last = nn.Linear(8, 8, bias=False)
-        self.gains = nn.Parameter(torch.randn(3, 8))  # which two ranks cannot share alike
+        self.gains = nn.Parameter(torch.randn(3, 8))  # sharded along its second dimension
         if tie:
             self.last.weight = self.first.weight
 
@@ -87,6 +87,7 @@ def trained(*, together, tie=False, recompute=True):
 
 
 # Three blocks of four parameters, and three outside them, which are one group.
+@pytest.mark.slow
 def test_a_block_gathers_once_and_reduces_once_in_each_direction(ranks):
     forward, backward = ranks(_told_together)
     assert forward == (False, {"gathers": 15}, {"gathers": 4}, 4)
@@ -110,6 +111,7 @@ def _told_tied():
     return trained(together=True, tie=True)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_gathered_again(ranks):
     forward, backward = ranks(_told_kept)
     assert forward[2] == {"gathers": 4}
@@ -120,6 +122,7 @@ def _told_kept():
     return trained(together=True, recompute=False)
 
 
+@pytest.mark.slow
 def test_apart_they_stay_as_they_are(ranks):
     forward, backward = ranks(_told_apart)
     assert forward[1] == forward[2] == {"gathers": 15}

@@ -73,8 +73,7 @@ def trained(fault, tmp_path, way):
 WAYS = {"fsdp2": cases.on_ranks, "simple_fsdp": cases.simply_on_ranks}
 CASES = [
     *((fault.__name__, "fsdp2") for fault in COMMON),
-    *(pytest.param(fault.__name__, "simple_fsdp", marks=pytest.mark.slow) for fault in COMMON[1:]),
-    ("nothing", "simple_fsdp"),
+    *(pytest.param(fault.__name__, "simple_fsdp", marks=pytest.mark.slow) for fault in COMMON),
     ("wrong_divisor", "fsdp2"),
     ("wrong_mean", "simple_fsdp"),
     ("unreduced", "simple_fsdp"),

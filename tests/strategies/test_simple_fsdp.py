@@ -161,7 +161,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name != "none" else pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS]
+    "name", [name if name == "full" else pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS]
 )
 def test_one_graph_each_way_with_the_collectives_in_it(ranks, tmp_path, name):
     strategy, save, forward, backward = GRAPHS[name]
@@ -185,6 +185,7 @@ def checkpointed(tmp_path):
     return [*_SEEN], {"losses": losses_of(model, 5), "weights": weights_of(model)}
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_gathers_once_more_and_not_twice(ranks, tmp_path):
     # Attention would do, too, but not on a CPU under torch 2.13, whose partitioner loses count of random states there.
     CASES["Wide"] = Wide
@@ -250,6 +251,7 @@ def after_an_exception(tmp_path):
     return left, losses_of(model, 5)
 
 
+@pytest.mark.slow
 def test_a_fit_after_an_exception(ranks, tmp_path):
     left, losses = ranks(after_an_exception, tmp_path)
     assert left == []
@@ -294,6 +296,7 @@ def written_to_shards(tmp_path):
     return simply_on_ranks("WritesToShards", tmp_path, {}, 2, {})
 
 
+@pytest.mark.slow
 def test_a_write_to_shards_is_kept(ranks, tmp_path):
     CASES["WritesToShards"] = WritesToShards
     check(ranks(written_to_shards, tmp_path), expected("WritesToShards", tmp_path, {}))
@@ -326,6 +329,7 @@ def norm_logged(tmp_path):
     return lightning.callback_metrics["grad_norm"].item()
 
 
+@pytest.mark.slow
 def test_the_norm_before_clipping_is_logged(ranks, tmp_path):
     whole_model = CASES["Case"]()
     whole_model.loss(data()).backward()
@@ -348,6 +352,7 @@ def types_seen(tmp_path):
     return {**seen, "loss": model.losses[0].dtype, "masters": masters}
 
 
+@pytest.mark.slow
 def test_bf16_gathers_in_bf16_and_keeps_float32(ranks, tmp_path):
     half, full = torch.bfloat16, torch.float32
     assert ranks(types_seen, tmp_path) == {
@@ -373,7 +378,8 @@ def in_float8(tmp_path, simple, all_gather, recipe):
     return result["losses"], len(precision.conversion.converted) if precision.conversion else None
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8_computes_in_the_graph_what_fsdp2_does(ranks, tmp_path, recipe):
     pytest.importorskip("torchao")
     ours, fsdp2 = (
@@ -422,7 +428,7 @@ WAYS = {
     "one file": ("simple", "simple", {"save": "full"}),
     "none to full": ("simple", "simple", {"sharding": "none"}),
 }
-SLOW = ("in the background", "one file", "none to full")
+SLOW = ("resumed", "in the background", "one file", "none to full")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS])
@@ -523,7 +529,7 @@ def other_strategy(tmp_path, first):
     two.fit(model, loader())
 
 
-@pytest.mark.parametrize("first", ["simple", "fsdp2"])
+@pytest.mark.parametrize("first", ["simple", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_module_of_another_strategy_is_refused(ranks, tmp_path, first):
     with pytest.raises(AssertionError, match=r"(?s)sharded by an earlier run with another strategy"):
         ranks(other_strategy, tmp_path, first)
