@@ -19,21 +19,21 @@ own trainer in its best setting, run by bench_titan.sh.
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from cases import PACKAGES
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
+from processes import finished
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -213,12 +213,16 @@ def figures(row: Row, marks: Marks, losses: Mapping[int, Tensor], norm: Tensor |
 class Watch(Callback):
     """Marks steps, keeps every tenth loss and the first norm of a Trainer's run, and waits for nothing."""
 
-    def __init__(self) -> None:
-        self.marks, self.losses, self.norm = Marks(), {}, None
+    def __init__(self, row: Row) -> None:
+        self._row, self.marks, self.losses, self.norm = row, Marks(), {}, None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.marks.set()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        tell(figures(self._row, self.marks, self.losses, self.norm))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -234,9 +238,9 @@ class Watch(Callback):
             self.losses[trainer.global_step] = outputs["loss"].detach().clone()
 
 
-def fitted(row: Row, module: Any, *, callbacks: Sequence[Callback], **options: Any) -> dict[str, Any]:
-    """Fit ``module``, and return the figures."""
-    watch = Watch()
+def fitted(row: Row, module: Any, *, callbacks: Sequence[Callback], **options: Any) -> None:
+    """Fit ``module``, and tell the figures."""
+    watch = Watch(row)
     trainer = Trainer(
         accelerator="gpu" if ON_GPU else "cpu",
         devices=row.gpus,
@@ -255,10 +259,9 @@ def fitted(row: Row, module: Any, *, callbacks: Sequence[Callback], **options: A
         [mine[i % len(mine)] for i in range(row.steps + 1)], batch_size=None, pin_memory=ON_GPU  # type: ignore[arg-type]
     )  # fmt: skip
     trainer.fit(module, loader)
-    return figures(row, watch.marks, watch.losses, watch.norm)
 
 
-def ours(row: Row) -> dict[str, Any]:
+def ours(row: Row) -> None:
     """Run a stock Trainer with our plugins."""
     precision = BF16Precision()
     if row.float8:
@@ -269,21 +272,23 @@ def ours(row: Row) -> dict[str, Any]:
     if row.gpus > 1:
         strategy = FSDP2Strategy(reshard_after_forward="auto", meta_device=True, initialise_on="device")
     callbacks = [flags, LeanProgressBar(refresh_rate=10), *([compiled] if compiled else [])]
-    return fitted(row, Work(row), callbacks=callbacks, plugins=[precision], strategy=strategy)
+    fitted(row, Work(row), callbacks=callbacks, plugins=[precision], strategy=strategy)
 
 
-def stock(row: Row, *, compiled: bool = False) -> dict[str, Any]:
+def stock(row: Row, *, compiled: bool = False) -> None:
     """Run Lightning as most use it."""
     if row.gpus > 1:
-        return stock_sharded(row)
+        stock_sharded(row)
+        return
     module: Any = Work(row, fused=False)
     if compiled:
-        module.configure_model()
+        with torch.device("cuda" if ON_GPU else "cpu"):
+            module.configure_model()
         module = torch.compile(module)
-    return fitted(row, module, callbacks=[], precision="bf16-mixed")
+    fitted(row, module, callbacks=[], precision="bf16-mixed")
 
 
-def stock_sharded(row: Row) -> dict[str, Any]:
+def stock_sharded(row: Row) -> None:
     """Run Lightning's ModelParallelStrategy with what its users write by hand."""
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -302,18 +307,19 @@ def stock_sharded(row: Row) -> dict[str, Any]:
             fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
     strategy = ModelParallelStrategy(data_parallel_size=row.gpus, tensor_parallel_size=1)
-    return fitted(row, ByHand(row), callbacks=[], strategy=strategy, precision="32-true")
+    fitted(row, ByHand(row), callbacks=[], strategy=strategy, precision="32-true")
 
 
-def bare(row: Row) -> dict[str, Any]:
+def bare(row: Row) -> None:
     """Run a loop by hand with our settings."""
     if row.gpus > 1:
-        return bare_sharded(row)
+        bare_sharded(row)
+        return
     device = torch.device("cuda" if ON_GPU else "cpu")
-    model = drawn_like_torchtitan(GPT(replace(SIZES[row.size], max_seq_len=row.seq)))
+    with device:  # a CPU takes its time to draw
+        model = drawn_like_torchtitan(GPT(replace(SIZES[row.size], max_seq_len=row.seq)))
     if row.float8:
         convert_to_float8(model, recipe="tensorwise", head=row.head, emulate=not ON_GPU)
-    model.to(device)
     masters = MasterWeights(model, dtype=torch.bfloat16)
     inner = torch.optim.AdamW(groups(model), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None)
     optimizer = MasteredOptimizer(inner, masters)
@@ -327,7 +333,7 @@ def bare(row: Row) -> dict[str, Any]:
         return norm
 
     with routed_attention("auto"):
-        return looped(row, forward, clipped, optimizer, device=device)
+        looped(row, forward, clipped, optimizer, device=device)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -339,7 +345,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def bare_sharded(row: Row) -> dict[str, Any]:
+def bare_sharded(row: Row) -> None:
     """Run a loop by hand over FSDP2, blocks compiled."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -374,7 +380,7 @@ def bare_sharded(row: Row) -> dict[str, Any]:
             precompute_float8_dynamic_scale_for_fsdp(model)
 
     with routed_attention("auto"):
-        return looped(row, model, clipped, optimizer, device=device, afterwards=scaled)
+        looped(row, model, clipped, optimizer, device=device, afterwards=scaled)
 
 
 def looped(
@@ -385,8 +391,8 @@ def looped(
     *,
     device: torch.device,
     afterwards: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Run the steps, and return the figures."""
+) -> None:
+    """Run the steps, and tell the figures."""
     pinned = [batch.pin_memory() if ON_GPU else batch for batch in batches(row, rank=int(os.environ.get("RANK", "0")))]
     marks, losses, first = Marks(), {}, None
     for step in range(row.steps + 1):
@@ -404,10 +410,10 @@ def looped(
             first = norm.clone()
         if step % 10 == 0:
             losses[step + 1] = loss.detach().clone()
-    return figures(row, marks, losses, first)
+    tell(figures(row, marks, losses, first))
 
 
-SIDES: Mapping[str, Callable[[Row], dict[str, Any]]] = {
+SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,
     "bare": bare,
     "stock": stock,
@@ -418,6 +424,29 @@ SIDES: Mapping[str, Callable[[Row], dict[str, Any]]] = {
 # --- running them
 
 
+def work(side: Callable[[Row], None], row: Row) -> NoReturn:
+    """Run one side in this process, and end it, whatever it still has to tidy up or to wait for."""
+    seed_everything(1, verbose=False)
+    try:
+        side(row)
+    except BaseException:  # noqa: BLE001  (the other ranks wait for this one to end)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    raise AssertionError("a side ends by `tell`")
+
+
+def tell(found: Mapping[str, Any]) -> NoReturn:
+    """Print what was found, on one rank, when all have come so far, and end this process."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("\nRESULT " + json.dumps(found), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier(group=torch.distributed.new_group(backend="gloo"))
+    sys.stderr.flush()
+    # Not by `return`: Lightning would bring the model and the optimizer's state to the host first.
+    os._exit(0)
+
+
 def main() -> None:
     """Run a row, or one side of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -425,19 +454,14 @@ def main() -> None:
     parser.add_argument("--sides", nargs="*", choices=[*SIDES, "torchtitan"], help="only these")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything: later runs are left out")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds for one run")
     parser.add_argument("--output", type=Path, default=Path("runs/llama"), help="where the raw output is kept")
     parser.add_argument("--titan", type=Path, default=Path(".gpu/titan"), help="the folder of bench_titan.sh")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     row = rows()[options.row]
     if options.side:
-        seed_everything(1, verbose=False)
-        found = SIDES[options.side](row)
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("RESULT " + json.dumps(found), flush=True)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        return
+        work(SIDES[options.side], row)
     options.output.mkdir(parents=True, exist_ok=True)
     print_versions(options.output)
     sides = options.sides or row.sides
@@ -468,7 +492,8 @@ def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterabl
                 print(f"{side}, round {turn}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
             began = time.monotonic()
-            result, text = titan(rows()[name], options, left) if side == "torchtitan" else child(name, side, left)
+            limit = min(left, options.timeout)
+            result, text = titan(rows()[name], options, limit) if side == "torchtitan" else child(name, side, limit)
             longest[side] = 1.1 * (time.monotonic() - began)
             result = {"row": name, "side": side, "round": turn, "seconds": round(time.monotonic() - began, 1), **result}
             with (options.output / "results.jsonl").open("a") as file:
@@ -481,11 +506,9 @@ def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterabl
 
 def child(name: str, side: str, timeout: float) -> tuple[dict[str, Any], str]:
     """Run one side in a process of its own, or in one for each GPU."""
-    gpus = rows()[name].gpus
-    starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    command = [sys.executable, *starter, __file__, "--row", name, "--side", side]
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0"}
-    text = finished(command, timeout, environment)
+    command = [sys.executable, __file__, "--row", name, "--side", side]
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    text = finished(command, timeout=timeout, ranks=rows()[name].gpus, environment=environment)
     for line in text.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT ")), text
@@ -499,7 +522,8 @@ def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[s
     if row.float8:
         words += ["--float8", "tensorwise", *(["--float8-filter", ""] if row.head else [])]
     environment = {"OUT": str(options.output.resolve()), "BT_TIMEOUT": str(round(timeout))}
-    text = finished(["bash", str(options.titan / "bench_titan.sh"), *words], timeout + 30, environment)
+    command = ["bash", str(options.titan / "bench_titan.sh"), *words]
+    text = finished(command, timeout=timeout + 30, environment=environment)
     for line in text.splitlines():
         if line.startswith("RESULT_JSON "):
             found = json.loads(line.removeprefix("RESULT_JSON "))
@@ -524,19 +548,6 @@ def first_norm(log: Path) -> float | None:
         if "step:  1 " in line and "grad_norm:" in line:
             return float(line.partition("grad_norm:")[2].split()[0])
     return None
-
-
-def finished(command: Sequence[str], timeout: float, environment: Mapping[str, str]) -> str:
-    """Return all that ``command`` printed; it is ended, with all it started, after ``timeout`` seconds."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        env={**os.environ, **environment},
-    )  # fmt: skip
-    try:
-        return process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()[0] + f"\nended after {timeout:.0f} s"
 
 
 def table(name: str, results: Iterable[Mapping[str, Any]]) -> str:

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_ups._compat.optimizers import count_step, has_own_step
 from lightning_ups._compat.optional import has
+from lightning_ups._compat.tensors import plain_memory
 
 __all__ = ["AdamWStep", "OneKernel", "Settings", "Slot", "one_kernel", "reference_step", "settings_of", "slots_of"]
+
+
+_ALIGNMENT, _VECTOR = 16, 8  # bytes of the widest load, and so many elements of a gradient or a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,15 @@ class Slot:
     @property
     def kind(self) -> Hashable:
         """What the slots of one launch have in common."""
-        return self.weight.device, self.gradient.dtype, None if self.copy is None else self.copy.dtype
+        copy = None if self.copy is None else self.copy.dtype
+        return self.weight.device, self.gradient.dtype, copy, self.aligned
+
+    @property
+    def aligned(self) -> bool:
+        """Whether whole vectors can be loaded, to the last."""
+        copy = self.weight if self.copy is None else self.copy
+        tensors = (self.weight, self.gradient, self.average, self.square, copy)
+        return self.weight.numel() % _VECTOR == 0 and all(t.data_ptr() % _ALIGNMENT == 0 for t in tensors)
 
     def written(self) -> list[Tensor]:
         """Return what a step writes."""
@@ -139,9 +151,12 @@ class OneKernel:
             for step, group, wanted in zip(self._steps, optimizer.param_groups, settings, strict=True):
                 slots = slots_of(optimizer, group["params"], gradient=gradient, copy=copy)
                 step(slots, wanted, coefficient=coefficient)
+                # The kernel's writes are known of their memory; a sharded tensor has a count of its own.
+                torch.autograd.graph.increment_version([p for p in group["params"] if isinstance(p, DTensor)])
         count_step(optimizer)
 
 
+@torch.no_grad()
 def one_kernel(optimizer: Optimizer) -> list[Settings] | None:
     """Return the settings of each group of ``optimizer``, or None if one of them has to be stepped by torch."""
     settings = [settings_of(optimizer, group) for group in optimizer.param_groups]
@@ -173,8 +188,10 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
 
 
 def _is_ours(weight: Tensor) -> bool:
-    whole = weight.dtype is torch.float32 and weight.device.type == "cuda" and has("triton")
-    return whole and _local(weight).is_contiguous()
+    if weight.dtype is not torch.float32 or weight.device.type != "cuda" or not has("triton"):
+        return False
+    local = _local(weight)
+    return type(local) in (Tensor, nn.Parameter) and local.is_contiguous()
 
 
 def slots_of(
@@ -205,16 +222,17 @@ def slots_of(
             step = state["step"] = step.to(weight.device)
         if not (average.is_contiguous() and square.is_contiguous()):
             average, square = state["exp_avg"], state["exp_avg_sq"] = average.contiguous(), square.contiguous()
-        if not found.is_contiguous():
+        if not _local(found).is_contiguous():
             found = found.contiguous()
         tensors: Any = (weight, found, average, square, step, copy(weight))
         if isinstance(weight, DTensor):
             assert isinstance(found, DTensor)
-            alike = found.redistribute(placements=weight.placements)  # as it is, but under some tensor parallel plans
-            tensors = map(_local, (weight, alike, *tensors[2:]))
+            if found.placements != weight.placements:
+                found = found.redistribute(placements=weight.placements)
+            tensors = map(_local, (weight, found, *tensors[2:]))
         slots.append(Slot(*tensors))
     return slots
 
 
 def _local(tensor: Tensor | None) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return plain_memory(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -23,7 +23,6 @@ tl: Any = triton.language
 __all__ = ["Launch"]
 
 CHUNK, BLOCK, WARPS = 16384, 2048, 8
-ALIGNMENT = 16  # bytes: of the widest load, which holds 8 elements of a gradient or a copy
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -66,8 +65,7 @@ class Launch:
             )
 
     def _find(self, slots: Sequence[Slot], device: torch.device) -> None:
-        tensors = [tensor for slot in slots for tensor in _columns(slot)]
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [tensor.data_ptr() for slot in slots for tensor in _columns(slot)]
         sizes = [slot.weight.numel() for slot in slots]
         if addresses == self._addresses and sizes == self._sizes:
             return
@@ -75,8 +73,7 @@ class Launch:
             self._plan(sizes, device)
         rows = torch.tensor(addresses).view(len(slots), -1).T
         self._table = _sent(torch.cat((rows, torch.tensor(sizes)[None])).contiguous(), device)
-        self._aligned = all(a % ALIGNMENT == 0 for t, a in zip(tensors, addresses, strict=True) if t.ndim)
-        self._aligned &= all(size % (ALIGNMENT // 2) == 0 for size in sizes)
+        self._aligned = all(slot.aligned for slot in slots)
         self._addresses, self._sizes = addresses, sizes
 
     def _plan(self, sizes: Sequence[int], device: torch.device) -> None:

@@ -50,7 +50,9 @@ def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor
 
 def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     if gradients[0].dtype is torch.float32 or isinstance(gradients[0], DTensor):
-        return _whole(get_total_norm(gradients, norm_type)).float()
+        # For sharded ones torch would take them one by one, which on a GPU is a launch or two for each.
+        together = True if gradients[0].device.type == "cuda" else None
+        return _whole(get_total_norm(gradients, norm_type, foreach=together)).float()
     # In the type of the gradients a norm of bfloat16 would have eight bits.
     norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)

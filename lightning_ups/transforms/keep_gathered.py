@@ -2,16 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.tensors import plain_memory
+
 __all__ = ["Keeping", "choose_keeping", "gathered_bytes", "keep_gathered", "least_headroom"]
 
-_RESERVE = 0.15  # of the device's memory, for what later steps need beyond the ones seen
+_RESERVE = 0.08  # of the device's memory, for what later steps need beyond the ones seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +44,15 @@ def choose_keeping(*, gathered: int, headroom: int | None, total: int) -> Keepin
     return Keeping(keep=fits, gathered_bytes=gathered, reason=reason)
 
 
-def gathered_bytes(model: nn.Module, *, param_dtype: torch.dtype | None, tensor_size: int = 1) -> int:
-    """Return what the sharded parameters of ``model`` take on each device while all are gathered."""
-    return sum(
-        p.numel() // tensor_size * (param_dtype or p.dtype).itemsize
-        for p in model.parameters()
-        if isinstance(p, DTensor)
-    )
+def gathered_bytes(blocks: Iterable[Any], *, param_dtype: torch.dtype | None, tensor_size: int = 1) -> int:
+    """Return what the sharded parameters of ``blocks`` take on each device while all are gathered."""
+    parameters: set[DTensor] = {p for block in blocks for p in block.parameters() if isinstance(p, DTensor)}
+    return sum(p.numel() // tensor_size * _gathered_as(p, param_dtype).itemsize for p in parameters)
+
+
+def _gathered_as(parameter: DTensor, param_dtype: torch.dtype | None) -> torch.dtype:
+    local = parameter.to_local()
+    return torch.float8_e4m3fn if plain_memory(local) is not local else param_dtype or parameter.dtype
 
 
 def least_headroom(device: torch.device) -> tuple[int | None, int]:

@@ -57,7 +57,7 @@ class Initialisation:
             else:
                 target.copy_(whole)
 
-        with _generator(self._record):
+        with _generator(self._record), _same_on_all_ranks(draw_on):
             missing = replay(self._record, self._places, keep, device=draw_on)
         if missing:
             raise ValueError(_refused(model, missing))
@@ -121,3 +121,18 @@ def _generator(record: Recording) -> Iterator[None]:
     yield
     if not torch.equal(now, last) or not torch.equal(last, record.states[-1]):
         torch.set_rng_state(now)
+
+
+@contextmanager
+def _same_on_all_ranks(device: torch.device) -> Iterator[None]:
+    """Draw on ``device``, if that is no CPU, from the first rank's generator of it."""
+    if device.type != "cuda" or not dist.is_initialized():
+        yield
+        return
+    own = torch.cuda.get_rng_state(device)
+    box = [own]
+    dist.broadcast_object_list(box, src=0)
+    torch.cuda.set_rng_state(box[0], device)
+    yield
+    if not torch.equal(box[0], own):
+        torch.cuda.set_rng_state(own, device)

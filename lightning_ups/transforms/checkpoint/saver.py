@@ -306,7 +306,8 @@ class _CheckedWriter(FileSystemWriter):
     """Torch's writer drops errors of every thread but the first: the checkpoint then lacks tensors and nobody knows."""
 
     def __init__(self, path: Path, *, thread_count: int) -> None:
-        super().__init__(path, thread_count=thread_count, sync_files=True)
+        # What is staged is on the host. Torch's loader for GPUs would wait for the device's own work every 10 MB.
+        super().__init__(path, thread_count=thread_count, sync_files=True, per_thread_copy_ahead=0)
         self.fs = self._files = _RecordingFiles()
 
     @override

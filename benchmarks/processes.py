@@ -1,0 +1,93 @@
+"""Running a script in one process for each GPU, never longer than it may, whatever hangs.
+
+The ranks are started here and not by torchrun: its workers live in sessions of their own, outlive it when it is killed,
+and keep the pipe open that its parent reads. What the ranks print goes to a file, so that nobody waits for a full pipe.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+__all__ = ["finished"]
+
+QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def finished(
+    command: Sequence[str], *, timeout: float, ranks: int = 1, environment: Mapping[str, str] | None = None
+) -> str:
+    """Run ``command``, once or as so many ranks, and return all that was printed; all end after ``timeout`` seconds.
+
+    When a rank fails, the others are given ten seconds, since they wait for it.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        processes = [
+            subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **QUIET, **_rank(rank, ranks), **(environment or {})},
+            )
+            for rank in range(ranks)
+        ]
+        end = time.monotonic() + timeout
+        said = ""
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() not in (None, 0) for process in processes):
+                end = min(end, time.monotonic() + 10)
+            if time.monotonic() > end:
+                said = f"\nended after {timeout:.0f} s, or since a rank had failed"
+                break
+            time.sleep(0.1)
+        for process in processes:
+            _end(process)
+        output.seek(0)
+        return output.read() + said
+
+
+def _rank(rank: int, ranks: int) -> dict[str, str]:
+    if ranks == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_port() if rank == 0 else _PORTS[-1]),
+        "TORCHELASTIC_RUN_ID": "benchmark",  # Lightning then takes the ranks as they are and starts none
+    }
+
+
+_PORTS: list[int] = []
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        _PORTS.append(free.getsockname()[1])
+    return _PORTS[-1]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    # The whole session: loaders' workers, and what a shell script has started.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+if __name__ == "__main__":
+    print(finished(sys.argv[3:], timeout=float(sys.argv[1]), ranks=int(sys.argv[2])))
