@@ -33,8 +33,13 @@ def is_low_bit(value: Any) -> bool:
 
 
 def make_portable(optimizers: Iterable[Optimizer]) -> None:
-    """Let state dicts of those ``optimizers`` that have low-bit state hold plain tensors, and load such."""
+    """Let state dicts of those ``optimizers`` that have low-bit state hold plain tensors, and load such.
+
+    Raises:
+        ValueError: If one is of bitsandbytes and was given shards.
+    """
     for optimizer in map(_innermost, optimizers):
+        _refuse_shards_of_bitsandbytes(optimizer)
         kinds = {(base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__}
         if not kinds.isdisjoint(("torchao", name) for name in _KINDS) and not getattr(optimizer, _HOOKED, False):
             setattr(optimizer, _HOOKED, True)
@@ -57,6 +62,16 @@ def check_rounding(optimizers: Iterable[Optimizer]) -> None:
                 " option would do nothing."
                 " Use BF16WeightsPrecision(), whose weights are bfloat16 and have no masters, or leave the option out."
             )
+
+
+def _refuse_shards_of_bitsandbytes(optimizer: Optimizer) -> None:
+    ours = any(base.__module__.startswith("bitsandbytes.") for base in type(optimizer).__mro__)
+    if ours and any(isinstance(p, DTensor) for p in _parameters(optimizer)):
+        raise ValueError(
+            f"bitsandbytes' {type(optimizer).__name__} was given sharded parameters."
+            " Its kernels take the address of a whole tensor, and a shard has none to give."
+            f" Use torchao.optim.{type(optimizer).__name__}, or a strategy that does not shard."
+        )
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:

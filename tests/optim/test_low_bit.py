@@ -108,7 +108,7 @@ def test_one_device_resumes_bit_for_bit(tmp_path, kind, offload):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", {}, {"save": "full"}], ids=["ddp", "fsdp2", "fsdp2, one file"])
-@pytest.mark.parametrize("kind", ["AdamW8bit", pytest.param("AdamW4bit", marks=pytest.mark.slow), "AdamWFp8"])
+@pytest.mark.parametrize("kind", ["AdamW8bit", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])])
 def test_two_ranks_resume_bit_for_bit(ranks, tmp_path, kind, strategy):
     right, after, forms = resumed(
         lambda *args: ranks(run_on_ranks, *args), tmp_path, kind, strategy=strategy, masters=True
@@ -177,6 +177,30 @@ def test_rounding_into_weights_that_need_none_is_refused(tmp_path):
     module = Wide("AdamW8bit", {"bf16_stochastic_round": True}.items())
     with pytest.raises(ValueError, match="has bf16_stochastic_round=True and steps no bfloat16 weight"):
         trainer(tmp_path, plugins=[BF16Precision()]).fit(module, batches())
+
+
+def refused_shards():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    foreign = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"Use torchao\.optim\.AdamW8bit, or a strategy that does not shard\.$"):
+        make_portable([foreign(model.parameters())])
+    make_portable([foreign(nn.Linear(8, 8).parameters())])
+
+
+def test_bitsandbytes_steps_no_shards(ranks):
+    ranks(refused_shards)
+
+
+def test_bitsandbytes_that_is_not_installed_is_named(capsys, tmp_path, monkeypatch):
+    from lightning_ups.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", "tests.optim.test_low_bit.Larger", "--optimizer", "bitsandbytes.optim.AdamW8bit"]
+    assert main(["fit", *options]) == 2
+    assert "there is no module 'bitsandbytes'" in capsys.readouterr().err
 
 
 class Larger(Toy):

@@ -236,6 +236,55 @@ def test_saved_state_is_no_larger_than_itself():
         assert value.untyped_storage().nbytes() == value.nbytes  # a view of a block would be saved as all of that
 
 
+def on_a_gpu(wrap, make, saved=None, steps=range(4), masters=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)]).cuda()
+    optimizer = make(model)
+    if masters:
+        optimizer = MasteredOptimizer(optimizer, MasterWeights(model, dtype=torch.bfloat16))
+    optimizer = wrap(optimizer)
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    for step in steps:
+        x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).cuda().to(model[0].weight.dtype)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.gpu(count=1)
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("way", [{"chunk_bytes": 2**18}, {"chunk_bytes": 2**20, "resident": 0.4}], ids=repr)
+def test_on_a_gpu_values_stay_and_it_resumes_equal(way, masters):
+    make = grouped(AdamW, fused=False, foreach=True)  # the kernels that step the masters without it, too
+    wrap = lambda o: OffloadedOptimizer(o, **way)  # noqa: E731
+    right, _ = on_a_gpu(lambda o: o, make, masters=masters)
+    model, ours = on_a_gpu(wrap, make, masters=masters)
+    assert_same(
+        model.state_dict(), {name: value.cpu() if masters else value for name, value in right.state_dict().items()}
+    )
+    states = ours.state_dict()["state"]
+    assert any(entries["exp_avg"].is_pinned() for entries in states.values())
+    assert ours.device_bytes < 0.6 * ours.host_bytes + 2**22
+    saved = on_a_gpu(wrap, make, masters=masters, steps=range(2))
+    saved = {"model": saved[0].state_dict(), "optimizer": saved[1].state_dict()}
+    again, _ = on_a_gpu(wrap, make, saved=saved, steps=range(2, 4), masters=masters)
+    assert_same(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.gpu(count=1)
+@pytest.mark.parametrize("masters", [False, True])
+def test_on_a_gpu_the_cpu_steps(masters):
+    make = grouped(AdamW, fused=True)
+    right, _ = on_a_gpu(lambda o: o, make, masters=masters)
+    model, ours = on_a_gpu(lambda o: OffloadedOptimizer(o, update="host", chunk_bytes=2**21), make, masters=masters)
+    for name, value in right.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name].cpu(), value.cpu(), rtol=1e-4, atol=1e-5)
+    assert ours.device_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("options", "cure"),
     [

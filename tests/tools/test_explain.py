@@ -44,6 +44,7 @@ def test_the_one_order_whatever_the_order_of_the_list(lines):
         "tensor_parallel",
         "recompute",
         "compile",
+        "offload",
         "shard",
         "materialise",
         "optimizers",
