@@ -40,8 +40,11 @@ def test_two_ranks_are_one_device(ranks, tmp_path, name):
 
 
 # Slow where a class is not much of another kind than one of the others.
-SIMPLY = ("Tied", "Frozen", "ReadOutside", "Manual", "Meta", "Gpt")
+SIMPLY = ("Tied", "Manual", "Meta")
 SIMPLY_SLOW = (
+    "Frozen",
+    "ReadOutside",
+    "Gpt",
     "Case",
     "Scalar",
     "MixedTypes",
