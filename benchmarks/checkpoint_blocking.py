@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,8 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from processes import finished
 
 STEPS, EVERY = 24, 8
 
@@ -31,11 +32,12 @@ def main() -> None:
     parser.add_argument("--size", default="1B")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--accelerator", default="gpu")
-    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary one")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go, such as /dev/shm; default: a temporary one")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for each way")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.way:
-        print("RESULT " + json.dumps(_measure(asked)), flush=True)
+        print("\nRESULT " + json.dumps(_measure(asked)), flush=True)
         return
     asked.output.mkdir(parents=True, exist_ok=True)
     results = []
@@ -53,27 +55,12 @@ def _in_processes(asked: argparse.Namespace, way: str, log: Any) -> list[dict[st
     folder = Path(tempfile.mkdtemp(dir=asked.folder))
     command = [sys.executable, __file__, "--way", way, "--size", asked.size, "--seq", str(asked.seq)]
     command += ["--accelerator", asked.accelerator, "--folder", str(folder)]
-    shared = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}
-    shared |= {"TORCHELASTIC_RUN_ID": "blocking", "NCCL_NVLS_ENABLE": 0}
-    processes = []
-    for rank in range(number):
-        environment = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=os.environ | {key: str(value) for key, value in environment.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [process.communicate()[0] for process in processes]
-    log.write("\n".join(outputs))
+    output = finished(command, timeout=asked.timeout, ranks=number)
+    log.write(output)
     shutil.rmtree(folder)
-    lines = [line for output in outputs for line in output.splitlines()]
-    found = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
+    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
     if len(found) != number:
-        print("\n".join(outputs)[-4000:], file=sys.stderr)
+        print(output[-4000:], file=sys.stderr)
     return found[:1]
 
 
@@ -87,7 +74,7 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
     from lightning_ups.strategies import FSDP2Strategy
 
     warnings.simplefilter("ignore")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     class Watch(Callback):
         def __init__(self) -> None:
@@ -99,7 +86,8 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
             self.times.append(time.monotonic())
 
     def fit(ckpt_path: Path | None, *, save: bool) -> tuple[Watch, list[dict[str, Any]]]:
-        strategy, watch, saves = FSDP2Strategy(async_save=asked.way == "async"), Watch(), []
+        options: dict[str, Any] = {"meta_device": True, "initialise_on": "device"}
+        strategy, watch, saves = FSDP2Strategy(async_save=asked.way == "async", **options), Watch(), []
         stock = strategy.save_checkpoint
 
         def noted(*args: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@
     python benchmarks/fsdp2.py --set 8B              # 8B on four GPUs, seq 8192, batch 1 and 2
     python benchmarks/fsdp2.py --set tiny            # the same code on CPUs, in a minute
 
-Each configuration runs under torchrun in processes of its own, for at most --timeout seconds, and prints one line of
+Each configuration runs in processes of its own, one for each GPU, for at most --timeout seconds, and prints one line of
 JSON; the table comes last. Time is taken by CUDA events, and nothing waits for the device between the first timed step
 and the last. All ranks see the same batches whatever their number: losses can be compared.
 """
@@ -12,13 +12,13 @@ and the last. All ranks see the same batches whatever their number: losses can b
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
+
+from processes import finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,21 +99,11 @@ def _pairs(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _launch(config: Config, timeout: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.gpus}"]
-    command += [__file__, "--worker", json.dumps(asdict(config))]
+    command = [sys.executable, __file__, "--worker", json.dumps(asdict(config))]
     began = time.monotonic()
-    # A session of its own, so that a run that hangs can be ended with all its ranks, and nothing else.
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        err += f"\nended after {timeout} s"
+    out = finished(command, timeout=timeout, ranks=config.gpus)
     lines = [line for line in out.splitlines() if line.startswith('{"name"')]
-    result = json.loads(lines[-1]) if lines else {"name": config.name, "error": err[-6000:]}
+    result = json.loads(lines[-1]) if lines else {"name": config.name, "error": out[-6000:]}
     result["wall_s"] = round(time.monotonic() - began, 1)
     print(json.dumps(result), flush=True)
     return result
@@ -166,7 +156,7 @@ def _work(config: Config) -> None:
             "torch": version("torch"),
             "device": torch.cuda.get_device_name() if cuda else "cpu",
         }
-        print(json.dumps(result), flush=True)
+        print("\n" + json.dumps(result), flush=True)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -228,7 +218,7 @@ def _batches(config: Config) -> Any:
     from lightning_ups.models.gpt import SIZES
 
     generator = torch.Generator().manual_seed(0)
-    rank, rows = int(os.environ["RANK"]), config.batch * config.gpus
+    rank, rows = int(os.environ.get("RANK", "0")), config.batch * config.gpus
     vocabulary = min(SIZES[config.size].vocab_size, 4096)  # type: ignore[index]
     different = [torch.randint(vocabulary, (rows, config.seq + 1), generator=generator) for _ in range(4)]
     mine = [batch[rank * config.batch : (rank + 1) * config.batch] for batch in different]

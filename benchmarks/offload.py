@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from cases import main
@@ -30,6 +30,9 @@ from lightning_ups.data import RandomTokens
 from lightning_ups.models import GPTModule
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision
+
+if TYPE_CHECKING:
+    from lightning_ups.models.gpt import Size
 
 SIZE = os.environ.get("UPS_BENCH_SIZE", "8B")
 TINY = SIZE == "tiny"
@@ -83,7 +86,7 @@ class Module(GPTModule):
     """The GPT with another number of blocks, and with state in eight bits where that is asked for."""
 
     def __init__(self, *, bits: int, rounds: bool, layers: int | None) -> None:
-        super().__init__(size=SIZE, lr=3e-4, warmup_steps=2, max_seq_len=SEQ, loss="chunked")
+        super().__init__(size=cast("Size", SIZE), lr=3e-4, warmup_steps=2, max_seq_len=SEQ, loss="chunked")
         self.bits, self.rounds = bits, rounds
         if layers is not None:
             self.config = replace(self.config, num_layers=layers)

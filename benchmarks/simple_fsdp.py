@@ -5,7 +5,7 @@
     python benchmarks/simple_fsdp.py --set 8B --output benchmarks/results/DATE_simple_fsdp_8B      # four
     python benchmarks/simple_fsdp.py --set tiny --output /tmp/tiny                                 # two CPU ranks
 
-Each way runs under torchrun with an empty compile cache (cold), and, where it compiles, for a few steps again with the
+Each way runs in processes of its own with an empty compile cache (cold), and, where it compiles, for a few steps again with the
 cache that it left (warm). Between the first timed step and the last nothing waits for the device; then three steps run
 under torch's profiler on the first rank, whose kernels say how much communication is exposed: the time in which nothing
 but communication runs, over the length of a step. Every line of JSON is printed when it is known, with timing first.
@@ -14,8 +14,6 @@ but communication runs, over the length of a step. Every line of JSON is printed
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from typing import Any
 
 from cases import environment
 from fsdp2 import Config
+from processes import finished
 
 PROFILED = 3
 LEAST_S = 45  # a run that gets less is not begun
@@ -73,7 +72,7 @@ def sets() -> dict[str, Config]:
 
 
 def main() -> None:
-    """Run the ways on one set, or, under torchrun, one of them."""
+    """Run the ways on one set, or, as one rank of it, one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=[*sets()], default="1B")
     parser.add_argument("--ways", nargs="*", choices=[*WAYS], default=[*WAYS], metavar="WAY")
@@ -120,31 +119,11 @@ def launch(
     config: Config, name: str, options: argparse.Namespace, *, cache: Path, warm: bool, timeout: float
 ) -> tuple[dict[str, Any], str]:
     """Run one way in processes of its own; return its figures and what it wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.gpus}"]
-    command += [__file__, "--set", config.name, "--batch", str(config.batch), "--output", str(options.output)]
-    command += ["--backend", options.backend, "--worker", name]
-    environment = {
-        **os.environ,
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "UPS_WARM": "1" if warm else "",
-    }
+    command = [sys.executable, __file__, "--set", config.name, "--batch", str(config.batch)]
+    command += ["--output", str(options.output), "--backend", options.backend, "--worker", name]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "UPS_WARM": "1" if warm else ""}
     began = time.monotonic()
-    # A session of its own, so that a run that hangs can be ended with all its ranks, and nothing else.
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    )
-    try:
-        out, _ = process.communicate(timeout=min(options.timeout, timeout))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
-        out += f"\nended after {min(options.timeout, timeout):.0f} s"
+    out = finished(command, timeout=min(options.timeout, timeout), ranks=config.gpus, environment=caches)
     lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
     result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": out.strip()[-800:]}
     return result | {"wall_s": round(time.monotonic() - began, 1)}, out
@@ -212,7 +191,7 @@ def work(config: Config, way: Way, *, backend: str) -> None:
             "torch": version("torch"),
             "device": torch.cuda.get_device_name() if cuda else "cpu",
         }
-        print("RESULT " + json.dumps(figures), flush=True)
+        print("\nRESULT " + json.dumps(figures), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,9 +12,7 @@ of attention, 4.25 TB/s); under the load of a whole step the clock is lower.
 import argparse
 import gzip
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -23,7 +21,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from llama import SIDES, Row, Watch, rows
+from llama import SIDES, Row, Watch, rows, work
+from processes import finished
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
@@ -32,11 +31,12 @@ from lightning_ups.models.gpt import GPT, SIZES
 STEPS = 3
 PARTS: Mapping[str, str] = {
     "communication": r"nccl",
+    "fused": r"^triton_(poi|red|per|mix)",  # by inductor, whose names list all that is in them
     "attention": r"flash|fmha|sdpa|attention|FlashAttn|mha",
     "products": r"gemm|nvjet|cutlass|cublas|_mm_|matmul|scaled_mm",
     "optimizer and clip": r"adamw|multi_tensor_apply|lpnorm|fused_adam",
-    "copies": r"memcpy|memset|copy|CatArray|split_with_sizes|chunk_cat|to_copy(?!.*triton)",
-    "elementwise": r"triton_|elementwise|vectorized|reduce|softmax|norm|embedding|index",
+    "copies": r"memcpy|memset|copy|CatArray|split_with_sizes|chunk_cat",
+    "elementwise": r"elementwise|vectorized|reduce|softmax|norm|embedding|index",
 }
 PEAKS = {"products": 787e12, "float8": 1285e12, "attention": 550e12, "bytes": 4.25e12}
 
@@ -126,6 +126,7 @@ class Profiled(Callback):
             self._profile.stop()
             if trainer.is_global_zero:
                 self._profile.export_chrome_trace(str(self._path))
+            trainer.should_stop = True
 
 
 def main() -> None:
@@ -145,16 +146,14 @@ def main() -> None:
             begin(self, *arguments, **named)
 
         Watch.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
-        SIDES["ours"](row)
-        return
+        work(SIDES["ours"], row)
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        starter = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.gpus}"] if row.gpus > 1 else []
-        )
-        command = [sys.executable, *starter, __file__, "--row", options.row, "--trace", str(path)]
-        subprocess.run(command, check=True, env={**os.environ, "NCCL_NVLS_ENABLE": "0"})
+        command = [sys.executable, __file__, "--row", options.row, "--trace", str(path)]
+        said = finished(command, timeout=300, ranks=row.gpus)
+        if not path.exists():
+            sys.exit(f"no trace was made:\n{said[-3000:]}")
         trace = json.loads(path.read_text())["traceEvents"]
     found, least = split(spans_by_part(trace), steps=STEPS), rooflines(row)
     print(table(found, least))
