@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
 from lightning_ups._compat.inductor import eager_precision_casts
-from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
@@ -244,6 +245,9 @@ class Float8Precision(PolicyPrecision):
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         self._scales = None  # of the parameters that sharding has made
         self.after_optimizer_step(model)
+        lightning = next((m for m in model.modules() if isinstance(m, LightningModule)), None)
+        if lightning is not None and lightning._trainer is not None and not self.emulate:
+            _warn_of_eager(Run.of(lightning._trainer))
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -281,6 +285,16 @@ def _check_whole(module: nn.Module) -> None:
             f"{type(module).__name__} was sharded before Float8Precision could convert it."
             " A conversion replaces layers, and with float8 gathers their parameters, which sharding holds by then."
             " Take fully_shard out of the module and use FSDP2Strategy, which converts first; or use BF16Precision."
+        )
+
+
+def _warn_of_eager(run: Run) -> None:
+    compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
+    if run.training and not compiled:
+        rank_zero_warn(
+            "Float8Precision trains a model that nothing compiles."
+            " Each cast is then kernels of its own, and takes more time than the product saves."
+            " Add Compile() to the callbacks."
         )
 
 

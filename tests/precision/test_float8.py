@@ -6,8 +6,11 @@ from torch import nn
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.precision.float8 import _warn_of_eager
+from lightning_ups.tools.asked import run_of
 from lightning_ups.transforms.advise_table import Times
 from lightning_ups.transforms.float8 import float8_linears
+from tests.tools.test_asked import DEFAULTS
 from tests.toys import Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -314,3 +317,13 @@ def test_conversion_after_sharding_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("lightning_ups.precision.float8.is_sharded", lambda module: True)
     with pytest.raises(ValueError, match=r"was sharded before Float8Precision could convert it.*FSDP2Strategy"):
         fit(tmp_path, Float8Precision(emulate=True))
+
+
+@pytest.mark.filterwarnings("error")
+def test_products_that_nothing_compiles_are_warned_of():
+    def run(*callbacks):
+        return run_of(Wide(), DEFAULTS | {"accelerator": "cpu"}, callbacks)
+
+    _warn_of_eager(run(Compile(backend="eager")))
+    with pytest.warns(UserWarning, match=r"nothing compiles.*Add Compile\(\) to the callbacks"):
+        _warn_of_eager(run())
