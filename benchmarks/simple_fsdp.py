@@ -5,10 +5,10 @@
     python benchmarks/simple_fsdp.py --set 8B --output benchmarks/results/DATE_simple_fsdp_8B      # four
     python benchmarks/simple_fsdp.py --set tiny --output /tmp/tiny                                 # two CPU ranks
 
-Each way runs in processes of its own with an empty compile cache (cold), and, where it compiles, for a few steps again with the
-cache that it left (warm). Between the first timed step and the last nothing waits for the device; then three steps run
-under torch's profiler on the first rank, whose kernels say how much communication is exposed: the time in which nothing
-but communication runs, over the length of a step. Every line of JSON is printed when it is known, with timing first.
+Each way runs in processes of its own with an empty compile cache (cold), and, where it compiles, for a few steps again
+with the cache that it left (warm). Between the first timed step and the last nothing waits for the device; then three
+steps run under torch's profiler on the first rank, whose kernels say how much communication is exposed: the time in
+which nothing but communication runs, over the length of a step. Every line of JSON is printed when it is known.
 """
 
 import argparse
