@@ -4,13 +4,14 @@ Read for these names: release 2.20.2.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
+from lightning_ups._compat.autograd import outside_modes
 from lightning_ups._compat.optional import require
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "is_quantizing",
     "make_recipe",
     "mark_fsdp2",
+    "out_of_sight",
     "scales",
     "set_scales",
     "why_not",
@@ -110,6 +112,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def out_of_sight() -> AbstractContextManager[Any]:
+    """Return a context in which no mode of dispatch sees what is run, as Transformer Engine's own kernels are not seen.
+
+    A selective checkpoint compares the operators of both forwards, and the second copies scales that the first did not.
+    """
+    return outside_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
 def checkpoint_by(recipe: Any) -> Callable[..., Any]:
     """Return Transformer Engine's checkpoint, called as torch's is: the second forward has the scales of the first.
 
@@ -166,7 +176,8 @@ def set_scales(module: nn.Module, state: Mapping[str, Tensor], *, recipe: Any, n
     """Put scales and maxima back into ``module``; of a history of another length, what both have."""
     given: Any = module
     given.fp8_meta |= {"num_gemms": num_products, "recipe": recipe}
-    given.init_fp8_meta_tensors(recipe)
+    with engine().autocast(enabled=False, recipe=recipe):  # a module asks which recipe is in force
+        given.init_fp8_meta_tensors(recipe)
     for key, value in state.items():
         side, name = key.split(".")
         mine = getattr(given.fp8_meta[side], name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ups._compat.te import engine, mark_fsdp2
+from lightning_ups._compat.te import engine, mark_fsdp2, out_of_sight
 
 __all__ = ["Borrower", "Norm", "Slot", "lay_together", "linear_for", "norm_for", "norm_linear_for", "norm_mlp_for"]
 
@@ -67,7 +67,8 @@ class Borrower:
         """Compute."""
         self._borrow()
         try:
-            return self.module(value)
+            with out_of_sight():
+                return self.module(value)
         finally:
             self._let_go()
 

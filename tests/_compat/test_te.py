@@ -1,6 +1,8 @@
 import inspect
 import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -196,3 +198,45 @@ def test_modules_of_the_package_are_found_by_their_module():
         __module__ = "transformer_engine.pytorch.module.linear"
 
     assert te.holds_engine_modules(torch.nn.Sequential(Theirs(2, 2), torch.nn.Linear(2, 2))) == ["0"]
+
+
+@pytest.fixture(scope="module")
+def release():
+    """Return what the release's own Python does on the CPU, its kernels stood in for."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.te_on_cpu", str(source())]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+needs_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, benchmarks/te.py shows it")
+
+
+@needs_source
+@needs_a_cpu
+@pytest.mark.slow
+class TestTheReleasesOwnPython:
+    def test_logits_and_gradients_are_torchs(self, release):
+        assert len(release["conversions"]) == 9
+        for name, (logits, gradient) in release["conversions"].items():
+            assert logits < 1e-5, name
+            assert gradient < 1e-4, name
+
+    def test_each_recipe_trains_near_bfloat16(self, release):
+        found = release["training"]
+        assert found["None"] == pytest.approx(found["bf16"], rel=1e-2)
+        for recipe in ("current", "block"):
+            assert found[recipe] == pytest.approx(found["bf16"], rel=5e-2)
+        assert found["delayed"] == pytest.approx(found["bf16"], rel=0.15)  # its first scales are 1
+
+    @pytest.mark.parametrize("save", ["nothing", "matmuls"])
+    @pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+    def test_recomputed_blocks_train_bit_for_bit_as_without(self, release, recipe, save):
+        assert release["training"][f"{recipe} recomputed, {save}"]
+
+    def test_delayed_scaling_goes_on_with_its_scales(self, release):
+        found = release["training"]
+        assert (found["scales"], found["goes on"], found["goes on without"]) == (6, True, False)
+        assert found["buffers left"] == 0
