@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_ups.order import Context, Declaration, Report, Stage, Step
+from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
 
@@ -58,19 +58,11 @@ class ActivationOffload(Declaration):
         self._unproven: tuple[Offloaded, Report] | None = None
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        steps = [c for c in trainer.callbacks if isinstance(c, Step)]  # type: ignore[attr-defined]
-        if stage == "fit" and (found := [type(s).__name__ for s in steps if s.compiles_whole or s.replays_cuda_graphs]):
-            raise ValueError(_whole(found[0]))
-
-    @override
     @contextmanager
     def change(self, module: LightningModule, context: Context) -> Iterator[None]:
         if not context.training:
             yield
             return
-        if context.strategy.whole_graph:
-            raise ValueError(_whole(context.strategy.name))
         found = select_blocks(module, self.blocks)
         chosen = dict(islice(found.items(), None, None, self.every_k))
         context.report.note(
@@ -115,11 +107,3 @@ class ActivationOffload(Declaration):
                 " Small copies cost more time than they save memory."
                 " Use larger batches, a smaller min_mb, or leave the callback out."
             )
-
-
-def _whole(name: str) -> str:
-    return (
-        f"{name} makes one graph of whole models or replays CUDA graphs, and ActivationOffload is given."
-        " Inside one graph no block can hand over what it saves, and the memory of a replayed graph is its own."
-        " Use Compile(scope='blocks', mode='default') under another strategy, or leave ActivationOffload out."
-    )

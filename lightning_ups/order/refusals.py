@@ -102,6 +102,15 @@ REFUSALS = (
         holds=lambda run: run.strategy.shards and bool(_graphed(run)),
     ),
     Refusal(
+        what=lambda run: (
+            f"{_one_graph(run)[0]} makes one graph of whole models or replays CUDA graphs, and {_offloading(run)[0]} is"
+            " given."
+        ),
+        why="Inside one graph no block can hand over what it saves, and the memory of a replayed graph is its own.",
+        cure="Use Compile(scope='blocks', mode='default') under a strategy of blocks, or leave the offloading out.",
+        holds=lambda run: run.training and bool(_offloading(run)) and bool(_one_graph(run)),
+    ),
+    Refusal(
         what=lambda run: f"{_uncompiled(run)[0]} has a setting that acts only on compiled code, and nothing compiles.",
         why="It is a choice that the compiler makes when it splits a graph into forward and backward.",
         cure="Add Compile() to the callbacks, or choose a setting that works without it.",
@@ -255,6 +264,14 @@ def _compiles(run: Run) -> bool:
 
 def _graphed(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.replays_cuda_graphs]
+
+
+def _offloading(run: Run) -> list[str]:
+    return [type(step).__name__ for step in run.declarations if step.stage is Stage.OFFLOAD]
+
+
+def _one_graph(run: Run) -> list[str]:
+    return [*_whole(run), *_graphed(run), *([run.strategy.name] if run.strategy.whole_graph else [])]
 
 
 def _uncompiled(run: Run) -> list[str]:

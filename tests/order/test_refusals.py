@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
-from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile
 from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, check, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from tests.toys import Net, loader, trainer
@@ -92,6 +92,18 @@ REFUSED = {
         run(strategy=FSDP2, callbacks=(Compile(mode="reduce-overhead"),)),
         "Compile would replay CUDA graphs under FSDP2Strategy.*max-autotune-no-cudagraphs",
     ),
+    "activations out of one graph": (
+        run(callbacks=(Whole(), ActivationOffload())),
+        "Whole makes one graph of whole models .*, and ActivationOffload is given.*Use Compile",
+    ),
+    "activations out of CUDA graphs": (
+        run(callbacks=(Compile(mode="reduce-overhead"), ActivationOffload())),
+        "Compile makes one graph .* or replays CUDA graphs, and ActivationOffload is given.*leave the offloading out",
+    ),
+    "activations out of a strategy's graph": (
+        run(strategy=SIMPLE, callbacks=(ActivationOffload(),)),
+        "SimpleFSDPStrategy makes one graph of whole models",
+    ),
     "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
     "Transformer Engine, delayed": (
         run(precision=TEPrecision(recipe="delayed"), callbacks=(Compile(),)),
@@ -158,6 +170,8 @@ ALLOWED = {
     "a graph as the strategy wants it": run(strategy=SIMPLE, callbacks=(Compile(), ActivationCheckpoint())),
     "no Compile where the strategy compiles": run(strategy=SIMPLE),
     "float8 in a graph": run(strategy=SIMPLE, precision=Float8Precision(emulate=True)),
+    "activations of blocks": run(callbacks=(Compile(scope="blocks"), ActivationOffload())),
+    "activations outside fit": run(callbacks=(Whole(), ActivationOffload()), training=False),
     "one owner": run(callbacks=(Owner(),)),
 }
 
