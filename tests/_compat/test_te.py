@@ -193,6 +193,29 @@ def test_the_second_context_of_the_user_is_kept():
         assert entered == ["first", "second"]
 
 
+def test_what_runs_out_of_sight_is_seen_by_no_mode():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    one = torch.ones(2)
+    with Seen() as seen:
+        one.neg()
+        with te.out_of_sight():
+            one.abs()
+        one.exp()
+    assert seen.names == ["neg.default", "exp.default"]
+    with te.out_of_sight():
+        assert torch.equal(one.abs(), one)
+
+
 def test_modules_of_the_package_are_found_by_their_module():
     class Theirs(torch.nn.Linear):
         __module__ = "transformer_engine.pytorch.module.linear"
