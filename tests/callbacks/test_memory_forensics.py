@@ -175,6 +175,7 @@ def test_the_plan_knows_what_is_declared(tmp_path, monkeypatch):
     needs = []
     for callbacks in ([], [ActivationCheckpoint(save="nothing")]):
         error = fit(MemoryForensics(), *callbacks, folder=tmp_path, module=Failing(), seq_len=256)
+        assert "By plan" in str(error), str(error)
         needs.append(str(error).split("By plan")[1])
     assert needs[0] != needs[1]
     assert "No single setting needs less." in needs[0]

@@ -160,6 +160,7 @@ def test_no_device_no_verdict():
     assert not plan.fits(plan.declared)
 
 
+@pytest.mark.slow
 def test_the_three_cheapest_cures():
     plan = planner()
     before = plan.moment(plan.declared).total

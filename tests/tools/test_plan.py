@@ -157,6 +157,7 @@ def test_without_a_gpu_it_says_which_holds_it(capsys, monkeypatch):
     assert "  fits" not in out
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_strategy(capsys):
     peaks = {}
     for sharding in ("full", "gradients"):

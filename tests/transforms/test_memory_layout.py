@@ -210,8 +210,15 @@ def _planned(sharding, precision):
     return planner.moment(planner.declared)
 
 
-@pytest.mark.parametrize("sharding", ["full", "gradients"])
-@pytest.mark.parametrize("precision", [*PRECISIONS])
+@pytest.mark.parametrize(
+    ("precision", "sharding"),
+    [
+        ("bf16", "full"),
+        ("32", "gradients"),
+        pytest.param("bf16", "gradients", marks=pytest.mark.slow),
+        pytest.param("32", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_against_what_is_alive_under_fsdp2(ranks, sharding, precision):
     measured = ranks(_most_alive, sharding, precision)
     planned = _planned(sharding, precision)
