@@ -32,6 +32,9 @@ __all__ = [
     "shards_of",
 ]
 
+_LARGE = 2**20  # elements: what is worth a dimension other than the first
+_Names = dict[str, tuple[bool, bool]]  # of parameters: whether they are cast, and whether they are split
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParametriseOptions:
@@ -78,20 +81,31 @@ class Gathering:
         finally:
             self.active = before
 
-    def placements(self, parameter: Tensor) -> tuple[Placement, ...] | None:
-        """Return how ``parameter`` is sharded: along the first dimension that all devices share alike, if there is one.
+    def placements(self, parameter: Tensor) -> tuple[Placement, ...]:
+        """Return how ``parameter`` is sharded: along a dimension that all devices share alike, or not at all.
 
-        Unlike shares would make unlike graphs, whose collectives may not meet.
+        Unlike shares would make unlike graphs, whose collectives may not meet. Other dimensions than the first are for
+        what is large: stock callbacks compare parameters, and torch cannot compare all ways of sharding.
         """
         size = self.mesh.size(self.mesh.ndim - 1)
         even = [dim for dim, length in enumerate(parameter.shape) if length and length % size == 0]
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(even[0])) if even else None
+        if not even or (even[0] > 0 and parameter.numel() < _LARGE):
+            return self._whole
+        return *self._whole[1:], Shard(even[0])
 
-    def whole(self, shard: Tensor, *, cast: bool) -> Tensor:
-        """Return ``shard`` gathered, such that its gradient is averaged and sharded; compilers trace this."""
+    def whole(self, shard: Tensor, *, cast: bool, splits: bool = True) -> Tensor:
+        """Return ``shard`` gathered, such that its gradient is averaged and sharded; compilers trace this.
+
+        Args:
+            shard: A parameter.
+            cast: Whether it is gathered in the type of the computation.
+            splits: Whether it is split at all. If not, its gradient is left for the caller to average.
+        """
+        assert isinstance(shard, DTensor)
         dtype = self.options.param_dtype if cast else None
-        if not isinstance(shard, DTensor):
-            return shard if dtype is None else shard.to(dtype)
+        if not splits:
+            local = shard.to_local(grad_placements=self._whole)
+            return local if dtype is None else local.to(dtype)
         gathered = shard.redistribute(
             placements=self._whole,
             forward_dtype=dtype,
@@ -249,9 +263,9 @@ def parametrise(
     gathering = Gathering(data_mesh(mesh), options)
     share = _share(blocks.values(), model)
     names = {p: name for name, p in model.named_parameters()}
-    whole = {p: name for p, name in names.items() if gathering.placements(p) is None}
-    _start_alike([*model.buffers(), *whole], mesh)
-    shards = {p: p if p in whole else _shard(p, gathering) for p in names if p.dim() > 0}
+    scalars = [p for p in names if p.dim() == 0]
+    _start_alike([*model.buffers(), *scalars], mesh)
+    shards = {p: _shard(p, gathering) for p in names if p.dim() > 0}
     classes: dict[Any, type[nn.Module]] = {}
     for module in model.modules():
         if its := _replace(module, shards):
@@ -264,7 +278,7 @@ def parametrise(
         layout=layout,
         blocks=tuple(blocks),
         gathering=gathering,
-        replicated={name: p for p, name in whole.items()},
+        replicated={name: p for name, p in model.named_parameters() if not _splits(p)},
         share_of_blocks=share,
         _casts=_cast(blocks.values(), outermost, options),
     )
@@ -323,7 +337,6 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
 def _shard(parameter: nn.Parameter, gathering: Gathering) -> nn.Parameter:
     """Return this rank's part of the first rank's values; one parameter at a time is whole on the device."""
     mesh, placements = gathering.mesh, gathering.placements(parameter)
-    assert placements is not None
     whole = parameter.detach()
     if not whole.is_meta:
         whole = whole.to(device_of(mesh)).contiguous()
@@ -338,13 +351,17 @@ def _shard(parameter: nn.Parameter, gathering: Gathering) -> nn.Parameter:
     return made
 
 
-def _replace(module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter]) -> dict[str, bool]:
-    """Put shards in the places of parameters; return their names, and whether they are cast."""
-    its: dict[str, bool] = {}
+def _splits(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
+def _replace(module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter]) -> _Names:
+    """Put shards in the places of parameters; return their names, whether they are cast, and whether split."""
+    its: _Names = {}
     for name, p in module._parameters.items():
         if p is not None and p in shards:
             module._parameters[name] = shards[p]
-            its[name] = _is_cast(module, p)
+            its[name] = _is_cast(module, p), _splits(shards[p])
     return its
 
 
@@ -353,9 +370,7 @@ def _is_cast(module: nn.Module, parameter: nn.Parameter) -> bool:
     return not isinstance(module, _NormBase) and parameter.is_floating_point() and parameter.dtype.itemsize <= 4
 
 
-def _give_class(
-    module: nn.Module, names: Mapping[str, bool], gathering: Gathering, classes: dict[Any, type[nn.Module]]
-) -> None:
+def _give_class(module: nn.Module, names: _Names, gathering: Gathering, classes: dict[Any, type[nn.Module]]) -> None:
     kind = type(module)
     key = (kind, tuple(names.items()))
     if key not in classes:
@@ -363,7 +378,7 @@ def _give_class(
     module.__class__ = classes[key]
 
 
-def _class_of(kind: type[nn.Module], names: Mapping[str, bool], gathering: Gathering) -> type[nn.Module]:
+def _class_of(kind: type[nn.Module], names: _Names, gathering: Gathering) -> type[nn.Module]:
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         there = self._parameters.get(name)
         if name in names and isinstance(there, DTensor) and param is not None and not isinstance(param, DTensor):
@@ -374,7 +389,9 @@ def _class_of(kind: type[nn.Module], names: Mapping[str, bool], gathering: Gathe
             )
         kind.register_parameter(self, name, param)
 
-    namespace: dict[str, Any] = {name: property(_reader(name, gathering, cast=cast)) for name, cast in names.items()}
+    namespace: dict[str, Any] = {
+        name: property(_reader(name, gathering, cast=cast, splits=splits)) for name, (cast, splits) in names.items()
+    }
     namespace |= {
         "register_parameter": register_parameter,
         "__module__": kind.__module__,
@@ -392,15 +409,15 @@ def _gathering_of(module: nn.Module) -> Gathering | None:
     return getattr(type(module), _MARK, None)
 
 
-def _reader(name: str, gathering: Gathering, *, cast: bool) -> Callable[[nn.Module], Any]:
+def _reader(name: str, gathering: Gathering, *, cast: bool, splits: bool) -> Callable[[nn.Module], Any]:
     def read(self: nn.Module) -> Any:
         if name not in self._parameters:
             raise AttributeError(f"{type(self).__name__} has no parameter {name!r}")
         shard = self._parameters[name]
-        if not gathering.active or shard is None:
+        if not gathering.active or not isinstance(shard, DTensor):
             return shard
-        whole = gathering.whole(shard, cast=cast)
-        return whole if whole is shard or torch.compiler.is_compiling() else gathering.watched(whole, shard)
+        whole = gathering.whole(shard, cast=cast, splits=splits)
+        return whole if torch.compiler.is_compiling() else gathering.watched(whole, shard)
 
     return read
 

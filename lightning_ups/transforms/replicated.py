@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 __all__ = ["BufferSync", "average_gradients"]
@@ -31,12 +32,16 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
         if p.grad is not None:
             by_type.setdefault(p.dtype, []).append(p)
     for same in by_type.values():
-        gradients = [p.grad for p in same if p.grad is not None]
+        gradients = [_local(p.grad) for p in same if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class BufferSync:

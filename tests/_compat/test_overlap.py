@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.first = nn.Linear(8, 8, bias=False)
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.last = nn.Linear(8, 8, bias=False)
-        self.gains = nn.Parameter(torch.randn(3, 8))  # sharded along its second dimension
+        self.gains = nn.Parameter(torch.randn(6, 8))
         if tie:
             self.last.weight = self.first.weight
 
