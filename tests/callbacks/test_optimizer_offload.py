@@ -215,11 +215,27 @@ def on_ranks(tmp_path, strategy, masters, options, callbacks, path=None, save=No
     return losses, kind, state, module.rates
 
 
-@pytest.mark.parametrize("strategy", ["ddp", {}, {"sharding": "none"}], ids=["ddp", "fsdp2", "copies"])
+ALL = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+ON_RANKS = {  # strategy, bfloat16, options
+    "ddp, masters, all": ("ddp", True, ALL),
+    "fsdp2, bfloat16, all": ({}, True, ALL),
+    "copies": ({"sharding": "none"}, False, {}),
+}
+MORE = {
+    "ddp": ("ddp", False, {}),
+    "ddp, masters": ("ddp", True, {}),
+    "ddp, all": ("ddp", False, ALL),
+    "fsdp2": ({}, False, {}),
+    "fsdp2, all": ({}, False, ALL),
+    "copies, bfloat16, all": ({"sharding": "none"}, True, ALL),
+}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plain", "all"]
+    ("strategy", "masters", "options"),
+    [*ON_RANKS.values(), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE.values())],
+    ids=[*ON_RANKS, *MORE],
 )
-@pytest.mark.parametrize("masters", [False, True], ids=["float32", "bf16"])
 def test_two_ranks(ranks, tmp_path, strategy, masters, options):
     right = ranks(on_ranks, tmp_path, strategy, masters, options, [])
     for update in ["device", "host"]:
@@ -230,7 +246,11 @@ def test_two_ranks(ranks, tmp_path, strategy, masters, options):
         assert (result[0], result[2], result[3]) == (right[0], right[2], right[3])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", {}, {"save": "full"}], ids=["ddp", "fsdp2", "fsdp2, one file"])
+@pytest.mark.parametrize(
+    "strategy",
+    [{}, pytest.param("ddp", marks=pytest.mark.slow), pytest.param({"save": "full"}, marks=pytest.mark.slow)],
+    ids=["fsdp2", "ddp", "one file"],
+)
 def test_two_ranks_resume(ranks, tmp_path, strategy):
     right = ranks(on_ranks, tmp_path, strategy, True, {}, [], None, None, 6)
     offload = OptimizerOffload(chunk_mb=0.001)
