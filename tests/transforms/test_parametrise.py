@@ -91,7 +91,8 @@ def test_what_cannot_be_shared_alike_stays_whole(ranks, dtype):
     assert types == {dtype or torch.float32}
     assert output == dtype or dtype is None
     assert places == {
-        "first.weight": None, "first.bias": None, "odd.weight": None, "odd.bias": None, "table.weight": None, "large.weight": 1,
+        "first.weight": None, "first.bias": None, "odd.weight": None, "odd.bias": None, "table.weight": None,
+        "large.weight": 1,
     }  # fmt: skip
     assert reported
 
