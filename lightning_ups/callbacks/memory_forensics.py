@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,11 @@ class MemoryForensics(Callback):
             yield f"What the run needs could not be counted: {self._module}"
             return
         try:
-            yield from _plan_lines(self._planner(trainer, self._module, device))
+            planner = self._planner(trainer, self._module, device)
+            # In a thread of its own: an error inside a checkpoint leaves that one's hooks on saved tensors in this one,
+            # and they would run the block that failed once more.
+            with ThreadPoolExecutor(1) as thread:
+                yield from thread.submit(lambda: [*_plan_lines(planner)]).result()
         except Uncountable as error:
             yield f"What the run needs could not be counted: {error}"
 
