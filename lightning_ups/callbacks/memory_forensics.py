@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -212,10 +211,11 @@ class MemoryForensics(Callback):
             return
         try:
             planner = self._planner(trainer, self._module, device)
-            # In a thread of its own: an error inside a checkpoint leaves that one's hooks on saved tensors in this one,
-            # and they would run the block that failed once more.
-            with ThreadPoolExecutor(1) as thread:
-                yield from thread.submit(lambda: [*_plan_lines(planner)]).result()
+            # An error inside a checkpoint may leave that one's hooks on saved tensors, which would run the block that
+            # failed once more. Only the innermost hooks are called.
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                lines = [*_plan_lines(planner)]
+            yield from lines
         except Uncountable as error:
             yield f"What the run needs could not be counted: {error}"
 
