@@ -1,16 +1,23 @@
 """What torch knows of an optimizer and tells nobody by a public name."""
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["count_step", "has_own_step"]
+__all__ = ["count_step", "flag_to_skip", "has_own_step"]
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether someone gave ``optimizer`` another ``step``; a scheduler's, which only counts, does not count."""
+    """Return whether ``optimizer`` steps in another way than its class; a scheduler's, which only counts, is none."""
     own = vars(optimizer).get("step")
-    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+    scaled = vars(optimizer).get("grad_scale") is not None  # by a GradScaler, whose gradients are to be divided
+    return scaled or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
 
 
 def count_step(optimizer: Optimizer) -> None:
     """Tell the schedulers of ``optimizer`` of a step that was made for it; they warn of one that was never made."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def flag_to_skip(optimizer: Optimizer) -> Tensor | None:
+    """Return the number on the device that, where it is not 0, forbids the step: GradScaler's word to fused ones."""
+    return vars(optimizer).get("found_inf")

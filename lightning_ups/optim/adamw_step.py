@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_ups._compat.optimizers import count_step, has_own_step
+from lightning_ups._compat.optimizers import count_step, flag_to_skip, has_own_step
 from lightning_ups._compat.optional import has
 from lightning_ups._compat.tensors import plain_memory
 
@@ -83,8 +83,12 @@ class Slot:
 
 
 @torch.no_grad()
-def reference_step(slots: Iterable[Slot], settings: Settings, *, coefficient: Tensor | None = None) -> None:
+def reference_step(
+    slots: Iterable[Slot], settings: Settings, *, coefficient: Tensor | None = None, skip: Tensor | None = None
+) -> None:
     """Make the step tensor by tensor: the specification, in float32 but for the two corrections."""
+    if skip is not None and skip:
+        return
     for slot in slots:
         gradient = slot.gradient.float()
         if coefficient is not None:
@@ -111,21 +115,31 @@ class AdamWStep:
         self._launches: dict[Hashable, Callable[..., None]] = {}
 
     @torch.no_grad()
-    def __call__(self, slots: Sequence[Slot], settings: Settings, *, coefficient: Tensor | None = None) -> None:
-        """Make one step; ``coefficient``, one number on the device, multiplies the gradients."""
+    def __call__(
+        self,
+        slots: Sequence[Slot],
+        settings: Settings,
+        *,
+        coefficient: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Make one step; ``coefficient``, one number on the device, multiplies the gradients.
+
+        Where ``skip``, one number on the device, is not 0, nothing changes.
+        """
         kinds: dict[Hashable, list[Slot]] = defaultdict(list)
         for slot in slots:
             kinds[slot.kind].append(slot)
         for kind, alike in kinds.items():
-            torch._foreach_add_([slot.step for slot in alike], 1)
+            torch._foreach_add_([slot.step for slot in alike], 1 if skip is None else 1 - skip)
             if alike[0].weight.device.type != "cuda":
-                reference_step(alike, settings, coefficient=coefficient)
+                reference_step(alike, settings, coefficient=coefficient, skip=skip)
                 continue
             if kind not in self._launches:
                 from lightning_ups.optim.adamw_triton import Launch
 
                 self._launches[kind] = Launch()
-            self._launches[kind](alike, settings, coefficient=coefficient)
+            self._launches[kind](alike, settings, coefficient=coefficient, skip=skip)
             torch.autograd.graph.increment_version([tensor for slot in alike for tensor in slot.written()])
 
 
@@ -150,7 +164,7 @@ class OneKernel:
         with torch.no_grad():
             for step, group, wanted in zip(self._steps, optimizer.param_groups, settings, strict=True):
                 slots = slots_of(optimizer, group["params"], gradient=gradient, copy=copy)
-                step(slots, wanted, coefficient=coefficient)
+                step(slots, wanted, coefficient=coefficient, skip=flag_to_skip(optimizer))
                 # The kernel's writes are known of their memory; a sharded tensor has a count of its own.
                 torch.autograd.graph.increment_version([p for p in group["params"] if isinstance(p, DTensor)])
         count_step(optimizer)

@@ -9,6 +9,7 @@ when an address has changed, which with torch's caching allocator is seldom.
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,13 +18,12 @@ from torch import Tensor
 from lightning_ups._compat.optional import require
 from lightning_ups.optim.adamw_step import Settings, Slot
 
-triton: Any = require("triton", requirement="triton", extra="all", feature="AdamW's step in one kernel")
-tl: Any = triton.language
-
 __all__ = ["Launch"]
 
 CHUNK, BLOCK, WARPS = 16384, 2048, 8
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+tl: Any = None  # Triton's language, once the kernel is wanted: Triton looks for it here
 
 
 class Launch:
@@ -35,18 +35,21 @@ class Launch:
         self._sizes: list[int] = []
         self._aligned = False
 
-    def __call__(self, slots: Sequence[Slot], settings: Settings, *, coefficient: Tensor | None) -> None:
+    def __call__(
+        self, slots: Sequence[Slot], settings: Settings, *, coefficient: Tensor | None, skip: Tensor | None = None
+    ) -> None:
         """Make one step, whose number is already in each slot's ``step``."""
         first = slots[0]
         self._find(slots, first.weight.device)
         device = first.weight.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            adamw_step_kernel[(len(self._owners),)](
+            _kernel()[(len(self._owners),)](
                 self._table,
                 len(slots),
                 self._owners,
                 self._places,
                 self._table if coefficient is None else coefficient,
+                self._table if skip is None else skip,
                 1 - settings.lr * settings.weight_decay,
                 settings.lr,
                 settings.beta2,
@@ -55,9 +58,10 @@ class Launch:
                 math.log(settings.beta1) if settings.beta1 else -math.inf,
                 math.log(settings.beta2) if settings.beta2 else -math.inf,
                 settings.eps,
-                GRADIENT=TYPES[first.gradient.dtype],
-                COPY=None if first.copy is None else TYPES[first.copy.dtype],
+                GRADIENT=_type(first.gradient),
+                COPY=None if first.copy is None else _type(first.copy),
                 SCALED=coefficient is not None,
+                SKIPS=skip is not None,
                 ALIGNED=self._aligned,
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
@@ -94,13 +98,25 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-@triton.jit
+def _type(tensor: Tensor) -> Any:
+    _kernel()
+    return getattr(tl, TYPES[tensor.dtype])
+
+
+@cache
+def _kernel() -> Any:
+    triton = require("triton", requirement="triton", extra="all", feature="AdamW's step in one kernel")
+    globals()["tl"] = triton.language
+    return triton.jit(adamw_step_kernel)
+
+
 def adamw_step_kernel(
     table,
     count,
     owners,
     places,
     coefficient,
+    skip,
     keep,
     lr,
     beta2,
@@ -109,12 +125,13 @@ def adamw_step_kernel(
     log_beta1,
     log_beta2,
     eps,
-    GRADIENT: tl.constexpr,
-    COPY: tl.constexpr,
-    SCALED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GRADIENT: "tl.constexpr",
+    COPY: "tl.constexpr",
+    SCALED: "tl.constexpr",
+    SKIPS: "tl.constexpr",
+    ALIGNED: "tl.constexpr",
+    CHUNK: "tl.constexpr",
+    BLOCK: "tl.constexpr",
 ):
     chunk = tl.program_id(0)
     column = table + tl.load(owners + chunk)
@@ -125,6 +142,8 @@ def adamw_step_kernel(
     averages = tl.load(column + 2 * count).to(tl.pointer_type(tl.float32))
     squares = tl.load(column + 3 * count).to(tl.pointer_type(tl.float32))
     step = tl.load(tl.load(column + 4 * count).to(tl.pointer_type(tl.float32))).to(tl.float64)
+    if SKIPS:
+        size = size * (1 - tl.load(skip)).to(tl.int64)
     if ALIGNED:  # so that the masks let whole loads through
         size = tl.multiple_of(size, 8)
         gradients = tl.multiple_of(gradients, 16)

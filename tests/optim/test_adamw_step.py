@@ -1,16 +1,19 @@
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, adamw_step
-from lightning_ups.optim.adamw_step import AdamWStep, Settings, reference_step, settings_of, slots_of
+from lightning_ups.optim.adamw_step import (
+    AdamWStep,
+    OneKernel,
+    Settings,
+    one_kernel,
+    reference_step,
+    settings_of,
+    slots_of,
+)
 
 SHAPES = [(), (1,), (5,), (33, 17), (3, 70001), (64, 64)]
 EVEN = [(64, 64), (40000,), (8,)]
@@ -230,74 +233,26 @@ def test_writes_of_its_own_are_not_taken_for_writes_of_others(anywhere):
     assert not torch.equal(next(iter(before.values())), next(iter(model.parameters())).float())
 
 
-INTERPRETED = """
-import itertools
-
-import torch
-from lightning_ups.optim.adamw_step import reference_step
-from lightning_ups.optim.adamw_triton import Launch
-from tests.optim.test_adamw_step import EVEN, SHAPES, assert_close, by_ours, parameters
-
-def interpreted():
-    launch = Launch()
-    def step(slots, settings, *, coefficient=None):
-        torch._foreach_add_([slot.step for slot in slots], 1)
-        launch(slots, settings, coefficient=coefficient)
-    return step
-
-for dtype, shapes in itertools.product((torch.float32, torch.bfloat16), (SHAPES, EVEN)):
-    for coefficient in (None, torch.tensor(0.37)):
-        weights, others = parameters(shapes=shapes), parameters(shapes=shapes)
-        copies = {w: torch.zeros_like(w, dtype=torch.bfloat16) for w in weights}
-        ours = by_ours(weights, steps=3, dtype=dtype, coefficient=coefficient, make=interpreted, copies=copies)
-        assert_close(ours, by_ours(others, steps=3, dtype=dtype, coefficient=coefficient), weights, others)
-        for weight, low in copies.items():  # the interpreter cuts off where a GPU rounds
-            torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=1e-30)
-print("equal")
-"""
+def test_a_flag_forbids_the_step():
+    weights = parameters()
+    optimizer = AdamW(weights, **OPTIONS, fused=True)
+    gradients = dict(zip(weights, draw_gradients(weights, 0), strict=True))
+    before = [w.detach().clone() for w in weights]
+    for flag in (1.0, 0.0):
+        skip = torch.tensor(flag)
+        AdamWStep()(slots_of(optimizer, weights, gradient=gradients.get), settings(), skip=skip)
+        assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True)) == bool(flag)
+        assert {optimizer.state[w]["step"].item() for w in weights} == {1 - flag}
 
 
-@pytest.mark.slow
-def test_the_kernel_interpreted_is_the_specification():
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ran.stdout.strip() == "equal", ran.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("coefficient", [None, 0.37])
-@pytest.mark.parametrize("shapes", [SHAPES, EVEN], ids=["odd", "even"])
-def test_the_kernel_is_torchs_fused_step(dtype, coefficient, shapes):
-    weights, others = parameters("cuda", shapes), parameters("cuda", shapes)
-    copies = {w: torch.empty_like(w, dtype=torch.bfloat16) for w in weights}
-    scale = None if coefficient is None else torch.tensor(coefficient, device="cuda")
-    ours = by_ours(weights, steps=4, dtype=dtype, coefficient=scale, copies=copies)
-    theirs = by_torch(others, steps=4, dtype=dtype, coefficient=coefficient or 1.0)
-    assert_close(ours, theirs, weights, others)
-    assert all(torch.equal(low, weight.to(torch.bfloat16)) for weight, low in copies.items())
-
-
-@pytest.mark.gpu
-def test_a_step_over_masters_is_a_few_launches_however_many_weights():
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))).cuda()
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    optimizer = MasteredOptimizer(AdamW(model.parameters()), masters)
-    for step in range(6):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.take_clip_coefficient(torch.ones((), device="cuda"))
-        if step < 5:
-            optimizer.step()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        optimizer.step()
-    kernels = [event.name for event in seen.events() if event.device_type.name == "CUDA"]
-    assert sum("adamw_step_kernel" in name for name in kernels) == 1, kernels
-    assert len(kernels) <= 12, kernels  # the counters of 200 steps are several launches of torch's
+def test_the_flag_of_gradient_scalers_is_obeyed_and_their_scale_is_left_to_torch(anywhere):
+    weights = parameters()
+    optimizer = AdamW(weights, fused=True)
+    for weight, gradient in zip(weights, draw_gradients(weights, 0), strict=True):
+        weight.grad = gradient
+    before = [w.detach().clone() for w in weights]
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    OneKernel(optimizer).step(optimizer, one_kernel(optimizer))
+    assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
+    optimizer.grad_scale = torch.ones(())
+    assert one_kernel(optimizer) is None

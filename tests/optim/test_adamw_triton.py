@@ -1,0 +1,87 @@
+"""The kernel: interpreted where there is no GPU, and beside torch's fused step where there is one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_ups.optim import MasteredOptimizer, MasterWeights
+from tests.optim.test_adamw_step import EVEN, SHAPES, assert_close, by_ours, by_torch, parameters
+
+INTERPRETED = """
+import itertools
+
+import torch
+from lightning_ups.optim.adamw_step import reference_step
+from lightning_ups.optim.adamw_triton import Launch
+from tests.optim.test_adamw_step import EVEN, SHAPES, assert_close, by_ours, parameters
+
+def interpreted():
+    launch = Launch()
+    def step(slots, settings, *, coefficient=None, skip=None):
+        torch._foreach_add_([slot.step for slot in slots], 1)
+        launch(slots, settings, coefficient=coefficient, skip=torch.ones(()))  # which changes nothing
+        launch(slots, settings, coefficient=coefficient, skip=torch.zeros(()))
+    return step
+
+for dtype, shapes in itertools.product((torch.float32, torch.bfloat16), (SHAPES, EVEN)):
+    for coefficient in (None, torch.tensor(0.37)):
+        weights, others = parameters(shapes=shapes), parameters(shapes=shapes)
+        copies = {w: torch.zeros_like(w, dtype=torch.bfloat16) for w in weights}
+        ours = by_ours(weights, steps=3, dtype=dtype, coefficient=coefficient, make=interpreted, copies=copies)
+        assert_close(ours, by_ours(others, steps=3, dtype=dtype, coefficient=coefficient), weights, others)
+        for weight, low in copies.items():  # the interpreter cuts off where a GPU rounds
+            torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=1e-30)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_interpreted_is_the_specification():
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ran.stdout.strip() == "equal", ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coefficient", [None, 0.37])
+@pytest.mark.parametrize("shapes", [SHAPES, EVEN], ids=["odd", "even"])
+def test_the_kernel_is_torchs_fused_step(dtype, coefficient, shapes):
+    weights, others = parameters("cuda", shapes), parameters("cuda", shapes)
+    copies = {w: torch.empty_like(w, dtype=torch.bfloat16) for w in weights}
+    scale = None if coefficient is None else torch.tensor(coefficient, device="cuda")
+    ours = by_ours(weights, steps=4, dtype=dtype, coefficient=scale, copies=copies)
+    theirs = by_torch(others, steps=4, dtype=dtype, coefficient=coefficient or 1.0)
+    assert_close(ours, theirs, weights, others)
+    assert all(torch.equal(low, weight.to(torch.bfloat16)) for weight, low in copies.items())
+
+
+@pytest.mark.gpu
+def test_a_step_over_masters_is_a_few_launches_however_many_weights():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))).cuda()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(AdamW(model.parameters()), masters)
+    for step in range(6):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.take_clip_coefficient(torch.ones((), device="cuda"))
+        if step < 5:
+            optimizer.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        optimizer.step()
+    kernels = [event.name for event in seen.events() if event.device_type.name == "CUDA"]
+    assert sum("adamw_step_kernel" in name for name in kernels) == 1, kernels
+    assert len(kernels) <= 12, kernels  # the counters of 200 steps are several launches of torch's
