@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ __all__ = ["Launch"]
 CHUNK, BLOCK, WARPS = 16384, 2048, 8
 TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
-tl: Any = None  # Triton's language, once the kernel is wanted: Triton looks for it here
+# Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.
+tl: Any = SimpleNamespace(constexpr="constexpr")
 
 
 class Launch:
@@ -125,13 +127,13 @@ def adamw_step_kernel(
     log_beta1,
     log_beta2,
     eps,
-    GRADIENT: "tl.constexpr",
-    COPY: "tl.constexpr",
-    SCALED: "tl.constexpr",
-    SKIPS: "tl.constexpr",
-    ALIGNED: "tl.constexpr",
-    CHUNK: "tl.constexpr",
-    BLOCK: "tl.constexpr",
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    SCALED: tl.constexpr,
+    SKIPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     column = table + tl.load(owners + chunk)

@@ -22,7 +22,6 @@ _TITLES = {  # in the order in which a reader needs them
     "flags": "flags (AccelerationFlags: the process-wide switches that decide speed)",
     "manifest": "manifest (RunManifest: what really took effect, kept beside the logs)",
     "throughput": "throughput (TokenThroughput: how fast it is, where the time goes, what to change first)",
-    "throughput": "throughput (TokenThroughput)",
     "trainer": "trainer (what Lightning's Trainer takes)",
 }
 
