@@ -8,13 +8,14 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from processes import finished
 
 __all__ = ["main"]
 
@@ -41,7 +42,9 @@ def main(
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything: later cases are left out")
     options = parser.parse_args()
     if options.case:
-        print("RESULT " + json.dumps({"case": options.case, **cases[options.case]()}), flush=True)
+        found = {"case": options.case, **cases[options.case]()}
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of a case with several ranks know less
+            print("\nRESULT " + json.dumps(found), flush=True)
         return []
     start, results, log = time.monotonic(), [], []
     for name in options.cases:
@@ -62,16 +65,9 @@ def main(
 
 
 def _child(name: str, *, timeout_s: float) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, sys.argv[0], "--case", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        text = done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        return {"case": name, "error": f"no result within {timeout_s:.0f} s"}, str(error.stdout or b"")
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT ")), text
-    return {"case": name, "error": text.strip()[-600:]}, text
+    text = finished([sys.executable, sys.argv[0], "--case", name], timeout=timeout_s)
+    found = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
+    return json.loads(found[-1]) if found else {"case": name, "error": text.strip()[-600:]}, text
 
 
 def _keep(folder: Path, results: Sequence[Mapping[str, Any]], log: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Gathers of parameters in the graphs that Dynamo captures: finding them, and telling AOTAutograd what to do with them.
 
 Dynamo keeps a read of a sharded parameter as two calls, of ``redistribute`` and ``to_local``, each with the stack of
-modules that it was made in. They are methods in torch 2.13, and functions made for them, ``prim_...``, in 2.11. Marks on
-these nodes reach the forward and the backward graph.
+modules that it was made in. They are methods in torch 2.13, and functions made for them, ``prim_...``, in 2.11. Marks
+on these nodes reach the forward and the backward graph.
 """
 
 from collections.abc import Iterator

@@ -53,7 +53,7 @@ def sensor(device: torch.device) -> Sensor | None:
     def read() -> dict[str, Any]:
         found = {}
         for name, value in values.items():
-            with suppress(nvml.NVMLError):
+            with suppress(nvml.NVMLError, AttributeError):  # names change between versions
                 found[name] = value()
         return found
 

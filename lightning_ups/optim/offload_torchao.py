@@ -119,6 +119,7 @@ class TorchAOOffloaded(Optimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._offloaded.queue.clear()  # of gradients that are on their way, which a step that is left out would use
         self._offloaded.zero_grad(set_to_none=True)
 
     @override

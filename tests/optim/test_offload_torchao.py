@@ -44,6 +44,7 @@ class Standin:
 
     def __init__(self, params, optimizer_class):
         self.optim_dict, self.param_d2h_map, self.d_param_groups, self.d_opt = {}, {}, [], None
+        self.queue = {}  # of gradients that were sent to the host
         for group in params:
             mine = group.pop("params")
             small = [p for p in mine if p.numel() < 100]
@@ -109,6 +110,13 @@ def test_schedulers_reach_it_and_it_resumes(standin):
     assert ours[3].host_bytes > 0
     assert ours[3].undo() is ours[3].stepper
     assert not ours[3].state
+
+
+def test_a_step_that_is_left_out_leaves_no_gradient_in_the_queue(standin):
+    ours = TorchAOOffloaded(AdamW(nn.Linear(64, 64).parameters()), clips=False)
+    ours._offloaded.queue["a weight"] = "sent"
+    ours.zero_grad()
+    assert not ours._offloaded.queue
 
 
 def test_state_of_another_kind_is_refused(standin):
