@@ -22,6 +22,7 @@ def offload(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_state_is_where_a_case_says_and_losses_are_the_same(offload, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -149,6 +149,7 @@ def test_without_it_other_samples_are_taken(tmp_path):
     assert [samples for _, samples in resumed[:2]] != [samples for _, samples in whole[4:6]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("step", [4, 6, 8])
 @pytest.mark.parametrize("persistent", [False, True])

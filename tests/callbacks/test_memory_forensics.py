@@ -175,6 +175,7 @@ def test_blocks_that_grew_in_the_first_step_are_named(tmp_path, counters):
     assert "model.layers.3: 4.0 GiB activations; model.layers.2: 3.0 GiB activations" in str(error)
 
 
+@pytest.mark.slow
 def test_the_plan_knows_what_is_declared(tmp_path, monkeypatch):
     monkeypatch.setattr(forensics.Planner, "variants", lambda self: iter(()))
     needs = []

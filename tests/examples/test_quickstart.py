@@ -68,6 +68,7 @@ def test_writes_nothing_outside_its_folder(short):
     assert {path.name for path in short[0].iterdir()} == {"runs"}
 
 
+@pytest.mark.slow
 def test_from_python(tmp_path):
     words = ("--max_steps", "2", "--root", str(tmp_path / "here"))
     out = run(str(ROOT / "examples/quickstart.py"), *words, folder=tmp_path)

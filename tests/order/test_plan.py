@@ -174,6 +174,7 @@ def test_the_three_cheapest_cures():
         assert variant.yaml
 
 
+@pytest.mark.slow
 def test_cures_that_are_enough_come_first():
     plan = planner(batch=(64, 65))
     before = plan.moment(plan.declared).total

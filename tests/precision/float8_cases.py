@@ -42,7 +42,7 @@ class Wide(cases.Case):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-cases.CASES["Wide"] = Wide  # here, so that every rank that unpickles a function of this file knows it
+cases.CASES["WideEnough"] = Wide  # here, so that every rank that unpickles a function of this file knows it
 
 
 class Traffic(TorchDispatchMode):
@@ -76,7 +76,7 @@ def train(tmp_path, options, *, strategy=None, ranks=2, steps=4, prepare=None, m
     placed = FSDP2Strategy(**(strategy or {})) if ranks > 1 else "auto"
     more.setdefault("data_ranks", 1 if strategy and "tensor_parallel_size" in strategy and ranks == 2 else None)
     model, trainer, result = cases.train(
-        "Wide", tmp_path, strategy=placed, ranks=ranks, steps=steps, prepare=prepare, plugins=[chosen], **more
+        "WideEnough", tmp_path, strategy=placed, ranks=ranks, steps=steps, prepare=prepare, plugins=[chosen], **more
     )
     return model, trainer, result["losses"]
 

@@ -85,6 +85,7 @@ def test_tensor_parallel_after_conversion_trains_as_one_device(ranks, tmp_path, 
     assert (names, types, converted) == ([*wide.Wide().state_dict()], ({torch.Tensor}, {torch.float32}), 4)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_sharding_together(four_ranks, tmp_path):
     found = four_ranks(on_four, tmp_path)
     assert found == pytest.approx(one_device(tmp_path, {}), rel=3e-2)

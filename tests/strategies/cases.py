@@ -350,6 +350,7 @@ CASES = {
         Clip,
     )
 }
+NAMES = tuple(CASES)  # tests may add others for themselves
 
 
 def data():

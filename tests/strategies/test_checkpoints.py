@@ -415,6 +415,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_from_four_ranks_of_any_layout_to_two(four_ranks, ranks, tmp_path, layout):
     options, batch_size = LAYOUTS[layout]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.strategies.cases import CASES, on_ranks, simply_on_ranks, train
+from tests.strategies.cases import NAMES, on_ranks, simply_on_ranks, train
 
 ONE_DEVICE = {}
 
@@ -32,7 +32,7 @@ OUTSIDE_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "Normed"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "Normed"])
 def test_two_ranks_are_one_device(ranks, tmp_path, name):
     result = ranks(on_ranks, name, tmp_path, {}, 2, {})
     check(result, expected(name, tmp_path, {}))

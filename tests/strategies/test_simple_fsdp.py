@@ -231,6 +231,7 @@ def evaluated(tmp_path):
     return losses_of(model, 5), before, whole, sizes, isinstance(weight, DTensor), outside
 
 
+@pytest.mark.slow
 def test_evaluation_before_and_after_fit(ranks, tmp_path):
     losses, before, whole, sizes, shard, outside = ranks(evaluated, tmp_path)
     right = expected("Case", tmp_path, {})["losses"]
@@ -360,6 +361,7 @@ def test_bf16_gathers_in_bf16_and_keeps_float32(ranks, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gpt", pytest.param("Normed", marks=pytest.mark.slow)])
 def test_bf16_trains_what_fsdp2_trains(ranks, tmp_path, name):
     options = {"precision": "bf16-mixed"}

@@ -135,6 +135,7 @@ def test_what_does_not_fit_says_what_to_write_and_ends_with_2(capsys):
     assert "trainer.callbacks+: [{class_path:" in out or "data.init_args.batch_size: " in out
 
 
+@pytest.mark.slow
 def test_as_json(capsys):
     code, out = shown(capsys, asked(), batch="4x65:int64", gpu="24", as_json=True)
     facts = json.loads(out)
@@ -192,6 +193,7 @@ trainer: {accelerator: cpu, strategy: fsdp2, devices: 2, plugins: [BF16Precision
 """
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
