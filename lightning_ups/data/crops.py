@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 from warnings import filterwarnings
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -22,17 +23,19 @@ class Crops(Dataset[Tensor]):
 
     def __init__(self, tokens: Tensor, *, starts: Tensor, length: int) -> None:
         self.starts = starts
-        self._windows = tokens.unfold(0, length, 1)  # a view: one row for every place where a crop can start
+        # A view: one row for every place where a crop can start. NumPy's, since torch would share so small a copy out
+        # among all cores, which then wait busily for more work, in the way of the threads that feed a GPU.
+        self._windows = np.lib.stride_tricks.sliding_window_view(tokens.numpy(), length)
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self._windows[self.starts[index]]
+        return torch.from_numpy(self._windows[self.starts[index]].copy())
 
     def __getitems__(self, indices: Sequence[int]) -> Tensor:
         """Return the crops [batch, length]; a loader calls this instead of asking for them one by one."""
-        return self._windows.index_select(0, self.starts[torch.as_tensor(indices)])
+        return torch.from_numpy(self._windows[self.starts[torch.as_tensor(indices)].numpy()])
 
     @classmethod
     def random(cls, tokens: Tensor, *, length: int, count: int, seed: int) -> "Crops":

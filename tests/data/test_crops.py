@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups.data.crops import Crops, batches
 
@@ -65,3 +66,17 @@ def test_unshuffled_keeps_the_order_and_the_last_batch():
 def test_a_batch_is_one_copy(monkeypatch):
     monkeypatch.setattr(Crops, "__getitem__", lambda *_: pytest.fail("crops are fetched one by one"))
     assert next(iter(loader())).shape == (10, 5)
+
+
+def test_a_batch_is_copied_by_one_thread():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            sizes.append(0 if func.is_view else result.numel())
+            return result
+
+    sizes = []
+    crops = Crops(TOKENS, starts=torch.arange(96), length=5)
+    with Seen():
+        assert crops.__getitems__([2, 0, 7]).shape == (3, 5)
+    assert max(sizes) <= 3, "the starts are torch's to look up, and the crops are not"
