@@ -7,7 +7,7 @@ steps, and casts. In one pass it is 28, or 26 without a copy to write.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ class Slot:
         square: The average of their squares, float32.
         step: How many steps were made, this one counted: one float32 number on the device.
         copy: What the weight is written to as well, rounded to its type.
+
+    Attributes:
+        addresses: Of the tensors, in that order but for the gradient, which comes first, and a weight that has no copy,
+            which is there twice.
+        kind: What the slots of one launch have in common; its last part is whether whole vectors can be loaded, to the
+            end.
     """
 
     weight: Tensor
@@ -63,19 +69,17 @@ class Slot:
     square: Tensor
     step: Tensor
     copy: Tensor | None = None
+    addresses: tuple[int, ...] = field(init=False)
+    kind: tuple[torch.device, torch.dtype, torch.dtype | None, bool] = field(init=False)
 
-    @property
-    def kind(self) -> Hashable:
-        """What the slots of one launch have in common."""
-        copy = None if self.copy is None else self.copy.dtype
-        return self.weight.device, self.gradient.dtype, copy, self.aligned
-
-    @property
-    def aligned(self) -> bool:
-        """Whether whole vectors can be loaded, to the last."""
-        copy = self.weight if self.copy is None else self.copy
-        tensors = (self.weight, self.gradient, self.average, self.square, copy)
-        return self.weight.numel() % _VECTOR == 0 and all(t.data_ptr() % _ALIGNMENT == 0 for t in tensors)
+    def __post_init__(self) -> None:
+        weight, copy = self.weight, self.copy
+        gradient, here = self.gradient.data_ptr(), weight.data_ptr()
+        average, square = self.average.data_ptr(), self.square.data_ptr()
+        to, dtype = (here, None) if copy is None else (copy.data_ptr(), copy.dtype)
+        self.addresses = gradient, here, average, square, self.step.data_ptr(), to
+        aligned = (gradient | here | average | square | to) % _ALIGNMENT == 0 and weight.numel() % _VECTOR == 0
+        self.kind = weight.device, self.gradient.dtype, dtype, aligned
 
     def written(self) -> list[Tensor]:
         """Return what a step writes."""
@@ -236,15 +240,16 @@ def slots_of(
             step = state["step"] = step.to(weight.device)
         if not (average.is_contiguous() and square.is_contiguous()):
             average, square = state["exp_avg"], state["exp_avg_sq"] = average.contiguous(), square.contiguous()
-        if not _local(found).is_contiguous():
-            found = found.contiguous()
-        tensors: Any = (weight, found, average, square, step, copy(weight))
+        low = copy(weight)
         if isinstance(weight, DTensor):
             assert isinstance(found, DTensor)
             if found.placements != weight.placements:
                 found = found.redistribute(placements=weight.placements)
-            tensors = map(_local, (weight, found, *tensors[2:]))
-        slots.append(Slot(*tensors))
+            if not _local(found).is_contiguous():
+                found = found.contiguous()
+            slots.append(Slot(*map(_local, (weight, found, average, square, step, low))))
+        else:
+            slots.append(Slot(plain_memory(weight), found.contiguous(), average, square, step, plain_memory(low)))
     return slots
 
 

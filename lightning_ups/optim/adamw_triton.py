@@ -32,7 +32,7 @@ class Launch:
     """One kernel over slots of one kind."""
 
     def __init__(self) -> None:
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[int, ...]] = []
         self._table = self._owners = self._places = torch.empty(0)
         self._sizes: list[int] = []
         self._aligned = False
@@ -71,15 +71,13 @@ class Launch:
             )
 
     def _find(self, slots: Sequence[Slot], device: torch.device) -> None:
-        addresses = [tensor.data_ptr() for slot in slots for tensor in _columns(slot)]
-        sizes = [slot.weight.numel() for slot in slots]
+        addresses, sizes = [slot.addresses for slot in slots], [slot.weight.numel() for slot in slots]
         if addresses == self._addresses and sizes == self._sizes:
             return
         if sizes != self._sizes:
             self._plan(sizes, device)
-        rows = torch.tensor(addresses).view(len(slots), -1).T
-        self._table = _sent(torch.cat((rows, torch.tensor(sizes)[None])).contiguous(), device)
-        self._aligned = all(slot.aligned for slot in slots)
+        self._table = _sent(torch.tensor([*zip(*addresses, strict=True), sizes]), device)
+        self._aligned = all(slot.kind[-1] for slot in slots)
         self._addresses, self._sizes = addresses, sizes
 
     def _plan(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -88,11 +86,6 @@ class Launch:
         starts = chunks.cumsum(0) - chunks
         places = torch.arange(len(owners)) - starts[owners]
         self._owners, self._places = _sent(owners.int(), device), _sent(places.int(), device)
-
-
-def _columns(slot: Slot) -> tuple[Tensor, ...]:
-    copy = slot.weight if slot.copy is None else slot.copy
-    return slot.gradient, slot.weight, slot.average, slot.square, slot.step, copy
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

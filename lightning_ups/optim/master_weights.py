@@ -57,7 +57,7 @@ class MasterWeights:
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
             _copy_as(parameter, self.of[parameter])
-        self._writes: dict[nn.Parameter, int] = {}
+        self._writes: dict[int, int] = {}  # by the parameters' ids: hashing a tensor is Python's, and slow
         self._looks, self._by_value = 0, False
         self._found: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
@@ -83,7 +83,7 @@ class MasterWeights:
         look = by_value or self._by_value or self._looks <= FIRST_LOOKS or self._looks % LOOK_EVERY == 0
         uncounted: list[Tensor] = []
         for parameter, master in self.of.items():
-            counted = count_writes(parameter) != self._writes[parameter]
+            counted = count_writes(parameter) != self._writes[id(parameter)]
             if not (counted or look):
                 continue
             low = parameter.to(master.device)  # masters may lie on the host
@@ -112,7 +112,7 @@ class MasterWeights:
     def note_writes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take what ``parameters`` hold now for written by their masters."""
         for parameter in parameters:
-            self._writes[parameter] = count_writes(parameter)
+            self._writes[id(parameter)] = count_writes(parameter)
 
     def write(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Write the masters into the low-precision parameters."""
@@ -229,21 +229,28 @@ class MasteredOptimizer(Optimizer):
         return one_kernel(self.inner) if all(p.is_contiguous() for p in self._mastered()) else None
 
     def _step_in_one_kernel(self, settings: Sequence[Settings]) -> None:
-        low: dict[Tensor, nn.Parameter] = {master: p for p, master in self.masters.of.items()}
+        pairs = [(p, self.masters.of[p]) for p in self._mastered()]
+        low = {id(master): p for p, master in pairs}
 
         def gradient(weight: Tensor) -> Tensor | None:
-            if (wide := weight.grad) is not None or weight not in low:
+            if (wide := weight.grad) is not None or (parameter := low.get(id(weight))) is None:
                 return wide
-            return low[weight].grad
+            return parameter.grad
 
         with hooked_once(self.inner):
-            self._kernel.step(self.inner, settings, coefficient=self._coefficient, gradient=gradient, copy=low.get)
+            self._kernel.step(
+                self.inner,
+                settings,
+                coefficient=self._coefficient,
+                gradient=gradient,
+                copy=lambda weight: low.get(id(weight)),
+            )
         self._coefficient = None
-        for parameter in self._mastered():
-            self.masters.of[parameter].grad = None
+        for parameter, master in pairs:
+            master.grad = None
             if self._wrapper is None:
                 parameter.grad = None
-        self.masters.note_writes(self._mastered())
+        self.masters.note_writes(parameter for parameter, _ in pairs)
 
     def _step_by_inner(self) -> None:
         self._hand_over_gradients()
