@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -36,13 +37,15 @@ from lightning_ups.order import (
 )
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.transforms.alike import shard_alike
+from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
 from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh
 from lightning_ups.transforms.mixed_step import one_kind_at_a_time
 from lightning_ups.transforms.replicated import BufferSync, average_gradients
+from lightning_ups.transforms.shard import unsharded
 from lightning_ups.transforms.sharded_before import recall
 
-__all__ = ["Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
+__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
 
 Sharding = Literal["full", "gradients", "none"]
 
@@ -89,6 +92,60 @@ class _Materialise(Step):
             f"{len(self.plan)} tensors initialised from the meta device, drawn on the {self.draw_on}",
         )
         return nullcontext()
+
+
+@dataclass(frozen=True)
+class ShardStep(Step):
+    """Shards what is trained, each block of it by itself. How, a subclass says.
+
+    Args:
+        blocks: Patterns of blocks. None: what repeats.
+
+    Attributes:
+        part: The strategy's name, in the report and in messages.
+        missed: What is wrong with a parameter that was left out, for the message.
+    """
+
+    stage = Stage.SHARD
+    part: ClassVar[str]
+    missed: ClassVar[str]
+    blocks: tuple[str, ...] | None
+
+    @abstractmethod
+    def shard(self, module: LightningModule, blocks: Blocks, mesh: DeviceMesh) -> Any:
+        """Shard ``module`` and return what was done."""
+
+    def report(self, done: Any, context: Context) -> None:
+        """Note what is particular to this way of sharding."""
+
+    @override
+    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
+        assert context.mesh is not None
+        blocks = select_blocks(module, self.blocks)
+        done = self.shard(module, blocks, context.mesh)
+        if left := [name for name in unsharded(module) if name not in done.replicated]:
+            raise RuntimeError(
+                f"{self.part} would never reduce the gradients of {', '.join(left[:8])}."
+                f" {self.missed}, though every parameter should be; this is a defect of lightning_ups."
+                " Please report it, with the module."
+            )
+        self._report_layout(done, context, origin=blocks.origin)
+        self.report(done, context)
+        return nullcontext()  # undoing would need collectives, which an exception forbids
+
+    def _report_layout(self, done: Any, context: Context, *, origin: Origin) -> None:
+        layout = ", ".join(f"{name}={size}" for name, size in done.layout)
+        how = {"repeated": "", "named": " as named", "roots": ", the roots, since nothing repeats"}[origin]
+        context.report.note(
+            self.part,
+            f"{len(done.blocks)} blocks{how}, with {done.share_of_blocks:.0%} of the parameters' bytes, over {layout}",
+            blocks=[*done.blocks],
+            mesh=dict(done.layout),
+            share_of_blocks=done.share_of_blocks,
+        )
+        if done.replicated:
+            names = [*done.replicated]
+            context.report.note(self.part, f"whole on every device: {some(names)}", replicated=names)
 
 
 def some(names: Sequence[str]) -> str:

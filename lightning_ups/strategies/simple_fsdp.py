@@ -1,7 +1,7 @@
 """Sharding as plain tensor code, which the compiler sees and schedules."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,13 +9,14 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat import overlap
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
-from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, check_known, check_sharding, some
+from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
 from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
 from lightning_ups.transforms.compile_frame import prepared
@@ -28,7 +29,6 @@ from lightning_ups.transforms.parametrise import (
     parametrise,
     parametrised,
 )
-from lightning_ups.transforms.shard import unsharded
 
 __all__ = ["SimpleFSDPStrategy"]
 
@@ -110,45 +110,16 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class _Parametrise(Step):
-    stage = Stage.SHARD
-    blocks: tuple[str, ...] | None
+class _Parametrise(ShardStep):
+    part = _PART
+    missed = "They are not sharded"
     options: ParametriseOptions
 
     @override
-    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
-        assert context.mesh is not None
-        blocks = select_blocks(module, self.blocks)
-        done = parametrise(
-            module,
-            blocks=blocks,
-            roots=[root for _, root in roots(module)],
-            mesh=context.mesh,
-            options=self.options,
+    def shard(self, module: LightningModule, blocks: Blocks, mesh: DeviceMesh) -> Parametrised:
+        return parametrise(
+            module, blocks=blocks, roots=[root for _, root in roots(module)], mesh=mesh, options=self.options
         )
-        if left := [name for name in unsharded(module) if name not in done.replicated]:
-            raise RuntimeError(
-                f"{_PART} would never reduce the gradients of {', '.join(left[:8])}."
-                " They are not sharded, though every parameter should be; this is a defect of lightning_ups."
-                " Please report it, with the module."
-            )
-        _report(done, context, origin=blocks.origin)
-        return nullcontext()  # undoing would need collectives, which an exception forbids
-
-
-def _report(done: Parametrised, context: Context, *, origin: str) -> None:
-    layout = ", ".join(f"{name}={size}" for name, size in done.layout)
-    how = {"repeated": "", "named": " as named", "roots": ", the roots, since nothing repeats"}[origin]
-    context.report.note(
-        _PART,
-        f"{len(done.blocks)} blocks{how}, with {done.share_of_blocks:.0%} of the parameters' bytes, over {layout}",
-        blocks=[*done.blocks],
-        mesh=dict(done.layout),
-        share_of_blocks=done.share_of_blocks,
-    )
-    if done.replicated:
-        names = [*done.replicated]
-        context.report.note(_PART, f"whole on every device: {some(names)}", replicated=names)
 
 
 class SimpleFSDPStrategy(ShardingStrategy):
