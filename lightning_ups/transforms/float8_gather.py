@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.optional import require
+from lightning_ups._compat.tensors import plain_memory
 
 __all__ = ["Scales", "gathers_in_float8", "show_plain_weight"]
 
@@ -73,4 +74,5 @@ def _local(weight: Tensor | None) -> Tensor | None:
 
 
 def _inner(local: Tensor | None) -> Tensor | None:
-    return getattr(local, "_tensor", None) if type(local).__name__ == "WeightWithDynamicFloat8CastTensor" else None
+    inner = plain_memory(local)
+    return None if inner is local else inner
