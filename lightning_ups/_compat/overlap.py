@@ -4,7 +4,7 @@ They differ between torch 2.11 and 2.13 by their arguments, and a later torch ma
 assumed. A pass of the user's own is run before ours.
 """
 
-import importlib.util
+import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from lightning_ups._compat.gathers import group_of
+from lightning_ups._compat.optional import has
 
 __all__ = ["GraphCollectives", "bucketing", "collectives_of", "missing"]
 
@@ -151,7 +152,7 @@ def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.
 def _without_estimates() -> Iterator[None]:
     # Torch 2.13 asks triton for the bandwidth of the device before it looks at the plan, which needs no estimate.
     estimation: Any = importlib.import_module("torch.utils._runtime_estimation")
-    if importlib.util.find_spec("triton") is not None or not hasattr(estimation, "get_gpu_dram_gbps"):
+    if has("triton") or not hasattr(estimation, "get_gpu_dram_gbps"):
         yield
         return
     before = estimation.get_gpu_dram_gbps

@@ -15,7 +15,6 @@ N rows, D width of the model, V vocabulary, C rows of a chunk.
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_ups._compat.optional import has
 from lightning_ups._compat.products import add_product, product
 
 __all__ = ["Backend", "Reduction", "linear_cross_entropy", "reference_linear_cross_entropy"]
@@ -258,7 +258,7 @@ def _gradient_step(
 
 @cache
 def _step_function(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    if device == "cuda" and find_spec("triton"):
+    if device == "cuda" and has("triton"):
         return torch.compile(_gradient_step)  # a pass or two over the logits where eager has ten
 
     def in_place(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from lightning_ups._compat.optional import has
 from lightning_ups.order.placement import Placement
 from lightning_ups.order.policy import policy_of
 from lightning_ups.order.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
@@ -228,7 +228,7 @@ class Planner:
                 )
 
     def _offloads(self, declared: set[str]) -> Iterator[Variant]:
-        if "OptimizerOffload" not in declared and find_spec("lightning_ups.callbacks.optimizer_offload"):
+        if "OptimizerOffload" not in declared:
             yield Variant(
                 name="OptimizerOffload",
                 yaml=_callback("OptimizerOffload"),
@@ -237,7 +237,7 @@ class Planner:
                 price="streams the state over the host link each step",
                 rank=6,
             )
-        if find_spec("torchao"):
+        if has("torchao"):
             yield Variant(
                 name="AdamW8bit",
                 yaml="optimizer: torchao.optim.AdamW8bit",
