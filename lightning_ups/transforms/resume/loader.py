@@ -308,6 +308,11 @@ class _Iterator:
     def __init__(self, follower: FollowedLoader, inner: Iterator[Any] | Callable[[], Iterator[Any]]) -> None:
         self._follower, self._inner = follower, inner
 
+    @property
+    def inner(self) -> Any:
+        """The iterator that it stands for, or None while that is still to be made."""
+        return None if callable(self._inner) else self._inner
+
     def __iter__(self) -> Iterator[Any]:
         return self
 

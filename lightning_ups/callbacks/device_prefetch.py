@@ -1,0 +1,173 @@
+"""Batches on the device by the time their step begins."""
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ups._compat.read_ahead import read_ahead, why_not
+from lightning_ups._compat.transfer import (
+    around_transfer,
+    batches_ahead,
+    epoch_goes_on,
+    loop_moves,
+    own_hooks,
+    training_iterators,
+)
+from lightning_ups.order import applied
+from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, lane_for
+
+__all__ = ["DevicePrefetch"]
+
+_PART = "DevicePrefetch"
+_SEEN = 3  # batches, after which it is known how they come to the device
+
+
+class DevicePrefetch(Callback):
+    """Copy the next batch to the GPU on a stream of its own, while the step before computes.
+
+    Hooks, loaders and random numbers keep their places and order, so that losses are the same, bit for bit, and a
+    checkpoint knows of no batch that was not trained on. What changes is the stream that a copy runs on:
+
+    - Each batch is copied where Lightning has always moved it, beside the step before, as far as the host is ahead.
+    - Where workers read, the next batch is taken from them before backward, and its copy begins there: it is hidden
+      even if every step waits for the GPU. Errors and ends of loaders come when the batch is asked for.
+
+    One batch more is in the GPU's memory. Copies need pinned memory to overlap with this process:
+    ``DataLoader(pin_memory=True)``. On a CPU, and outside fit, it does nothing.
+
+    Args:
+        read_ahead: Whether to take batches from workers before backward.
+        min_kb: Tensors of fewer KiB are copied as ever: that takes less than what hides it.
+
+    Raises:
+        ValueError: If ``min_kb`` is negative.
+
+    Example::
+
+        Trainer(callbacks=[DevicePrefetch()])
+    """
+
+    def __init__(self, *, read_ahead: bool = True, min_kb: float = MIN_BYTES / 2**10) -> None:
+        if min_kb < 0:
+            raise ValueError(
+                f"DevicePrefetch(min_kb={min_kb}) is out of range."
+                " It is the size from which a tensor is copied on a stream of its own."
+                " Use 0 or more."
+            )
+        self.read_ahead, self.min_kb = read_ahead, min_kb
+        self._copies: CopiesAhead | None = None
+        self._undo = ExitStack()
+        self._reads = read_ahead
+        self._why = ""  # a batch is not read ahead
+        self._batches, self._is_said = 0, False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        self._batches, self._is_said = 0, False
+        device = trainer.strategy.root_device
+        lane = lane_for(device)
+        if lane is None:
+            self._say(trainer, f"nothing to do: training runs on the {device.type}, which reads batches where they are")
+        elif not loop_moves(trainer):
+            self._say(trainer, "nothing to do: training_step takes dataloader_iter, and moves batches by itself")
+        else:
+            self._copies = CopiesAhead(lane, min_bytes=int(self.min_kb * 2**10))
+            self._undo.callback(self._copies.forget)
+            self._undo.callback(around_transfer(trainer, self._copies.transfer))
+            hooks = own_hooks(trainer)
+            self._reads = self.read_ahead and not hooks
+            self._why = f"{' and '.join(hooks)} may change a batch first" if self.read_ahead else "read_ahead=False"
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._copies is not None:
+            self._copies.forget()  # the epoch before was left before its end
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        # The host is done with forward, whatever it waited for there, and the device has all of backward before it.
+        if self._copies is not None and self._reads:
+            self._copy_next(trainer, self._copies)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if self._copies is not None and self._batches == _SEEN:
+            self._conclude(trainer, self._copies)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._copies is not None:
+            self._conclude(trainer, self._copies)
+        self._close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _copy_next(self, trainer: Trainer, copies: CopiesAhead) -> None:
+        loaders = training_iterators(trainer)
+        whys = [why_not(loader, iterator) for loader, iterator in loaders]
+        self._why = next((why for why in whys if why is not None), "")
+        if waiting := batches_ahead(trainer):
+            if not self._why:  # else a loader may write to what it has given, until it is asked for the next
+                copies.start(waiting[0])
+        elif epoch_goes_on(trainer):
+            profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+            # As if Lightning asked: whoever hears it counts the wait for workers as one for data.
+            with profiler.profile(f"[{_PART}].train_dataloader_next"):
+                batches = [
+                    read_ahead(iterator) for (_, iterator), why in zip(loaders, whys, strict=True) if why is None
+                ]
+            with profiler.profile(f"[{_PART}].start_copies"):
+                copies.start(batches)
+
+    # What took effect
+
+    def _conclude(self, trainer: Trainer, copies: CopiesAhead) -> None:
+        counts = copies.counts
+        if not self._is_said:
+            self._is_said = True
+            self._say(trainer, self._line(copies), read_ahead=counts.ahead > 0, why_not=self._why or None)
+            if counts.unpinned:
+                rank_zero_warn(
+                    f"DevicePrefetch: {counts.unpinned} tensors of the first batches are not in pinned memory."
+                    " The device cannot read them by itself, and this process waits while they are copied."
+                    " Give the training DataLoader pin_memory=True."
+                )
+        if (context := applied(trainer.strategy)) is not None:
+            context.report.update(_PART, tensors=asdict(counts))
+
+    def _line(self, copies: CopiesAhead) -> str:
+        counts = copies.counts
+        if counts.ahead:
+            return "batches are copied while the step before computes, read ahead from workers"
+        if counts.beside:
+            return (
+                f"batches are copied beside the step before as far as the host is ahead: {self._why or 'first batches'}"
+            )
+        if counts.plain:
+            return f"batches are copied in the order of training: their shapes change, and {self._why or 'few came'}"
+        return f"batches have no tensor of {self.min_kb:g} KiB or more on the host"
+
+    def _say(self, trainer: Trainer, line: str, **facts: Any) -> None:
+        rank_zero_info(f"{_PART}: {line}")
+        if (context := applied(trainer.strategy)) is not None:
+            context.report.note(_PART, line, **facts)
+
+    def _close(self) -> None:
+        self._copies = None
+        self._undo.close()
