@@ -1,41 +1,60 @@
 """Host memory that a GPU copies to at full speed, of exactly the size that is asked for."""
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["pin", "pinned", "unpin"]
+__all__ = ["PAGE", "own_pages", "pinned", "unpin"]
+
+PAGE = 4096
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Return ``nbytes`` of host memory, pinned where there is a GPU, and plain where there is none."""
-    memory = torch.empty(nbytes, dtype=torch.uint8)
+    """Return ``nbytes`` of host memory, pinned where there is a GPU until it is freed or given to `unpin`.
+
+    Raises:
+        RuntimeError: If CUDA cannot pin so much.
+    """
+    memory = own_pages(nbytes)
     # Not `pin_memory=True`: torch's allocator rounds up to a power of two, which costs up to half of a large buffer.
-    pin(memory)
-    return memory
-
-
-def pin(memory: Tensor) -> None:
-    """Pin ``memory`` of the host where there is a GPU; pages that it shares with pinned memory are refused by CUDA."""
     if memory.nbytes and torch.cuda.is_available():
-        _check(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        _check(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0), nbytes)
+        whole, memory = memory, memory[:nbytes]
+        # Memory that is freed while it is pinned could be pinned by nobody again who gets it next.
+        release = weakref.finalize(memory, _unregister, whole.data_ptr())
+        release.atexit = False
+        memory._unpin = release  # type: ignore[attr-defined]
+    return memory[:nbytes] if memory.nbytes != nbytes else memory
 
 
 def unpin(memory: Tensor) -> None:
-    """Undo `pinned`, before the memory is freed."""
-    if memory.nbytes and torch.cuda.is_available():
-        _check(_runtime().cudaHostUnregister(memory.data_ptr()))
+    """Undo `pinned`; the memory stays."""
+    if (release := getattr(memory, "_unpin", None)) is not None:
+        release()
+
+
+def own_pages(nbytes: int) -> Tensor:
+    """Return whole pages of the host's memory, in which there is nothing else: a page is pinned once."""
+    whole = -(-nbytes // PAGE) * PAGE
+    memory = torch.empty(whole + PAGE if whole else 0, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + whole] if whole else memory
+
+
+def _unregister(address: int) -> None:
+    _check(_runtime().cudaHostUnregister(address), 0)
 
 
 def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
-def _check(error: int) -> None:
+def _check(error: int, nbytes: int) -> None:
     if int(error) != 0:
         raise RuntimeError(
-            f"CUDA could not pin host memory for a checkpoint (error {int(error)})."
-            " The limit of locked memory, or the memory of the machine, is too small for a copy of this rank's state."
-            " Raise `ulimit -l`, or save synchronously (async_save=False)."
+            f"CUDA could not pin {nbytes / 2**20:.0f} MiB of host memory (error {int(error)})."
+            " The memory of the machine, or the limit of what may be locked of it, is too small."
+            " Raise `ulimit -l`, or ask for less: of a checkpoint, save synchronously (async_save=False)."
         )

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups._compat.pinned import pin, unpin
+from lightning_ups._compat.pinned import pinned, unpin
 
 __all__ = ["Copy", "Mark", "Memory", "StreamedMemory", "memory_of"]
 
-PAGE = 4096
 Copy = tuple[Tensor, Tensor]  # to, from
 Mark = Any  # a point in a queue of work that another queue can wait for; None: it has been passed
 
@@ -30,7 +29,7 @@ class Memory:
         self.device = device
 
     def host(self, nbytes: int) -> Tensor:
-        """Return ``nbytes`` of host memory, or a little more, that the device copies to at full speed."""
+        """Return ``nbytes`` of host memory that the device copies to at full speed."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def release(self, memory: Tensor) -> None:
@@ -72,16 +71,14 @@ class StreamedMemory(Memory):
 
     @override
     def host(self, nbytes: int) -> Tensor:
-        memory = own_pages(nbytes)
         try:
-            pin(memory)
+            return pinned(nbytes)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned for offloaded state ({error})."
                 " The state of the optimizer needs that much more memory than this machine has, or than may be locked."
                 " Leave a share on the device (resident=...), use a low-bit optimizer, or raise `ulimit -l`."
             ) from error
-        return memory
 
     @override
     def release(self, memory: Tensor) -> None:
@@ -123,14 +120,6 @@ class StreamedMemory(Memory):
     def settle(self) -> None:
         self._up.synchronize()
         self._down.synchronize()
-
-
-def own_pages(nbytes: int) -> Tensor:
-    """Return memory of the host that shares no page with any other: a page is pinned once."""
-    whole = -(-nbytes // PAGE) * PAGE
-    memory = torch.empty(whole + PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % PAGE
-    return memory[start : start + whole]
 
 
 def memory_of(device: torch.device) -> Memory:

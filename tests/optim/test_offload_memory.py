@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_ups.optim import offload_memory
-from lightning_ups.optim.offload_memory import PAGE, Memory, StreamedMemory, memory_of, own_pages
+from lightning_ups.optim.offload_memory import Memory, StreamedMemory, memory_of
 
 
 def test_a_device_whose_memory_is_the_hosts_copies_at_once():
@@ -24,18 +24,11 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_cure(monkeypatch):
     def refuses(memory):
         raise RuntimeError("CUDA could not pin host memory")
 
-    monkeypatch.setattr(offload_memory, "pin", refuses)
+    monkeypatch.setattr(offload_memory, "pinned", refuses)
     memory = object.__new__(StreamedMemory)
     with pytest.raises(RuntimeError, match=r"or raise `ulimit -l`\.$") as error:
         memory.host(2**20)
     assert "1 MiB of host memory" in str(error.value)
-
-
-def test_two_buffers_share_no_page():
-    pages = [own_pages(n) for n in (1, 4096, 5000, 10)]
-    starts = [page.data_ptr() for page in pages]
-    assert all(start % PAGE == 0 for start in starts)
-    assert [page.nbytes for page in pages] == [PAGE, PAGE, 2 * PAGE, PAGE]
 
 
 @pytest.mark.gpu(count=1)
