@@ -68,7 +68,13 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         self.check(update=update, chunk_bytes=chunk_bytes, resident=resident)
         stepper = inner.inner if isinstance(inner, MasteredOptimizer) else inner
-        self.admission = admit(stepper, partial(_twin_of_ours, update=update), in_parts=update == "device")
+        on_host = update == "host"
+        self.admission = admit(
+            stepper,
+            partial(_twin_of_ours, update=update),
+            in_parts=not on_host,
+            device=torch.device("cpu") if on_host else None,
+        )
         self._begin(inner, self.admission, update=update, chunk_bytes=chunk_bytes, resident=resident, memory=memory)
 
     def _begin(

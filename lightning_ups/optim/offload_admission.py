@@ -39,21 +39,22 @@ class Admission:
 MakeOurs = Callable[[Optimizer, Admission], Optimizer]
 
 
-def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool) -> Admission:
+def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool, device: torch.device | None = None) -> Admission:
     """Return what is known of ``optimizer``, whose twins are stepped as a whole and in chunks.
 
     Args:
         optimizer: Of any class; it is not touched.
         ours: Returns an optimizer that steps another in chunks, of one parameter or, where admitted, a part of one.
         in_parts: Whether parts shall be tried as well.
+        device: Where it will step. None: where its parameters are.
 
     Raises:
         ValueError: If the two end at other bits, or the optimizer cannot be stepped so at all.
     """
     name = type(optimizer).__name__
     _refuse_by_form(optimizer, name)
-    whole, state_bytes = _outcome(optimizer, None)
-    in_chunks, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=False, state_bytes=1.0)))
+    whole, state_bytes = _outcome(optimizer, None, device)
+    in_chunks, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=False, state_bytes=1.0)), device)
     if not _same(whole, in_chunks):
         raise ValueError(
             f"{name} cannot be offloaded: stepping its parameters one after another ended at other values than stepping"
@@ -61,7 +62,8 @@ def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool) -> Admission:
             " Its step looks at all of them at once, such as for a norm, or counts its calls."
             " Use an optimizer that treats each parameter by itself, such as AdamW, or leave the offloading out."
         )
-    return Admission(parted=in_parts and _in_parts(optimizer, ours, whole), state_bytes=state_bytes)
+    parted = in_parts and _in_parts(optimizer, ours, whole, device)
+    return Admission(parted=parted, state_bytes=state_bytes)
 
 
 def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
@@ -82,20 +84,20 @@ def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
         )
 
 
-def _in_parts(optimizer: Optimizer, ours: MakeOurs, whole: list[Tensor]) -> bool:
-    if not _keeps_elements(optimizer):
+def _in_parts(optimizer: Optimizer, ours: MakeOurs, whole: list[Tensor], device: torch.device | None) -> bool:
+    if not _keeps_elements(optimizer, device):
         return False
     try:
-        parts, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=True, state_bytes=1.0)))
+        parts, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=True, state_bytes=1.0)), device)
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
         return False  # it asks for matrices, say, and a part is none
     return _same(whole, parts)
 
 
-def _keeps_elements(optimizer: Optimizer) -> bool:
+def _keeps_elements(optimizer: Optimizer, device: torch.device | None) -> bool:
     """Return whether each tensor of state has one number for each of its parameter's, of the same type."""
     with _seeded(optimizer):
-        twin = twin_of(optimizer)
+        twin = twin_of(optimizer, device)
         names = []
         for step in range(STEPS):
             _fill_gradients(twin, step)
@@ -106,10 +108,12 @@ def _keeps_elements(optimizer: Optimizer) -> bool:
     return same and all(found == names[-1] for found in names[1:])
 
 
-def _outcome(optimizer: Optimizer, ours: Callable[[Optimizer], Optimizer] | None) -> tuple[list[Tensor], float]:
+def _outcome(
+    optimizer: Optimizer, ours: Callable[[Optimizer], Optimizer] | None, device: torch.device | None
+) -> tuple[list[Tensor], float]:
     """Return the bits of all parameters and of all state after some steps, and the share of the state."""
     with _seeded(optimizer):
-        twin = twin_of(optimizer)
+        twin = twin_of(optimizer, device)
         stepped = twin if ours is None else ours(twin)
         for step in range(STEPS):
             _fill_gradients(twin, step)
@@ -140,9 +144,9 @@ def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-def twin_of(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer like ``optimizer`` over tiny parameters, with no state and no hooks."""
-    tiny = {p: _tiny(p) for group in optimizer.param_groups for p in _chosen(group["params"])}
+def twin_of(optimizer: Optimizer, device: torch.device | None = None) -> Optimizer:
+    """Return an optimizer like ``optimizer`` over tiny parameters on ``device``, with no state and no hooks."""
+    tiny = {p: _tiny(p, device) for group in optimizer.param_groups for p in _chosen(group["params"])}
     twin = object.__new__(type(optimizer))
     apart = {"state", "param_groups", "step"}  # `step`: a scheduler's, which counts
     hooks = {name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
@@ -172,11 +176,11 @@ def _chosen(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p in wanted]
 
 
-def _tiny(parameter: nn.Parameter) -> nn.Parameter:
+def _tiny(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
     local = local_of(parameter)
     side = LENGTHS.get(local.dim(), 8)
-    data = torch.randn([side] * local.dim(), device=local.device).to(local.dtype)
-    if isinstance(parameter, DTensor):
+    data = torch.randn([side] * local.dim(), device=device or local.device).to(local.dtype)
+    if isinstance(parameter, DTensor) and device is None:  # elsewhere than on its mesh there are but local parts
         data = DTensor.from_local(data, parameter.device_mesh, parameter.placements, run_check=False)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
