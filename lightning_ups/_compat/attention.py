@@ -1,6 +1,10 @@
 """Torch's attention below `scaled_dot_product_attention`, and the packages that bring more, by meaningful names."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
+import os
+import re
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,11 +101,33 @@ def torch_refuses(
     }[backend]
     if ask(params):
         return None
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, _written_to_stderr() as written:
         warnings.simplefilter("always")
         ask(params, debug=True)
     reasons = [str(warning.message).split(" (Triggered")[0] for warning in said]
+    reasons += [match["text"] for match in _LOGGED.finditer(written[0])]
     return "; ".join(reasons) or "torch gives no reason"
+
+
+# Outside of operators torch has no way to Python's warnings, and logs its own.
+_LOGGED = re.compile(r"Warning: (?P<text>.+?)(?: \(function \w+\))?$", re.MULTILINE)
+
+
+@contextmanager
+def _written_to_stderr() -> Iterator[list[str]]:
+    """Hold back what is written to the process's standard error meanwhile; the list has it afterwards."""
+    found = [""]
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield found
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        found[0] = file.read().decode(errors="replace")
 
 
 def flash2_packed(

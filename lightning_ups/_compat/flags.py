@@ -28,6 +28,7 @@ __all__ = [
     "read_tf32",
     "save_tf32",
     "set_allocator_settings",
+    "settle_attention",
     "write_attention",
     "write_tf32",
 ]
@@ -175,6 +176,13 @@ _SWITCHES = {
     ),
     SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
 }
+
+
+def settle_attention(device: torch.device) -> None:
+    """Let torch put its kernels for a GPU in its own order, as it would at the first attention, over any other."""
+    if device.type == "cuda":
+        x = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device=device)
+        torch._fused_sdp_choice(x, x, x)
 
 
 def read_attention() -> AttentionState:

@@ -25,6 +25,7 @@ from lightning_ups._compat.flags import (
     read_tf32,
     save_tf32,
     set_allocator_settings,
+    settle_attention,
     write_attention,
     write_tf32,
 )
@@ -189,6 +190,7 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
         with routed_attention(wanted):
             yield
         return
+    settle_attention(device)
     before = read_attention()
     backends = tuple(_BACKENDS[name] for name in wanted)
     state = AttentionState(frozenset(backends), backends)

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -89,3 +91,10 @@ def test_on_a_gpu_each_backend_is_the_reference_or_refuses(backend, case):
         pytest.skip(refused[0])
     found = gradients(attention, tensors, {**options, "backend": backend})
     assert worst(found, expected(tensors, options)) < 1.5e-2
+
+
+def test_what_torch_logs_by_itself_is_read():
+    line = "[W1121 17:51:07.2 sdp_utils.cpp:180] Warning: Flash attention requires it. (function check_head_dim)\n"
+    with compat._written_to_stderr() as written:
+        os.write(2, line.encode())
+    assert [match["text"] for match in compat._LOGGED.finditer(written[0])] == ["Flash attention requires it."]

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_ups._compat.flags import allocator_settings, read_attention
+from lightning_ups._compat.flags import allocator_settings, read_attention, settle_attention
 from lightning_ups.kernels.attention import decisions
 from lightning_ups.transforms.flags import (
     Flags,
@@ -53,6 +53,8 @@ def flags():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
+    if torch.cuda.is_available():
+        settle_attention(CUDA)
     before = flags()
     yield
     assert flags() == before

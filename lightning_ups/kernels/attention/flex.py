@@ -44,6 +44,8 @@ def flex(
         "score_mod": None if softcap is None else _capped(softcap),
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
+        # For few queries Inductor would take its kernel for decoding, which torch 2.11 cannot configure for all.
+        "kernel_options": {"BACKEND": "TRITON"},
     }
     if torch.compiler.is_compiling():
         out = flex_attention(q, k, v, **options)
