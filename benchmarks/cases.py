@@ -10,14 +10,16 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from processes import finished
+from processes import finished, result_of
 
-__all__ = ["main"]
+__all__ = ["environment", "left_on_device", "main"]
 
 PACKAGES = (
     "torch",
@@ -66,8 +68,7 @@ def main(
 
 def _child(name: str, *, timeout_s: float) -> tuple[dict[str, Any], str]:
     text = finished([sys.executable, sys.argv[0], "--case", name], timeout=timeout_s)
-    found = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
-    return json.loads(found[-1]) if found else {"case": name, "error": text.strip()[-600:]}, text
+    return {"case": name, **result_of(text)}, text
 
 
 def _keep(folder: Path, results: Sequence[Mapping[str, Any]], log: Sequence[str]) -> None:
@@ -93,6 +94,18 @@ def environment() -> str:
     else:
         lines.append(f"cpu, {os.cpu_count()} cores")
     return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def left_on_device(module: Any) -> Iterator[None]:
+    """Leave ``module`` and the state of its optimizers where they are after a fit.
+
+    Lightning brings all of it to the host, which may take longer than the training, and more memory than there is.
+    What is fitted next in the same process finds the room taken until the module is gone.
+    """
+    module.cpu = lambda: module
+    with patch("lightning.pytorch.strategies.strategy._optimizers_to_device"):
+        yield
 
 
 def _table(results: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ The ranks are started here and not by torchrun: its workers live in sessions of 
 and keep the pipe open that its parent reads. What the ranks print goes to a file, so that nobody waits for a full pipe.
 """
 
+import json
 import os
 import signal
 import socket
@@ -12,8 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["finished"]
+__all__ = ["finished", "result_of"]
 
 QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -38,17 +40,25 @@ def finished(
         ]
         end = time.monotonic() + timeout
         said = ""
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() not in (None, 0) for process in processes):
-                end = min(end, time.monotonic() + 10)
-            if time.monotonic() > end:
-                said = f"\nended after {timeout:.0f} s, or since a rank had failed"
-                break
-            time.sleep(0.1)
-        for process in processes:
-            _end(process)
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() not in (None, 0) for process in processes):
+                    end = min(end, time.monotonic() + 10)
+                if time.monotonic() > end:
+                    said = f"\nended after {timeout:.0f} s, or since a rank had failed"
+                    break
+                time.sleep(0.1)
+        finally:  # also when this process is interrupted, which the ranks in their sessions do not hear of
+            for process in processes:
+                _end(process)
         output.seek(0)
         return output.read() + said
+
+
+def result_of(text: str) -> dict[str, Any]:
+    """Return what a script printed as its RESULT, a line of JSON, or the end of all that it printed as its error."""
+    found = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
+    return json.loads(found[-1]) if found else {"error": text.strip()[-1500:]}
 
 
 def _rank(rank: int, ranks: int) -> dict[str, str]:

@@ -1,17 +1,24 @@
+import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 
 @pytest.fixture
-def finished(monkeypatch):
+def processes(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import processes
 
-    yield processes.finished
+    yield processes
     sys.modules.pop("processes", None)
+
+
+@pytest.fixture
+def finished(processes):
+    return processes.finished
 
 
 def run(finished, code, **options):
@@ -41,3 +48,24 @@ def test_ranks_do_not_wait_for_one_that_failed(finished):
     text, seconds = run(finished, code, timeout=300, ranks=2)
     assert "since a rank had failed" in text
     assert seconds < 120
+
+
+def test_what_runs_is_ended_when_the_benchmark_is_interrupted(processes, monkeypatch, tmp_path):
+    begun = tmp_path / "pid"
+    code = f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(f'{{os.getpid()}}.'); time.sleep(600)"
+
+    def sleep(_):
+        if begun.exists() and begun.read_text().endswith("."):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    with pytest.raises(KeyboardInterrupt):
+        run(processes.finished, code, timeout=300)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text().rstrip(".")), 0)
+
+
+def test_a_result_is_the_last_one_told_and_an_error_what_was_said(processes):
+    assert processes.result_of('x\nRESULT {"a": 1}\ny\nRESULT {"a": 2}\nz') == {"a": 2}
+    assert processes.result_of(" no memory\n") == {"error": "no memory"}
+    assert len(processes.result_of("x" * 9999)["error"]) < 9999
