@@ -30,16 +30,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from cases import PACKAGES
+from cases import environment
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from processes import finished
+from processes import finished, result_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups.callbacks import AccelerationFlags, Compile, LeanProgressBar
 from lightning_ups.kernels.attention import routed_attention
+from lightning_ups.models.adamw import decay_groups
 from lightning_ups.models.gpt import GPT, SIZES, GPTModule, Linear, Size
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
 from lightning_ups.precision import BF16Precision, Float8Precision
@@ -321,7 +322,9 @@ def bare(row: Row) -> None:
     if row.float8:
         convert_to_float8(model, recipe="tensorwise", head=row.head, emulate=not ON_GPU)
     masters = MasterWeights(model, dtype=torch.bfloat16)
-    inner = torch.optim.AdamW(groups(model), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None)
+    inner = torch.optim.AdamW(
+        decay_groups(model.parameters(), weight_decay=0.1), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None
+    )
     optimizer = MasteredOptimizer(inner, masters)
     forward: Callable[..., Tensor] = model
     if ON_GPU:
@@ -334,15 +337,6 @@ def bare(row: Row) -> None:
 
     with routed_attention("auto"):
         looped(row, forward, clipped, optimizer, device=device)
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return parameter groups in which matrices decay."""
-    parameters = [*model.parameters()]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
 
 
 def bare_sharded(row: Row) -> None:
@@ -369,7 +363,9 @@ def bare_sharded(row: Row) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     model.to_empty(device=device)
     model.init_weights()
-    optimizer = torch.optim.AdamW(groups(model), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), weight_decay=0.1), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None
+    )
 
     def clipped() -> Tensor:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
@@ -463,23 +459,10 @@ def main() -> None:
     if options.side:
         work(SIDES[options.side], row)
     options.output.mkdir(parents=True, exist_ok=True)
-    print_versions(options.output)
+    (options.output / "env.txt").write_text(environment())
     sides = options.sides or row.sides
     results = [*run(options.row, sides, options)]
     print(table(options.row, results))
-
-
-def print_versions(folder: Path) -> None:
-    """Keep the versions and the device."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    lines = [" ".join(sys.argv), torch.cuda.get_device_name() if ON_GPU else "cpu"]
-    for package in PACKAGES:
-        try:
-            lines.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    (folder / "env.txt").write_text("\n".join(lines) + "\n")
 
 
 def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterable[dict[str, Any]]:
@@ -509,10 +492,7 @@ def child(name: str, side: str, timeout: float) -> tuple[dict[str, Any], str]:
     command = [sys.executable, __file__, "--row", name, "--side", side]
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     text = finished(command, timeout=timeout, ranks=rows()[name].gpus, environment=environment)
-    for line in text.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT ")), text
-    return {"error": text.strip()[-800:]}, text
+    return result_of(text), text
 
 
 def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[str, Any], str]:
