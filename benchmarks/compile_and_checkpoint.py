@@ -12,10 +12,9 @@ import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from cases import main
+from cases import left_on_device, main
 from lightning.pytorch import Callback, Trainer, seed_everything
 from typing_extensions import override
 
@@ -84,9 +83,7 @@ def train(
     clock.on_train_end = lambda *_: report.update(_report(trainer))  # type: ignore[method-assign]
     if load:
         module.load_state_dict(torch.load(load, mmap=True)["state_dict"])
-    # Lightning brings everything to the host at the end, which would take longer than the training.
-    module.cpu = lambda: module  # type: ignore[method-assign]
-    with patch("lightning.pytorch.strategies.strategy._optimizers_to_device"):
+    with left_on_device(module):
         trainer.fit(module, data)
     if save:
         trainer.save_checkpoint(save, weights_only=True)

@@ -14,7 +14,6 @@ there already is not run again, so that a set may be spread over several calls, 
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cases import environment
+from cases import environment, left_on_device
+from processes import finished, result_of
 
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ENGINE = ("delayed", "current", "block")
@@ -93,12 +93,7 @@ def _path(output: Path, name: str) -> Path:
 
 def _child(command: list[str], *, timeout_s: float) -> dict[str, Any]:
     began = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        return {"error": f"no result within {timeout_s:.0f} s: {str(error.stderr or '')[-800:]}"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": done.stderr.strip()[-3000:]}
+    result = result_of(finished(command, timeout=timeout_s))
     return result | {"seconds_in_all": round(time.monotonic() - began, 1)}
 
 
@@ -195,7 +190,8 @@ def _fit(
         callbacks=[*([Compile(scope="auto")] if compiled else []), clock, kept], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0,
     )  # fmt: skip
-    trainer.fit(module, data)
+    with left_on_device(module):
+        trainer.fit(module, data)
     conversion = getattr(chosen, "conversion", None)
     return {
         "step_ms": clock.step_ms,
@@ -294,7 +290,8 @@ def _classifier(build: Callable[[], Any], *, classes: int | None, width: int) ->
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=torch.cuda.is_available())
 
-    return Classifier()
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where drawing takes no time
+        return Classifier()
 
 
 def _repeated(batches: list[Any]) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+from cases import left_on_device
 from processes import finished
 
 
@@ -137,7 +138,9 @@ def _work(config: Config) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(_module(config), _batches(config))
+    module = _module(config)
+    with left_on_device(module):
+        trainer.fit(module, _batches(config))
     losses = torch.stack(watch.losses).float()
     peak = torch.tensor(float(torch.cuda.max_memory_allocated()) if cuda else 0.0, device=losses.device)
     if config.gpus > 1:

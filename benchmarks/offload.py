@@ -7,7 +7,6 @@ Every case trains float32 masters, or what it says, at 128 Ki tokens for each op
 process of its own. An out-of-memory error is a result. `UPS_BENCH_SIZE=tiny` tries it all on any machine.
 """
 
-import json
 import os
 import resource
 import statistics
@@ -20,9 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from cases import main
+from cases import left_on_device, main
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.plugins import Precision
+from processes import result_of
 from typing_extensions import override
 
 from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
@@ -177,7 +177,8 @@ def run(case: Case, *, layers: int | None = None, steps: int = STEPS, tokens: in
         accumulate_grad_batches=tokens // (SEQ * batch), gradient_clip_val=1.0, limit_val_batches=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, RandomTokens(vocab_size=module.config.vocab_size, seq_len=SEQ, batch_size=batch))
+    with left_on_device(module):
+        trainer.fit(module, RandomTokens(vocab_size=module.config.vocab_size, seq_len=SEQ, batch_size=batch))
     return {"parameters": sum(p.numel() for p in module.parameters()), "batch": batch, **clock.figures()}
 
 
@@ -217,13 +218,15 @@ def largest(name: str) -> dict[str, Any]:
 
 
 def _trial(name: str) -> dict[str, Any]:
+    # In this session, and not in one of its own: who ends the search ends its trial.
     command = [sys.executable, __file__, "--case", name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"no result within {LIMIT_S} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": done.stderr.strip()[-400:]}
+    return result_of(done.stdout)
 
 
 class Cases(dict[str, Callable[[], dict[str, Any]]]):

@@ -11,16 +11,16 @@ tries it all on any machine: without a GPU the measured column stays empty.
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cases import environment
+from cases import environment, left_on_device
+from processes import finished, result_of
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "results" / "2026-11-21_compile_and_checkpoint" / "result.json"
@@ -148,7 +148,9 @@ def measured(config: Configuration) -> dict[str, Any]:
     )
     data = RandomTokens(vocab_size=_vocabulary(config), seq_len=config.seq, batch_size=config.batch)
     began = time.monotonic()
-    trainer.fit(_module(config), data)
+    module = _module(config)
+    with left_on_device(module):
+        trainer.fit(module, data)
     seconds = round(time.monotonic() - began, 1)
     if not cuda:
         return {"measured_gib": None, "reserved_gib": None, "training_s": seconds}
@@ -236,7 +238,7 @@ def _strategy(config: Configuration, *, name: bool = False) -> Any:
     from lightning_ups.strategies import FSDP2Strategy
 
     if config.strategy == "fsdp2":
-        return FSDP2Strategy(sharding=config.sharding)  # type: ignore[arg-type]
+        return FSDP2Strategy(sharding=config.sharding, meta_device=True, initialise_on="device")  # type: ignore[arg-type]
     if name:
         return config.strategy
     return DDPStrategy if config.strategy == "ddp" else SingleDeviceStrategy
@@ -294,9 +296,11 @@ def _all(options: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"{config.name}: left out, the budget of {options.budget:.0f} s is spent", flush=True)
             continue
         began = time.monotonic()
-        # Planned first, and kept even if the run does not fit: that it would not is a result.
-        result = {"name": config.name, "tuned": False, **_child("plan", config, timeout=left, gpu=False)}
-        result |= _child("measure", config, timeout=max(left - (time.monotonic() - began), 30)) if gpus or size else {}
+        # Planned at the same time, so that the GPU does not wait, and kept even if the run does not fit.
+        with ThreadPoolExecutor(1) as beside:
+            plan = beside.submit(_child, "plan", config, timeout=left, gpu=False)
+            peak = _child("measure", config, timeout=left) if gpus or size else {}
+        result = {"name": config.name, "tuned": False, **plan.result(), **peak}
         result["seconds"] = round(time.monotonic() - began, 1)
         results.append(result)
         print(json.dumps(result), flush=True)
@@ -306,25 +310,8 @@ def _all(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _child(what: str, config: Configuration, *, timeout: float, gpu: bool = True) -> dict[str, Any]:
     command = [sys.executable, __file__, "--worker", what, json.dumps(asdict(config))]
     hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    # A session of its own, so that a run that hangs is ended with all its ranks, and nothing else is.
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **hidden},
-    )
-    try:
-        out, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
-        out += f"\nended after {timeout:.0f} s"
-    for line in out.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return {f"{what}_error": out.strip()[-1500:]}
+    found = result_of(finished(command, timeout=timeout, environment=hidden))
+    return {f"{what}_error": found["error"]} if "error" in found else found
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -22,9 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import environment
+from cases import environment, left_on_device
 from fsdp2 import Config
-from processes import finished
+from processes import finished, result_of
 
 PROFILED = 3
 LEAST_S = 45  # a run that gets less is not begun
@@ -124,9 +124,7 @@ def launch(
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "UPS_WARM": "1" if warm else ""}
     began = time.monotonic()
     out = finished(command, timeout=min(options.timeout, timeout), ranks=config.gpus, environment=caches)
-    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"error": out.strip()[-800:]}
-    return result | {"wall_s": round(time.monotonic() - began, 1)}, out
+    return result_of(out) | {"wall_s": round(time.monotonic() - began, 1)}, out
 
 
 def work(config: Config, way: Way, *, backend: str) -> None:
@@ -172,7 +170,8 @@ def work(config: Config, way: Way, *, backend: str) -> None:
     )
     kept: dict[str, Any] = {}
     module.on_train_end = lambda: kept.update(applied(trainer.strategy).report.parts)  # type: ignore[method-assign, union-attr]
-    trainer.fit(module, _batches(whole))
+    with left_on_device(module):
+        trainer.fit(module, _batches(whole))
     losses = torch.stack(watch.losses).float()
     peak = torch.tensor(more.peak, device=losses.device)
     dist.all_reduce(losses)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import main
+from cases import left_on_device, main
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -464,12 +464,14 @@ def speed(recipe: str, *, compile: bool = False, fuse: str = "auto") -> dict[str
     seq, batch, steps = (4096, 4, 15) if CUDA else (32, 2, 3)
     module = GPTModule(size=size, max_seq_len=seq, lr=3e-4, warmup_steps=1, schedule="constant")
     torch.manual_seed(0)
-    module.configure_model()
+    with DEVICE:  # where drawing takes no time
+        module.configure_model()
     precision: Any = BF16Precision()
     if recipe != "bf16":
         precision = TEPrecision(recipe=None if recipe == "none" else recipe, fuse=fuse)  # type: ignore[arg-type]
     callbacks = (Compile(backend="inductor" if CUDA else "aot_eager"),) if compile else ()
-    losses, watch, _ = train(precision, steps=steps, module=module, callbacks=callbacks, seq=seq, batch=batch)
+    with left_on_device(module):
+        losses, watch, _ = train(precision, steps=steps, module=module, callbacks=callbacks, seq=seq, batch=batch)
     flops = SIZES[size].flops_per_token(seq)
     tokens_s = seq * batch / watch.seconds
     return {

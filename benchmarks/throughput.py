@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from cases import main
+from cases import left_on_device, main
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -155,7 +155,8 @@ def train(
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         **{"devices": 1} | options,
     )  # fmt: skip
-    trainer.fit(made, data)
+    with left_on_device(made):
+        trainer.fit(made, data)
     return made, batch * seq
 
 
