@@ -70,7 +70,7 @@ def with_generator(**options):
         {"sampler": WeightedRandomSampler(torch.ones(8), 8)},
         {"sampler": DistributedSampler(Rows(), num_replicas=2, rank=0)},
     ],
-    ids=str,
+    ids=lambda given: "+".join(given) if isinstance(given, dict) else None,
 )
 def test_workers_whose_order_is_settled_are_read_ahead(options):
     assert reason(**options) is None
@@ -87,7 +87,7 @@ def test_workers_whose_order_is_settled_are_read_ahead(options):
         ({"batch_sampler": OwnBatches(Own(), 2, drop_last=False)}, "may draw random numbers"),
         ({"batch_sampler": BatchSampler(Own(), 2, drop_last=False)}, "may draw random numbers"),
     ],
-    ids=str,
+    ids=lambda given: "+".join(given) if isinstance(given, dict) else None,
 )
 def test_others_are_not(options, words):
     assert words in reason(**options)
