@@ -44,7 +44,49 @@ def _memory(graph, inputs):
     return make_boxed_func(run)
 
 
+class _Recorded:
+    """Runs a graph so that each call leaves its outputs in the same memory, as a CUDA graph does."""
+
+    def __init__(self, graph):
+        self._graph, self._memory = graph, None
+
+    def __call__(self, *args):
+        outputs = self._graph(*args)
+        if self._memory is None:
+            self._memory = [o.clone() if isinstance(o, torch.Tensor) else o for o in outputs]
+        RECORDED.append(self)
+        pairs = zip(self._memory, outputs, strict=True)
+        return [self._in_place(m, o) if isinstance(o, torch.Tensor) else o for m, o in pairs]
+
+    @staticmethod
+    def _in_place(memory, output):
+        memory.data.copy_(output)
+        return torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage(), 0, memory.size(), memory.stride())
+
+
+RECORDED = []  # for each call of a recorded graph, forward or backward
+
+
+def _records(graph, inputs):
+    return make_boxed_func(_Recorded(graph.forward))
+
+
+def _with_modes(graph, inputs, *, mode=None):
+    return _BACKENDS["recorded" if mode == "reduce-overhead" else "aot_as_it_is"](graph, inputs)
+
+
+def _with_modes_but_no_recording(graph, inputs, *, mode=None):
+    if mode == "reduce-overhead":
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return _BACKENDS["aot_as_it_is"](graph, inputs)
+
+
+def _with_modes_and_a_backward_that_dies(graph, inputs, *, mode=None):
+    return _BACKENDS["backward_dies" if mode == "reduce-overhead" else "aot_as_it_is"](graph, inputs)
+
+
 _BACKENDS = {
+    "recorded": aot_autograd(fw_compiler=_records),
     "aot_as_it_is": aot_autograd(fw_compiler=_as_it_is),
     "forward_refused": _refuses,
     "backward_refused": aot_autograd(fw_compiler=_as_it_is, bw_compiler=_refuses),
@@ -55,9 +97,19 @@ _BACKENDS = {
     "no_memory": aot_autograd(fw_compiler=_memory),
 }
 
+# Inductor has modes, and of the others those that take one.
+_WITH_MODES = {
+    "modes": _with_modes,
+    "modes_no_recording": _with_modes_but_no_recording,
+    "modes_backward_dies": _with_modes_and_a_backward_that_dies,
+}
+FAIL_TO_RECORD = ("ups_modes_no_recording", "ups_modes_backward_dies")
+
 
 @cache
 def register():
     """Register them all, under these names with ``ups_`` before them."""
+    for name, backend in _WITH_MODES.items():
+        register_backend(backend, name=f"ups_{name}")
     for name, backend in _BACKENDS.items():
         register_backend(lambda graph, inputs, backend=backend: backend(graph, inputs), name=f"ups_{name}")

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_trial import Caller, with_trial
+from lightning_ups.transforms.cuda_graphs import outputs_owned
 from lightning_ups.transforms.forward import Forward
 
 __all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "prepared", "structure"]
@@ -30,6 +31,7 @@ class Compiler:
         mode: One of inductor's modes.
         dynamic: Whether sizes may vary. None: from the second size on.
         fullgraph: Whether a graph break is an error.
+        own_outputs: Whether what a graph returns is copied out of memory that its next call writes to.
 
     Raises:
         ValueError: If there is no such backend or mode, or if the backend has no modes.
@@ -39,6 +41,7 @@ class Compiler:
     mode: Mode = "default"
     dynamic: bool | None = None
     fullgraph: bool = False
+    own_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -253,6 +256,7 @@ class _Backend:
     def __init__(self, compiler: Compiler) -> None:
         self.__name__ = self.compiler_name = compiler.backend
         self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
+        self._own_outputs = compiler.own_outputs
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         for prepare in _PREPARING:
@@ -263,7 +267,7 @@ class _Backend:
             run = self._compile(graph, inputs)
         if caller := _caller():
             caller.made_graph(from_cache=dynamo.cache_hits() > (hits, misses) and dynamo.cache_hits()[1] == misses)
-        return with_trial(run, graph, caller=_caller)
+        return with_trial(outputs_owned(run) if self._own_outputs else run, graph, caller=_caller)
 
     def reset(self) -> None:
         if reset := getattr(self._compile, "reset", None):

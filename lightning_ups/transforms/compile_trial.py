@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from lightning_ups._compat.dynamo import is_fake, is_written_to
 
-__all__ = ["Caller", "GraphError", "State", "with_trial"]
+__all__ = ["Caller", "GraphError", "Rehearsal", "State", "with_trial"]
 
 Run = Callable[..., Any]
 
@@ -31,6 +31,13 @@ class Caller(Protocol):
     def wants_trial(self) -> bool:
         """Return whether a graph that runs for the first time is to be tried."""
         ...
+
+    def wants_again(self) -> bool:
+        """Return whether a graph is to be tried that has run before."""
+        ...
+
+    def tried(self, rehearsal: "Rehearsal") -> None:
+        """Hear that a graph was tried, and run it once more if need be."""
 
     def not_tried(self, reason: str) -> None:
         """Hear why it is not."""
@@ -59,13 +66,13 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
         new = False  # before the trial, which may call the graph: a checkpoint around the block recomputes it
         try:
             if asker is not None:
-                tries = torch.is_grad_enabled() and asker.wants_trial()
-                reason = (collectives or _try(run, args, placeholders)) if tries else None
+                tries = torch.is_grad_enabled() and (asker.wants_trial() or asker.wants_again())
+                reason = (collectives or _try(run, args, placeholders, asker)) if tries else None
                 if reason is not None:
                     asker.not_tried(reason)
                 asker.runs_graph()
             return run(*args)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, GraphError):
             new = True
             raise
         except Exception as error:
@@ -73,9 +80,11 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
             raise GraphError(f"{type(error).__name__}: {error}") from error
 
     def graph_run(*args: Any) -> Any:
-        if new and not any(map(is_fake, args)):  # a graph split for DDP is called with fakes once, for their strides
-            return first_run(caller(), args)
-        if (asker := caller()) is not None:
+        asker = caller()
+        # A graph split for DDP is called with fakes once, for their strides.
+        if (new or (asker is not None and asker.wants_again())) and not any(map(is_fake, args)):
+            return first_run(asker, args)
+        if asker is not None:
             asker.runs_graph()
         return run(*args)
 
@@ -94,26 +103,45 @@ def _random_kept() -> Iterator[None]:
             yield
 
 
-def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node]) -> str | None:
+class Rehearsal:
+    """A graph with copies of what it was called with, which can be run as often as one likes.
+
+    Args:
+        run: The graph.
+        inputs: The copies.
+    """
+
+    def __init__(self, run: Run, inputs: Sequence[Any]) -> None:
+        self.inputs = inputs
+        self._run = run
+        self._wanted = [value for value in inputs if _wants_grad(value)]
+
+    def forward(self) -> list[Any]:
+        """Run the forward and return its outputs."""
+        outputs = self._run(*self.inputs)
+        return [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
+
+    def backward(self, outputs: Sequence[Any]) -> None:
+        """Run the backward, once for each forward."""
+        outputs = [value for value in outputs if _wants_grad(value)]
+        if outputs and self._wanted:
+            # As in a training step, where autocast ends before the backward.
+            with _no_autocast({value.device.type for value in self._wanted}):
+                torch.autograd.grad(outputs, self._wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True)
+
+
+def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: Caller) -> str | None:
     """Run it on copies, forward and backward, or return why that cannot be."""
     if reason := _uncopyable(args, placeholders):
         return reason
     try:
-        _forward_and_backward(run, args, placeholders)
+        rehearsal = Rehearsal(run, _copies(args, placeholders))
+        with _random_kept(), torch.autograd.set_detect_anomaly(mode=False), _own_saved_tensors():
+            rehearsal.backward(rehearsal.forward())
+            asker.tried(rehearsal)
     except torch.OutOfMemoryError:  # the call needs less, and raises itself if that is too much
         return "it ran out of memory"
     return None
-
-
-def _forward_and_backward(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node]) -> None:
-    inputs = _copies(args, placeholders)
-    with _random_kept(), torch.autograd.set_detect_anomaly(mode=False), _own_saved_tensors():
-        outputs = run(*inputs)
-        outputs = [o for o in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if _wants_grad(o)]
-        wanted = [i for i in inputs if _wants_grad(i)]
-        if outputs and wanted:
-            with _no_autocast({i.device.type for i in wanted}):  # as in a training step, where it ends before backward
-                torch.autograd.grad(outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True)
 
 
 def _copies(args: Sequence[Any], placeholders: Sequence[fx.Node]) -> list[Any]:

@@ -1,5 +1,6 @@
 """What a training loop owes to CUDA graphs, whose outputs lie in memory that the next step writes to again."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -7,7 +8,9 @@ from torch import Tensor, nn
 
 from lightning_ups._compat import dynamo
 
-__all__ = ["OwnGradients", "begin_step", "copied"]
+__all__ = ["COPIED_BYTES", "OwnGradients", "begin_step", "copied", "outputs_owned", "owned", "size"]
+
+COPIED_BYTES = 64 * 2**20  # of what a graph returns: a copy that takes a device some microseconds, and no more
 
 
 def begin_step() -> None:
@@ -15,10 +18,52 @@ def begin_step() -> None:
     torch.compiler.cudagraph_mark_step_begin()
 
 
-def copied(outputs: Any) -> Any:
-    """Return ``outputs`` of a graph with copies of what is likely to be kept: scalars, and all of an evaluation."""
-    evaluating = not torch.is_grad_enabled()
-    return dynamo.tree_map(lambda tensor: tensor.clone() if evaluating or tensor.dim() == 0 else tensor, outputs)
+def copied(outputs: Any, *, limit: int = 0) -> Any:
+    """Return ``outputs`` of a graph with copies of what is likely to be kept.
+
+    These are scalars, all of an evaluation, and, in training, all if it is no more than ``limit`` bytes.
+    """
+    everything = not torch.is_grad_enabled() or (limit > 0 and size(outputs) <= limit)
+    return dynamo.tree_map(lambda tensor: tensor.clone() if everything or tensor.dim() == 0 else tensor, outputs)
+
+
+def size(outputs: Any) -> int:
+    """Return the bytes of the tensors in ``outputs``."""
+    sizes: list[int] = []
+    dynamo.tree_map(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor, outputs)
+    return sum(sizes)
+
+
+def owned(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Tensor]:
+    """Return those of ``outputs`` that are in memory of the graph, and not in that of one of its ``inputs``."""
+    theirs = {_memory(value) for value in inputs if isinstance(value, Tensor)}
+    return [value for value in outputs if isinstance(value, Tensor) and _memory(value) not in theirs]
+
+
+def outputs_owned(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what the graph ``run`` does, with outputs that the next call leaves alone.
+
+    What the model puts aside in attributes or lists is an output of the graph too. An output that lies in memory of an
+    input is returned as it is.
+    """
+    positions: list[int] | None = None
+
+    def own_run(*args: Any) -> tuple[Any, ...]:
+        nonlocal positions
+        outputs = run(*args)
+        outputs = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
+        if positions is None:  # a graph's outputs are always the same kind of thing
+            ours = {id(value) for value in owned(outputs, args)}
+            positions = [index for index, value in enumerate(outputs) if id(value) in ours]
+        for index in positions:
+            outputs[index] = outputs[index].clone()
+        return tuple(outputs)
+
+    return own_run
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class OwnGradients:

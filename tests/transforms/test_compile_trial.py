@@ -11,14 +11,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Caller:
-    def __init__(self, *, armed=True):
-        self.armed, self.skipped, self.runs = armed, [], 0
+    def __init__(self, *, armed=True, again=0, repeat=0):
+        self.armed, self.again, self.repeat, self.skipped, self.runs = armed, again, repeat, [], 0
 
     def made_graph(self, *, from_cache):
         pass
 
     def wants_trial(self):
         return self.armed
+
+    def wants_again(self):
+        return self.again > 0
+
+    def tried(self, rehearsal):
+        self.again -= 1
+        for _ in range(self.repeat):
+            rehearsal.backward(rehearsal.forward())
 
     def not_tried(self, reason):
         self.skipped.append(reason)
@@ -75,6 +83,37 @@ def test_a_graph_is_tried_once_and_leaves_no_trace():
         assert len(calls) == (3 if armed else 2)
     assert results[True] == results[False]
     assert results[True][-1] == 2
+
+
+def test_a_graph_may_be_tried_again_and_as_often_as_one_likes_and_leaves_no_trace():
+    results = {}
+    for options in ({"armed": False}, {"armed": False, "again": 2, "repeat": 3}):
+        block, caller = Block(), Caller(**options)
+        run, calls = compiled(block.forward, caller)
+        torch.manual_seed(1)
+        x, losses = torch.randn(3, 4, requires_grad=True), []
+        for _ in range(3):
+            loss = run(x).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+        grads = [p.grad.tolist() for p in (*block.parameters(), x) if p.requires_grad]
+        buffers = [b.tolist() for b in block.buffers()]
+        results[caller.repeat] = (losses, grads, buffers, torch.get_rng_state().tolist(), caller.runs)
+        assert len(calls) == (3 + 2 * (1 + 3) if caller.repeat else 3)
+    assert results[0] == results[3]
+
+
+def test_a_caller_may_do_without_what_cannot_be_tried():
+    class Strict(Caller):
+        def not_tried(self, reason):
+            raise GraphError(reason)
+
+    caller = Strict()
+    run, calls = compiled(lambda x: x.to_dense() * 2, caller)
+    sparse = torch.eye(2).to_sparse().requires_grad_()
+    with pytest.raises(GraphError, match=r"^its input .* cannot be copied$"):
+        run(sparse)
+    assert calls == []
 
 
 def test_a_backward_that_dies_is_found_before_the_first_call():

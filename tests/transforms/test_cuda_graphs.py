@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.cuda_graphs import OwnGradients, begin_step, copied
+from lightning_ups.transforms.cuda_graphs import OwnGradients, begin_step, copied, outputs_owned, owned, size
 
 
 def test_gradients_survive_that_their_memory_is_overwritten():
@@ -54,6 +54,40 @@ def test_scalars_are_copied_and_in_evaluation_all():
     assert training["hidden"][0] is outputs["hidden"][0]
     with torch.no_grad():
         assert copied(outputs)["hidden"][0] is not outputs["hidden"][0]
+
+
+def test_in_training_all_is_copied_up_to_a_limit():
+    outputs = {"loss": torch.ones(()), "hidden": [torch.ones(256)], "name": "a"}
+    assert size(outputs) == 4 * 257
+    copies, kept = copied(outputs, limit=4 * 257), copied(outputs, limit=4 * 256)
+    assert copies["hidden"][0] is not outputs["hidden"][0]
+    assert kept["hidden"][0] is outputs["hidden"][0]
+    assert kept["loss"] is not outputs["loss"]
+    assert copies["name"] == "a"
+
+
+def test_what_lies_in_an_input_is_not_the_graphs():
+    x, y = torch.ones(2, 3), torch.ones(2, 3)
+    mine = x + y
+    assert owned([x, x.t(), mine, y[1:], 3, None, mine[0]], [x, y, 2])[0] is mine
+    assert len(owned([x, x.t(), mine, y[1:], 3, None, mine[0]], [x, y, 2])) == 2
+
+
+def test_outputs_outlive_the_memory_that_a_graph_writes_to_again():
+    memory = torch.zeros(2, requires_grad=True) * 1
+
+    def graph(x):
+        with torch.no_grad():
+            memory.data.copy_(x)
+        return memory, x, 7
+
+    run, first, second = outputs_owned(graph), torch.ones(2), torch.full((2,), 2.0)
+    kept, same, number = run(first)
+    run(second)
+    assert kept.tolist() == [1, 1]
+    assert same is first
+    assert number == 7
+    assert kept.grad_fn is not None  # a copy passes gradients on
 
 
 @pytest.mark.gpu

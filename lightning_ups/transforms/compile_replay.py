@@ -1,0 +1,244 @@
+"""Replaying CUDA graphs of a model's one root where its first training step shows that they pay, and never otherwise.
+
+Nobody has asked for CUDA graphs here, so nothing may come of them but speed. Hence a recording stands beside what is
+compiled anyway, and takes only the call that it was made for: in training, with gradients, of the very sizes that were
+measured, and one at a time. All other calls, such as those of an evaluation or of the last batch, run as without it.
+Memory of the recording is written to again only when nothing refers to it any more: what the model returns is copied
+out, gradients are moved out, and whoever keeps something else makes torch record anew. A few such recordings, a failure
+while recording, or a second compilation, and it is given up.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ups._compat import dynamo
+from lightning_ups.transforms.compile_frame import Compiler, Frame, calling, frame_of
+from lightning_ups.transforms.compile_mode import Choice, Clock, Timing, choose, measure
+from lightning_ups.transforms.compile_trial import GraphError, Rehearsal, State
+from lightning_ups.transforms.cuda_graphs import begin_step
+from lightning_ups.transforms.forward import Forward
+
+__all__ = ["Call", "Replay", "call_of"]
+
+MOST_RECORDINGS = 8  # beyond those of the first call
+
+
+class Call(NamedTuple):
+    """What tells the calls of a model apart."""
+
+    block: str
+    training: bool
+    inputs: Hashable
+
+
+def call_of(block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Return what tells a call of the ``module`` named ``block`` from others: sizes, types and plain values."""
+    return Call(block, module.training, tuple(_kinds((args, kwargs))))
+
+
+def _kinds(value: Any) -> Iterator[Hashable]:
+    if isinstance(value, Tensor):
+        yield value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    elif isinstance(value, (list, tuple)):
+        yield type(value), len(value)
+        for item in value:
+            yield from _kinds(item)
+    elif isinstance(value, Mapping):
+        yield type(value), (*value,)
+        for item in value.values():
+            yield from _kinds(item)
+    else:
+        yield value if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else type(value)
+
+
+class Replay:
+    """The choice between a model as it is compiled and CUDA graphs of it, and the graphs.
+
+    Args:
+        compiler: How the model is compiled.
+        clock: The times of the host and of the device.
+        recordings: Returns how many CUDA graphs are recorded by now.
+        tell: Called with what the user should know.
+    """
+
+    def __init__(
+        self, compiler: Compiler, clock: Clock, *, recordings: Callable[[], int], tell: Callable[[str], None]
+    ) -> None:
+        self._compiler = replace(compiler, mode="reduce-overhead", dynamic=False, own_outputs=True)
+        self._clock, self._recordings, self._tell = clock, recordings, tell
+        self.choice: Choice | None = None
+        self._now: Call | None = None  # of the model, that runs
+        self._chosen: Call | None = None
+        self._step: list[Call] = []  # for each graph that has run in this step
+        self._timings: dict[Call, Timing | str] = {}
+        self._frame: Frame | None = None
+        self._recorded = 0  # with the first call
+        self._ran = self._tried = False
+        self._pending = False  # a forward whose backward has not been
+        self.gradients = False  # may lie in memory of a recording
+
+    @property
+    def active(self) -> bool:
+        """Whether CUDA graphs are chosen, and not given up."""
+        return self.choice is not None and self.choice.graphs
+
+    @property
+    def idle(self) -> bool:
+        """Whether CUDA graphs are not chosen, or given up."""
+        return self.choice is not None and not self.choice.graphs
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was chosen and came of it, as values that JSON knows."""
+        frame = self._frame
+        made = {} if frame is None else {"graphs": frame.graphs, "seconds": round(frame.seconds, 3)}
+        return {} if self.choice is None else {**self.choice.facts, **made}
+
+    def begin_step(self) -> None:
+        """Take it that a training step begins."""
+        self._step.clear()
+        self._pending, self.gradients = False, self.gradients and self.active
+
+    def end_backward(self) -> None:
+        """Take it that a backward has ended."""
+        self._pending = False
+
+    # The first step: what runs in it, and how long that takes.
+
+    def watch(self, call: Call | None) -> None:
+        """Take it that the model runs ``call`` now, or None, one without gradients."""
+        self._now = call
+
+    def ran_graph(self) -> None:
+        """Take it that a graph runs in this call."""
+        if self.choice is None and self._now is not None:
+            self._step.append(self._now)
+
+    def wants_timing(self) -> bool:
+        """Return whether this call of the model is still to be measured."""
+        return self.choice is None and self._now is not None and self._now not in self._timings
+
+    def time(self, rehearsal: Rehearsal) -> None:
+        """Measure what runs in this call."""
+        assert self._now is not None
+        self._timings[self._now] = measure(rehearsal, self._clock)
+
+    def untimed(self, reason: str) -> None:
+        """Take it that this call cannot be measured."""
+        if self._now is not None:
+            self._timings[self._now] = reason
+
+    def decide(self) -> None:
+        """Choose by what ran in the step that ends, if that was anything and the choice is not made."""
+        if self.choice is None and self._step:
+            self.choice = self._choose()
+            if self.active:
+                # From now on the generation, as torch calls it, stays the same: what is alive is not written to again.
+                begin_step()
+
+    def _choose(self) -> Choice:
+        if len(self._step) != 1:
+            return Choice(
+                graphs=False, why=f"{len(self._step)} graphs run in a step, and CUDA graphs are chosen for one"
+            )
+        (self._chosen,) = self._step
+        timing = self._timings.get(self._chosen, "it had run before")
+        if isinstance(timing, str):
+            return Choice(graphs=False, why=f"the model could not be measured: {timing}")
+        return choose(timing)
+
+    # Afterwards: the graphs.
+
+    def takes(self, call: Call) -> bool:
+        """Return whether ``call`` is to be replayed now."""
+        return self.active and not self._pending and call == self._chosen
+
+    def run(self, inner: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+        """Return whether the graph has run, and what it returned; if it has not, it is given up."""
+        assert self._chosen is not None
+        if self._frame is None:
+            self._frame = frame_of(inner, module, self._compiler, name=self._chosen.block, alone=False)
+        frame, start, self._ran = self._frame, dynamo.mark(), False
+        kept, variants = None if self._tried else State(module), len(frame.askers)
+        try:
+            with calling(self):
+                outputs = frame.run(module, *args, **kwargs)
+        except Exception as error:
+            if kept is None or not (_is_ours(error) or dynamo.is_compiler_error(error, start)):
+                raise
+            kept.put_back()
+            self.give_up(_first_line(error))
+            return False, None
+        self._pending = self.gradients = True
+        if dynamo.compiled_since(start):
+            frame.learn(start, asker=self._chosen.block, kind=None)
+        if self._tried and len(frame.askers) > variants:
+            guard = frame.recompiles[-1] if frame.recompiles else "unknown"
+            self.give_up(f"the model was compiled again, since this did not hold: {guard}")
+        elif self._ran and not self._tried:
+            self._prove(frame)
+        return True, outputs
+
+    def _prove(self, frame: Frame) -> None:
+        self._tried, self._recorded = True, self._recordings()
+        if frame.no_cuda_graphs:
+            self.give_up(f"inductor records none: {frame.no_cuda_graphs[-1]}")
+
+    def check(self) -> None:
+        """Give up if the graphs are recorded over and over; call it after each step."""
+        if self.active and self._tried and self._recordings() - self._recorded > MOST_RECORDINGS:
+            self.give_up(
+                "they are recorded anew in one step after another, since something keeps what a graph returned, or"
+                " brings weights and buffers to other memory"
+            )
+
+    def give_up(self, reason: str) -> None:
+        """Go on without CUDA graphs."""
+        assert self.choice is not None
+        self.choice = replace(self.choice, graphs=False, why=f"CUDA graphs were given up: {reason}")
+        self._tell(
+            f"Compile gives up CUDA graphs, which mode='auto' had chosen: {reason}."
+            " The run goes on as with mode='default', which is slower where launching takes most of a step."
+            " Set mode='default' to do without from the start."
+        )
+
+    # What compile_trial.Caller asks for, on behalf of the recording.
+
+    def made_graph(self, *, from_cache: bool) -> None:
+        """Count it."""
+        assert self._frame is not None
+        self._frame.graphs += 1
+        self._frame.cache_hits += from_cache
+
+    def wants_trial(self) -> bool:
+        """Return whether nothing has been recorded in this run."""
+        return not self._tried
+
+    def wants_again(self) -> bool:
+        """Return the same for a graph that an earlier run has recorded, with weights that lay elsewhere."""
+        return not self._tried and not self._ran
+
+    def tried(self, rehearsal: Rehearsal) -> None:
+        """Record it and replay it, since the first time has only warmed up."""
+        for _ in range(2):
+            rehearsal.backward(rehearsal.forward())
+
+    def not_tried(self, reason: str) -> None:
+        """Do without what cannot be tried."""
+        raise GraphError(reason)
+
+    def runs_graph(self) -> None:
+        """Take it that the graph runs in this call."""
+        self._ran = True
+
+
+def _is_ours(error: Exception) -> bool:
+    return isinstance(error, (GraphError, torch.OutOfMemoryError))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,0 +1,399 @@
+"""``Compile(mode="auto")`` on a CPU, by a backend that replays into the same memory again, as CUDA graphs do."""
+
+import json
+import re
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_ups.callbacks import ActivationOffload, Compile
+from lightning_ups.order import applied
+from tests import backends
+from tests.clocks import FixedClock
+from tests.toys import trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_backends(monkeypatch):
+    backends.register()
+    monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("ups_modes", *backends.FAIL_TO_RECORD))
+    torch.compiler.reset()
+    backends.RECORDED.clear()
+
+
+class Core(nn.Module):
+    """Draws, keeps statistics, and puts something aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x, scale=1.0):
+        self.aside = self.layers(x)
+        return {"out": self.head(self.aside) * scale, "mean": self.aside.mean()}
+
+
+class Keeper(LightningModule):
+    """Keeps whatever a user may keep: losses, outputs, what the model put aside, gradients, predictions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.core = Core()
+        self.kept, self.grads = [], []
+
+    def training_step(self, batch, index):
+        outputs = self.core(batch)
+        loss = outputs["out"].square().mean() + outputs["mean"]
+        self.kept += [loss.detach(), outputs["out"], self.core.aside, outputs["mean"]]
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.grads.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
+
+    def validation_step(self, batch, index):
+        self.kept.append(self.core(batch)["out"])
+
+    def predict_step(self, batch):
+        return self.core(batch)["out"]
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def rows(count, size, *, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(torch.randn(count, 4, generator=generator), batch_size=size)
+
+
+def run(tmp_path, monkeypatch, compile_=None, *, module=Keeper, clock=None, batches=None, callbacks=(), **options):
+    """Fit, validate on the way and predict; return all that is left behind."""
+    if clock is not None:
+        monkeypatch.setattr("lightning_ups.callbacks.compile._clock", lambda device: clock)
+    model = module()
+    torch.manual_seed(5)
+    options = {"epochs": 2, "val_check_interval": 2, **options}
+    lightning = trainer(tmp_path, callbacks=[*([compile_] if compile_ else []), *callbacks], **options)
+    lightning.fit(model, batches or rows(20, 4), rows(4, 4))
+    return {
+        "kept": [value.tolist() for value in model.kept],
+        "grads": [[grad.tolist() for grad in grads] for grads in model.grads],
+        "state": {name: value.tolist() for name, value in model.state_dict().items()},
+        "random": torch.get_rng_state().tolist(),
+        "logged": {name: value.item() for name, value in lightning.logged_metrics.items()},
+        "predicted": [value.tolist() for value in lightning.predict(model, rows(8, 4))],
+    }
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """Collect the reports of all runs that choose their mode."""
+    found = []
+    make = Compile._make_replay
+
+    def keep(self, module, scope, context):
+        if self.chooses_mode:
+            found.append(context.report)
+        return make(self, module, scope, context)
+
+    monkeypatch.setattr(Compile, "_make_replay", keep)
+    return found
+
+
+def lines(report):
+    return [line for line in report.parts["Compile"]["lines"] if "mode auto" in line]
+
+
+def auto(**options):
+    return Compile(**{"scope": "model", "mode": "auto", "backend": "ups_modes", **options})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_graphs_are_chosen_and_leave_everything_bitwise_as_it_is(tmp_path, monkeypatch, reports, accumulate):
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), **options)
+    actual = run(tmp_path, monkeypatch, auto(), clock=(clock := FixedClock(6.1, 5.2)), **options)
+    assert actual == expected
+    assert clock.measured > 1
+    # Ten steps, of which the first is measured; three recorded forwards and backwards are a rehearsal.
+    assert len(backends.RECORDED) == 2 * (9 + 3)
+    assert lines(reports[0]) == [
+        "mode auto: decided after the first step, by what launching and computing take",
+        "mode auto: CUDA graphs, since launching takes 6.1 ms and the device 5.2",
+    ]
+    facts = reports[0].parts["Compile"]
+    assert facts["mode"] == "auto"
+    assert facts["chosen"]["mode"] == "reduce-overhead"
+    assert facts["chosen"]["graphs"] == 1
+    assert lines(reports[-1]) == ["mode auto: default, since nothing is trained"]  # while it predicts
+    json.dumps(facts)
+
+
+def test_a_device_that_is_busy_keeps_the_default_mode(tmp_path, monkeypatch, reports, caplog):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    with caplog.at_level("INFO"):
+        actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(9, 250))
+    assert actual == expected
+    assert backends.RECORDED == []
+    assert lines(reports[0])[1:] == ["mode auto: default, since launching takes 9 ms and the device 250"]
+    said = [r.getMessage() for r in caplog.records if "launching takes 9" in r.getMessage()]
+    assert said == ["Compile: mode auto: default, since launching takes 9 ms and the device 250"]
+
+
+def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    monkeypatch.setattr("lightning_ups.transforms.compile_frame.outputs_owned", lambda run: run)
+    actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
+    assert actual["kept"] != expected["kept"]
+
+
+def test_without_own_gradients_accumulation_would_be_wrong(tmp_path, monkeypatch):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), accumulate_grad_batches=2)
+    monkeypatch.setattr("lightning_ups.transforms.cuda_graphs.OwnGradients.take", lambda self: None)
+    actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2), accumulate_grad_batches=2)
+    assert actual["grads"] != expected["grads"]
+
+
+def test_other_sizes_run_without_a_recording_and_are_never_recorded(tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(4)
+    batches = [torch.randn(size, 4, generator=generator) for size in (4, 4, 3, 6, 5, 4, 7, 8, 4, 9, 10, 4)]
+    options = {"batches": DataLoader(batches, batch_size=None), "epochs": 1, "val_check_interval": 1.0}
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), **options)
+    actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2), **options)
+    assert actual == expected
+    assert len(backends.RECORDED) == 2 * (4 + 3)  # the other four batches of four, and the rehearsal
+
+
+class Twice(Keeper):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) + self.core(batch * 2)["out"].mean()
+
+
+class TwiceLater(Keeper):
+    """Calls the model for a second time once it is recorded."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss + self.core(batch * 2)["out"].mean() if self.global_step > 3 else loss
+
+
+class Apart(Keeper):
+    def __init__(self):
+        super().__init__()
+        self.tail = nn.Linear(2, 2)
+
+    def training_step(self, batch, index):
+        return self.tail(self.core(batch)["out"]).square().mean()
+
+
+@pytest.mark.parametrize("module", [Twice, Apart])
+def test_graphs_are_chosen_for_one_in_a_step(tmp_path, monkeypatch, reports, module):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=module)
+    actual = run(tmp_path, monkeypatch, auto(), module=module, clock=FixedClock(6.1, 5.2))
+    assert actual == expected
+    assert backends.RECORDED == []
+    assert lines(reports[0])[1:] == [
+        "mode auto: default, since 2 graphs run in a step, and CUDA graphs are chosen for one"
+    ]
+
+
+def test_a_second_call_in_a_step_does_not_touch_the_recording(tmp_path, monkeypatch):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=TwiceLater)
+    actual = run(tmp_path, monkeypatch, auto(), module=TwiceLater, clock=FixedClock(6.1, 5.2))
+    assert actual == expected
+    assert len(backends.RECORDED) == 2 * (9 + 3)
+
+
+class Manual(Keeper):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "why"),
+    [
+        ({"scope": "blocks"}, {}, r"blocks are compiled one by one.*scope='auto'"),
+        ({"backend": "aot_eager"}, {}, "the backend aot_eager records no CUDA graphs"),
+        ({"dynamic": True}, {}, "sizes vary, by dynamic=True"),
+        ({}, {"module": Manual}, "the module optimizes manually"),
+        ({}, {"clock": None}, "this run is on cpu"),
+    ],
+    ids=["blocks", "backend", "dynamic", "manual", "cpu"],
+)
+def test_where_graphs_are_not_chosen_nothing_is_measured_and_the_reason_is_said(
+    tmp_path, monkeypatch, reports, options, more, why
+):
+    clock = FixedClock(6.1, 5.2)
+    more = {"clock": clock, **more}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*CUDA graphs.*")  # nobody asked for them
+        run(tmp_path, monkeypatch, auto(**options), epochs=1, **more)
+    assert (clock.measured, backends.RECORDED) == (0, [])
+    (line,) = lines(reports[0])
+    assert line.startswith("mode auto: default, since ")
+    assert re.search(why, line)
+    assert reports[0].parts["Compile"]["chosen"]["mode"] == "default"
+
+
+class Moving(ActivationOffload):
+    def change(self, module, context):
+        return nullcontext()
+
+
+def test_graphs_are_not_chosen_beside_what_moves_memory(tmp_path, monkeypatch, reports):
+    compile_ = auto(scope="auto")
+    run(tmp_path, monkeypatch, compile_, clock=FixedClock(6.1, 5.2), callbacks=[Moving()], epochs=1)
+    assert lines(reports[0]) == ["mode auto: default, since Moving moves memory by itself"]
+
+
+def several(tmp_path, strategy):
+    warnings.simplefilter("ignore")
+    backends.register()
+    found = []
+    model = Keeper()
+    model.on_train_batch_end = lambda *_: found.append(applied(model.trainer.strategy).report.parts["Compile"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ups.callbacks.compile._clock", lambda device: FixedClock(6.1, 5.2))
+        callbacks = [auto(scope="auto")]
+        trainer(tmp_path, strategy=strategy, devices=2, callbacks=callbacks, epochs=1).fit(model, rows(8, 2))
+    return [line for line in found[-1]["lines"] if "mode auto" in line]
+
+
+def test_graphs_are_not_chosen_on_several_devices(ranks, tmp_path):
+    (line,) = ranks(several, tmp_path, "ddp")
+    assert line.startswith("mode auto: default, since DDPStrategy has a group of processes")
+    (line,) = ranks(several, tmp_path, "fsdp2")
+    assert line == "mode auto: default, since FSDP2Strategy shards the weights"
+
+
+@pytest.mark.parametrize("backend", backends.FAIL_TO_RECORD)
+def test_a_recording_that_fails_harms_nothing(tmp_path, monkeypatch, reports, backend):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    with pytest.warns(UserWarning, match=r"gives up CUDA graphs, which mode='auto' had chosen.*Set mode='default'"):
+        actual = run(tmp_path, monkeypatch, auto(backend=backend), clock=FixedClock(6.1, 5.2))
+    assert actual == expected
+    assert lines(reports[0])[-1].startswith("mode auto: default, since CUDA graphs were given up: ")
+    assert reports[0].parts["Compile"]["chosen"]["mode"] == "default"
+
+
+class Scheduled(Keeper):
+    """Has an attribute that the model reads and the module changes."""
+
+    def training_step(self, batch, index):
+        self.core.layers[3].p = 0.3 if self.global_step < 4 else 0.1
+        return super().training_step(batch, index)
+
+
+def test_a_model_that_changes_is_recorded_once(tmp_path, monkeypatch, reports):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Scheduled)
+    with pytest.warns(UserWarning, match="the model was compiled again, since this did not hold: .*p"):
+        actual = run(tmp_path, monkeypatch, auto(), module=Scheduled, clock=FixedClock(6.1, 5.2))
+    assert actual == expected
+    assert "was compiled again" in lines(reports[0])[-1]
+
+
+def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
+    count = iter(range(0, 1000, 2))
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: next(count))
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    with pytest.warns(UserWarning, match="recorded anew in one step after another"):
+        actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
+    assert actual == expected
+    assert 2 * 3 < len(backends.RECORDED) < 2 * (9 + 3)
+    assert "recorded anew" in lines(reports[0])[-1]
+
+
+def test_outputs_that_are_large_forbid_graphs(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr("lightning_ups.transforms.compile_mode.COPIED_BYTES", 100)
+    run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
+    assert backends.RECORDED == []
+    assert "default, since the model returns" in lines(reports[0])[-1]
+
+
+def test_a_second_fit_measures_and_chooses_anew(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr("lightning_ups.callbacks.compile._clock", lambda device: FixedClock(6.1, 5.2))
+    compile_ = auto()
+    for _ in range(2):
+        model = Keeper()
+        trainer(tmp_path, callbacks=[compile_], epochs=1).fit(model, rows(12, 4))
+    assert [lines(report)[-1].startswith("mode auto: CUDA graphs") for report in reports] == [True, True]
+    assert len(backends.RECORDED) == 2 * 2 * (2 + 3)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Skips(Keeper):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return None if index in (0, 3) else loss
+
+
+def test_a_skipped_step_neither_decides_nor_stops_replaying(tmp_path, monkeypatch):
+    options = {"epochs": 1, "val_check_interval": 1.0, "batches": rows(32, 4)}
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Skips, **options)
+    actual = run(tmp_path, monkeypatch, auto(), module=Skips, clock=FixedClock(6.1, 5.2), **options)
+    assert actual == expected
+    assert len(backends.RECORDED) == 2 * (5 + 3) + 1  # the forward of the step that is skipped
+
+
+def test_cli_takes_it_and_refuses_others(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "trainer:\n  accelerator: cpu\n  logger: false\n  callbacks:\n"
+        "    - class_path: lightning_ups.callbacks.Compile\n      init_args: {scope: auto, mode: auto}\n"
+    )
+    cli = LightningCLI(Keeper, run=False, args=["--config", str(config)], save_config_callback=None)
+    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, Compile)]
+    assert (callback.chooses_mode, callback.replays_cuda_graphs, callback.compiler.mode) == (True, False, "default")
+    with pytest.raises(ValueError, match=r"mode='automatic'.*Use one of \('default', .*'auto'\)"):
+        Compile(mode="automatic")
+
+
+class Returned(Keeper):
+    """Keeps what the model returns, and not what it puts aside."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        del self.kept[-2]
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_graphs_that_are_asked_for_keep_what_the_model_returns_too(tmp_path, monkeypatch, accumulate):
+    options = {"module": Returned, "accumulate_grad_batches": accumulate}
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), **options)
+    asked = Compile(scope="model", backend="ups_modes", mode="reduce-overhead")
+    actual = run(tmp_path, monkeypatch, asked, **options)
+    assert len(backends.RECORDED) > 20
+    assert actual == expected
+
+
+def test_graphs_that_are_asked_for_say_which_outputs_are_too_large_to_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.compile.COPIED_BYTES", 30)
+    asked = Compile(scope="model", backend="ups_modes", mode="reduce-overhead")
+    with pytest.warns(
+        UserWarning, match=r"core \(Core\) returns 0 MiB in memory that CUDA graphs.*Keep copies: output"
+    ):
+        actual = run(tmp_path, monkeypatch, asked, module=Returned)
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Returned)
+    assert actual["kept"] != expected["kept"]  # as it says
+    assert actual["grads"] == expected["grads"]

@@ -1,0 +1,166 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.transforms.compile import compiled
+from lightning_ups.transforms.compile_frame import Compiler
+from lightning_ups.transforms.compile_replay import MOST_RECORDINGS, Replay, call_of
+from lightning_ups.transforms.cuda_graphs import OwnGradients
+from tests import backends
+from tests.clocks import FixedClock
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def own_backends():
+    backends.register()
+    torch.compiler.reset()
+    backends.RECORDED.clear()
+
+
+def test_calls_are_told_apart_by_sizes_types_values_and_mode():
+    x, module = torch.ones(2, 3), nn.Identity()
+
+    def call(*args, **kwargs):
+        return call_of("net", module, args, kwargs)
+
+    same = call(x, {"mask": None, "ids": [x, x]}, scale=2.0)
+    assert same == call(x * 2, {"mask": None, "ids": [x, x + 1]}, scale=2.0)
+    others = [
+        call(x[:1], {"mask": None, "ids": [x, x]}, scale=2.0),
+        call(x.t().contiguous().t(), {"mask": None, "ids": [x, x]}, scale=2.0),
+        call(x.double(), {"mask": None, "ids": [x, x]}, scale=2.0),
+        call(x.clone().requires_grad_(), {"mask": None, "ids": [x, x]}, scale=2.0),
+        call(x, {"mask": x, "ids": [x, x]}, scale=2.0),
+        call(x, {"mask": None, "ids": (x, x)}, scale=2.0),
+        call(x, {"mask": None, "ids": [x]}, scale=2.0),
+        call(x, {"mask": None, "ids": [x, x]}, scale=3.0),
+        call(x, {"mask": None, "ids": [x, x]}, factor=2.0),
+        call_of("other", module, (x, {"mask": None, "ids": [x, x]}), {"scale": 2.0}),
+        call_of("net", nn.Identity().eval(), (x, {"mask": None, "ids": [x, x]}), {"scale": 2.0}),
+    ]
+    assert same not in others
+    assert len({same, *others}) == len(others) + 1
+
+
+class Loop:
+    """A training loop by hand around a model that may be replayed."""
+
+    def __init__(self, model, clock, *, recordings=lambda: 0):
+        self.model, self.told = model, []
+        compiler = Compiler(backend="ups_modes")
+        self.replay = Replay(compiler, clock, recordings=recordings, tell=self.told.append)
+        self.gradients = OwnGradients(model)
+        self.context = compiled({"": model}, compiler, replay=self.replay, trial=True)
+
+    def step(self, x, *, backward=True):
+        self.replay.begin_step()
+        output = self.model(x)
+        if backward:
+            output.square().sum().backward()
+            self.replay.end_backward()
+            if self.replay.gradients:
+                self.gradients.take()
+        self.replay.decide()
+        self.replay.check()
+        return output
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def test_it_replays_after_the_first_step_and_adds_to_gradients():
+    model, expected, x = net(), net(), torch.randn(3, 4)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        outputs = [loop.step(x) for _ in range(4)]
+    for _ in range(4):
+        expected(x).square().sum().backward()
+    for parameter, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert loop.replay.facts["mode"] == "reduce-overhead"
+    assert len(backends.RECORDED) == 2 * (3 + 3)
+
+
+def test_one_forward_waits_for_its_backward_and_others_run_beside_it():
+    model, x = net(), torch.randn(3, 4)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        loop.step(x)
+        loop.step(x)
+        loop.replay.begin_step()
+        first, ran = model(x), len(backends.RECORDED)
+        second = model(x * 2)  # with the first still to be used in a backward
+        assert len(backends.RECORDED) == ran
+        (first.sum() + second.sum()).backward()
+        loop.replay.end_backward()
+        model(x)
+        assert len(backends.RECORDED) == ran + 2  # the backward of the first, and a forward
+
+
+def test_evaluation_and_gradients_in_another_mode_are_not_replayed():
+    model, x = net(), torch.randn(3, 4)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        loop.step(x)
+        loop.step(x)
+        loop.replay.begin_step()
+        ran = len(backends.RECORDED)
+        with torch.no_grad():
+            kept = [model(x * factor) for factor in (1, 2)]
+        assert not torch.equal(*kept)
+        model.eval()
+        model(x)
+        assert len(backends.RECORDED) == ran
+        model.train()
+        model(x)
+        assert len(backends.RECORDED) == ran + 1
+
+
+def test_nothing_is_decided_before_something_ran_and_nothing_twice():
+    replay = Replay(Compiler(), FixedClock(2.0, 1.0), recordings=lambda: 0, tell=print)
+    replay.begin_step()
+    replay.decide()
+    assert (replay.choice, replay.active, replay.idle, replay.facts) == (None, False, False, {})
+    loop = Loop(net(), FixedClock(1.0, 2.0))
+    with loop.context:
+        loop.step(torch.randn(3, 4))
+        choice = loop.replay.choice
+        assert (loop.replay.active, loop.replay.idle) == (False, True)
+        loop.step(torch.randn(3, 4))
+        assert loop.replay.choice is choice
+
+
+def test_what_could_not_be_tried_is_not_replayed():
+    model = net()
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    loop.replay.time = lambda rehearsal: loop.replay.untimed("it ran out of memory")
+    with loop.context:
+        loop.step(torch.randn(3, 4))
+    assert str(loop.replay.choice) == "mode auto: default, since the model could not be measured: it ran out of memory"
+
+
+def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run():
+    count = [2]
+    model, x = net(), torch.randn(3, 4)
+    loop = Loop(model, FixedClock(2.0, 1.0), recordings=lambda: count[0])
+    with loop.context:
+        loop.step(x)
+        loop.step(x)
+        count[0] += MOST_RECORDINGS
+        loop.step(x)
+        assert loop.replay.active
+        count[0] += 1
+        loop.step(x)
+        assert loop.replay.idle
+        assert loop.replay.gradients  # of this step
+        ran = len(backends.RECORDED)
+        loop.step(x)
+        assert not loop.replay.gradients
+        assert len(backends.RECORDED) == ran
+    (told,) = loop.told
+    assert told.endswith("Set mode='default' to do without from the start.")
