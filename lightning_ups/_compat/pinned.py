@@ -21,7 +21,9 @@ def pinned(nbytes: int) -> Tensor:
     # Not `pin_memory=True`: torch's allocator rounds up to a power of two, which costs up to half of a large buffer.
     if memory.nbytes and torch.cuda.is_available():
         _check(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0), nbytes)
-        whole, memory = memory, memory[:nbytes]
+        whole = memory
+        # With a storage of its own: torch takes a tensor for pinned where its storage begins with pinned memory.
+        memory = torch.frombuffer(whole.numpy(), dtype=torch.uint8, count=nbytes)
         # Memory that is freed while it is pinned could be pinned by nobody again who gets it next.
         release = weakref.finalize(memory, _unregister, whole.data_ptr())
         release.atexit = False

@@ -70,6 +70,7 @@ def test_the_kernel_is_torchs_fused_step(dtype, coefficient, shapes):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
 def test_a_step_over_masters_is_a_few_launches_however_many_weights():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))).cuda()
     masters = MasterWeights(model, dtype=torch.bfloat16)
