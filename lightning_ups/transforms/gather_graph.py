@@ -18,12 +18,13 @@ class GatherPlan:
     """Prepares each captured graph of a model whose parameters are gathered when they are read.
 
     Args:
-        blocks: The names of blocks, relative to the root that they are in.
+        blocks: The names of blocks, relative to the root that they are in, in one order: the text of a plan is part of
+            the key of inductor's cache, and a set's differs from process to process.
         recompute: Whether the backward gathers anew.
         key: Whatever else tells two models apart that may not share graphs.
     """
 
-    blocks: frozenset[str]
+    blocks: tuple[str, ...]
     recompute: bool
     key: str = ""
 
@@ -32,7 +33,7 @@ class GatherPlan:
         """Return the plan for ``blocks`` inside ``roots``, modules by their full names."""
         roots = list(roots)
         inside = {block.removeprefix(f"{root}.") for block in blocks for root in roots if block.startswith(f"{root}.")}
-        return cls(frozenset(inside), recompute, key)
+        return cls(tuple(sorted(inside)), recompute, key)
 
     def __call__(self, graph: fx.GraphModule) -> None:
         """Mark the gathers of ``graph``.

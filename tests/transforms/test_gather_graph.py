@@ -34,6 +34,14 @@ def test_a_gather_belongs_to_the_block_that_it_is_made_in():
     assert groups(plan, graph) == ["layers.0", "layers.10", "rest", "rest", "rest"]
 
 
+def test_the_text_of_a_plan_is_the_same_in_every_process():
+    names = [f"model.layers.{i}" for i in range(8)]
+    text = str(GatherPlan.of(reversed(names), ["model"], recompute=True))
+    places = [text.index(f"'layers.{i}'") for i in range(8)]
+    assert places == sorted(places)  # inductor's cache is found by this text, and sets have another order each time
+    assert text == str(GatherPlan.of(names, ["model"], recompute=True))
+
+
 def test_the_outermost_block_counts():
     plan = GatherPlan.of(["model.layers.0", "model.layers.0.up"], ["model"], recompute=True)
     assert groups(plan, graph_of("layers.0.up")) == ["layers.0"]
