@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -20,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_ups.transforms.cast import cast_around
 from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, part_of
+from lightning_ups.transforms.replicated import give_first
 from lightning_ups.transforms.sharded_before import check_same, recall, refuse_lazy, remember
 
 __all__ = [
@@ -131,10 +131,14 @@ class Gathering:
             RuntimeError: If so; the message names the parameters.
         """
         written = {id(shard) for tensor, version, shard in self._read if tensor._version != version}
-        self._read.clear()
+        self.forget()
         if written:
             names = [name for name, p in model.named_parameters() if id(p) in written]
             raise RuntimeError(_lost(", ".join(names)))
+
+    def forget(self) -> None:
+        """Hold on to nothing that was gathered."""
+        self._read.clear()
 
     # Hooks of the model and its roots, so that a call outside of a step gathers too.
 
@@ -144,10 +148,12 @@ class Gathering:
             self._before.append(self.active)
             self.active = True
 
-    def end_call(self, *_: Any) -> None:
-        """Gather as before `begin_call`."""
+    def end_call(self, module: nn.Module, *_: Any) -> None:
+        """Gather as before `begin_call`; at the end of a call outside of a step, look for what was written in it."""
         if not torch.compiler.is_compiling():
             self.active = self._before.pop()
+            if not self.active:
+                self.check_unwritten(module)
 
 
 def _lost(name: str) -> str:
@@ -256,7 +262,7 @@ def parametrise(
     if (earlier := recall(model)) is not None:
         check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
         assert isinstance(earlier, Parametrised)
-        earlier.gathering.check_unwritten(nn.Module())  # what an exception left
+        earlier.gathering.forget()  # what an exception left
         return earlier
     _check(model)
     outermost = list(roots)
@@ -321,16 +327,10 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
 
 def _start_alike(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Bring buffers, and what stays whole, to the device, with the values of the first rank."""
-    device, replicas = device_of(mesh), mesh[DATA].get_group()
-    for tensor in tensors:
-        if not tensor.is_meta:
-            tensor.data = tensor.data.to(device)
-            _broadcast(tensor.data, replicas)
-
-
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
-        dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor, group=group, group_src=0)
+    found = [tensor for tensor in tensors if not tensor.is_meta]
+    for tensor in found:
+        tensor.data = tensor.data.to(device_of(mesh))
+    give_first([tensor.detach() for tensor in found], group=mesh[DATA].get_group())
 
 
 @torch.no_grad()
@@ -341,7 +341,7 @@ def _shard(parameter: nn.Parameter, gathering: Gathering) -> nn.Parameter:
     if not whole.is_meta:
         whole = whole.to(device_of(mesh)).contiguous()
         for dim in range(mesh.ndim):
-            _broadcast(whole, mesh.get_group(dim))
+            give_first([whole], group=mesh.get_group(dim))
     part = part_of(whole, mesh, placements).clone(memory_format=torch.contiguous_format)
     stride = torch.empty(whole.shape, device="meta").stride()
     shard = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=stride)

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["BufferSync", "average_gradients"]
+__all__ = ["BufferSync", "average_gradients", "give_first"]
 
 
 @torch.no_grad()
@@ -38,6 +38,31 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+@torch.no_grad()
+def give_first(tensors: Iterable[Tensor], *, group: ProcessGroup) -> None:
+    """Give ``tensors``, in place, the values that they have on the first rank of ``group``."""
+    if group.size() == 1:
+        return
+    under_way = []
+    for tensor in map(_each_once, tensors):
+        flat = tensor.contiguous()  # collectives go over memory as it lies: a view of a part would get its neighbours'
+        sent = torch.view_as_real(flat) if flat.is_complex() else flat
+        under_way.append((dist.broadcast(sent, group=group, group_src=0, async_op=True), tensor, flat))
+    for work, tensor, flat in under_way:
+        if work is not None:
+            work.wait()
+        if flat is not tensor:
+            tensor.copy_(flat)
+
+
+def _each_once(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` without what an expansion repeats."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -73,10 +98,7 @@ class BufferSync:
         if self._names is None and self._stepped:
             self._names = self._agree(buffers)
         names = [name for name in buffers if self._names is None or name in self._names]
-        works = [dist.broadcast(buffers[name], group=self._group, group_src=0, async_op=True) for name in names]
-        for work in works:
-            if work is not None:
-                work.wait()
+        give_first((buffers[name] for name in names), group=self._group)
         if self._names is None:
             self._before = _versions(buffers)
 

@@ -1,4 +1,5 @@
 import copy
+import weakref
 
 import pytest
 import torch
@@ -435,3 +436,52 @@ def again():
 
 def test_the_same_again_is_kept(ranks):
     assert ranks(again) == (True, 1)
+
+
+def after_an_exception():
+    model = Net()
+    gathering = done(model).gathering
+    try:
+        with gathering.reading(whole=True), torch.no_grad():
+            model.first.weight.zero_()
+            raise KeyError
+    except KeyError:
+        pass
+    again = done(model).gathering
+    again.check_unwritten(model)
+    return again is gathering
+
+
+def test_a_write_in_a_step_that_failed_is_not_held_against_the_next_run(ranks):
+    assert ranks(after_an_exception)
+
+
+def held_after_calls():
+    model, seen = nn.Module(), []
+    model.root = Net()
+    gathering = done(model).gathering
+    model.root.first.register_forward_hook(lambda layer, *_: seen.append(weakref.ref(layer.weight)))
+    with torch.no_grad():
+        for _ in range(2):
+            model.root(torch.ones(1, 4))
+        outside = [ref() is not None for ref in seen]
+        with gathering.reading(whole=True):
+            model.root(torch.ones(1, 4))
+            within = seen[-1]() is not None
+        gathering.check_unwritten(model)
+    return outside, within, seen[-1]() is not None
+
+
+def test_what_a_call_outside_a_step_gathered_is_not_kept(ranks):
+    assert ranks(held_after_calls) == ([False, False], True, False)
+
+
+def written_in_a_call():
+    model = nn.Module()
+    model.root = Writes("in place")
+    done(model)
+    return refused(lambda: model.root(torch.ones(1, 4)), RuntimeError)
+
+
+def test_a_write_in_a_call_outside_a_step_is_refused(ranks):
+    assert ranks(written_in_a_call).startswith("inner.weight was written to within a step")

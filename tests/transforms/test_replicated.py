@@ -2,7 +2,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ups.transforms.replicated import BufferSync, average_gradients
+from lightning_ups.transforms.replicated import BufferSync, average_gradients, give_first
 
 
 def averaged(unused):
@@ -25,6 +25,28 @@ def averaged(unused):
 def test_gradients_are_the_mean_in_their_own_type(ranks):
     assert ranks(averaged, False) == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, None]
     assert ranks(averaged, True) == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, [0.5]]
+
+
+def given():
+    rank = dist.get_rank()
+    memory = torch.arange(8.0).view(4, 2) + 10 * rank
+    tensors = [
+        memory[:, 0],  # whose memory is the other column's, too
+        (torch.arange(4.0).view(2, 2) + 10 * rank).t(),
+        torch.full((1,), float(rank)).expand(3),
+        torch.full((2,), complex(rank, 1)),
+        torch.zeros(0),
+    ]
+    give_first(tensors, group=dist.group.WORLD)
+    every = [None] * 2
+    dist.all_gather_object(every, ([t.tolist() for t in tensors], memory[:, 1].tolist()))
+    return every
+
+
+def test_the_first_ranks_values_whatever_the_strides(ranks):
+    first, second = ranks(given)
+    assert second[0] == first[0] == [[0, 2, 4, 6], [[0, 2], [1, 3]], [0, 0, 0], [1j, 1j], []]
+    assert second[1] == [11, 13, 15, 17]
 
 
 class Counts(nn.Module):
