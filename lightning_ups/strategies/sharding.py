@@ -123,6 +123,13 @@ class ShardStep(Step):
         assert context.mesh is not None
         blocks = select_blocks(module, self.blocks)
         done = self.shard(module, blocks, context.mesh)
+        if blocks.origin == "named" and done.blocks != tuple(blocks):
+            raise ValueError(
+                f"{type(module).__name__} was sharded by an earlier run in other blocks: {some(done.blocks)};"
+                f" {self.part}(blocks={[*(self.blocks or ())]}) names {some([*blocks])}."
+                " Sharding stays on a module, and how it was done cannot be changed."
+                " Leave blocks as they were, or build the module anew and load a checkpoint."
+            )
         if left := [name for name in unsharded(module) if name not in done.replicated]:
             raise RuntimeError(
                 f"{self.part} would never reduce the gradients of {', '.join(left[:8])}."

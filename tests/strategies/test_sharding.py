@@ -8,12 +8,16 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
+from torch.utils.data import DataLoader
 
 import lightning_ups  # noqa: F401  (registers the names)
+from lightning_ups.callbacks import Compile
 from lightning_ups.order import Context
 from lightning_ups.order.placement import Placement
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.strategies.sharding import ShardingStrategy, ShardStep, check_known, check_sharding, some
+from tests.strategies import cases
+from tests.toys import trainer
 
 BOTH = (FSDP2Strategy, SimpleFSDPStrategy)
 
@@ -113,3 +117,26 @@ def test_a_sharding_says_what_it_made():
         "replicated": names,
         "more": True,
     }
+
+
+def named_anew(tmp_path, strategy):
+    callbacks = [Compile(backend="aot_eager")]
+    model, data = cases.Case(), DataLoader(cases.data(), batch_size=8)
+
+    def validated(blocks):
+        options = {"devices": 2, "callbacks": callbacks if strategy is SimpleFSDPStrategy else []}
+        trainer(tmp_path, strategy=strategy(blocks=blocks), **options).validate(model, data, verbose=False)
+
+    validated(["layers.*"])
+    validated(["layers.*"])
+    with pytest.raises(ValueError, match="build the module anew") as error:
+        validated(["layers.1"])
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", BOTH)
+def test_other_blocks_than_those_of_an_earlier_run_are_refused(ranks, tmp_path, strategy):
+    text = ranks(named_anew, tmp_path, strategy)
+    assert text.startswith("Case was sharded by an earlier run in other blocks: layers.0, layers.1;")
+    assert f"{strategy.__name__}(blocks=['layers.1']) names layers.1." in text
