@@ -64,9 +64,10 @@ class _Graphs(Step):
                 else f"each parameter is gathered by itself: {why}",
                 overlap="blocks" if why is None else "none",
             )
-            if self.compiles:
-                stack.enter_context(self._compiled(module, context))
-            yield
+            with _advised():
+                if self.compiles:
+                    stack.enter_context(self._compiled(module, context))
+                yield
 
     def _not_put_together(self, module: LightningModule) -> str | None:
         if self.strategy.overlap == "none":
@@ -91,6 +92,23 @@ class _Graphs(Step):
             finally:
                 context.report.update(_PART, compiled=now.facts)
                 self.strategy._compiled = None
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Replace the compiler's advice to name other blocks, which is refused here, by what helps."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        said, advised, _ = str(error).partition("Compile(blocks=")
+        if not advised:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        raise kind(
+            f"{said.rpartition('. ')[0]}. {_PART} makes one graph of each outermost submodule that training_step calls,"
+            " with the gathers of parameters in it, and no part of one can be left out."
+            " Change what stands in the way, or use FSDP2Strategy, under which blocks are compiled one by one."
+        ) from error.__cause__
 
 
 def _compilers(module: LightningModule) -> list[Any]:
@@ -255,12 +273,13 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @contextmanager
     def _within_step(self, step: str) -> Iterator[None]:
         gathering = self._gathering
-        with gathering.reading(whole=True):
+        with gathering.reading(whole=True), _advised():
             yield
         assert self.lightning_module is not None
         gathering.check_unwritten(self.lightning_module)
         if self._compiled is not None:
-            self._compiled.check()
+            with _advised():
+                self._compiled.check()
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -270,7 +289,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @override
     def _after_averaging(self) -> None:
         if self._compiled is not None and not self._proven:
-            self._compiled.check_ran()
+            with _advised():
+                self._compiled.check_ran()
             self._compiled.trial, self._proven = False, True
             for group in self._compiled.groups:
                 rank_zero_info(f"{_PART}: {group.summary}")

@@ -117,7 +117,43 @@ def broken(tmp_path):
 
 
 def test_what_cannot_be_one_graph_is_an_error_in_the_first_step(ranks, tmp_path):
-    assert "Compile failed on model" in ranks(broken, tmp_path)
+    text = ranks(broken, tmp_path)
+    assert text.startswith("Compile failed on model")
+    # What the compiler advises elsewhere is refused here.
+    assert "blocks=" not in text
+    assert "on_failure" not in text
+    assert text.endswith("or use FSDP2Strategy, under which blocks are compiled one by one.")
+
+
+class PastForward(cases.Case):
+    """Runs its layers, and not their forwards as a compiler has replaced them."""
+
+    def run(self, x):
+        for layer in (*self.layers, self.head):
+            x = type(layer).forward(layer, x)
+        return x
+
+
+def nothing_compiled(tmp_path):
+    CASES["PastForward"] = PastForward
+    model, lightning = made(tmp_path, name="PastForward", callbacks=[])
+    with pytest.raises(RuntimeError) as error:
+        lightning.fit(model, loader())
+    del CASES["PastForward"]
+    compiled = CASES["Case"]()
+    compiled.head.compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled by the model") as other:
+        made(tmp_path, callbacks=[])[1].fit(compiled, loader())
+    return str(error.value), str(other.value)
+
+
+def test_advice_where_nothing_can_be_compiled(ranks, tmp_path):
+    passed, compiled = ranks(nothing_compiled, tmp_path)
+    assert passed.startswith("Compile has compiled nothing: none of layers.0, layers.1, head ran in the first step.")
+    assert compiled.startswith("head is compiled by the model itself, with torch.compile() or .compile().")
+    for text in (passed, compiled):
+        assert "blocks=" not in text
+        assert text.endswith("or use FSDP2Strategy, under which blocks are compiled one by one.")
 
 
 # Graphs
