@@ -1,0 +1,48 @@
+"""The ranks that the tests use are processes of their own, and say so when something goes wrong in one of them."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import Ranks
+
+
+def everywhere(value):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def who():
+    return everywhere((dist.get_rank(), os.getpid(), os.getppid(), hash("a name"), random.random(), np.random.rand()))
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        raise ValueError("on purpose")
+
+
+def end():
+    os._exit(3)
+
+
+def test_nothing_that_is_drawn_is_the_same_by_chance(ranks):
+    numbers, *drawn = zip(*ranks(who), strict=True)
+    assert numbers == (0, 1)
+    assert all(len({*values}) == 2 for values in drawn)
+
+
+def test_an_error_names_its_rank_and_the_ranks_live_on(ranks):
+    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*ValueError: on purpose"):
+        ranks(fail_on, 1)
+    assert len(ranks(who)) == 2
+
+
+def test_a_rank_that_ends_is_no_hang(tmp_path):
+    alone = Ranks(1, tmp_path / "store")
+    with pytest.raises(EOFError):
+        alone(end)
+    alone.close()
