@@ -61,7 +61,8 @@ class _Ahead:
             try:
                 self._batch = self._stock()
             except Exception as error:  # noqa: BLE001  (raised where the batch is asked for)
-                self._error = error
+                # Its frames hold the iterator, which would not go before garbage is collected.
+                self._error = error.with_traceback(None)
             self._waits = True
         return self._batch
 
@@ -70,8 +71,11 @@ class _Ahead:
             return self._stock()
         batch, error = self._batch, self._error
         self._forget()
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # which would hold this frame, and this frame it
         return batch
 
     def reset(self, *args: Any, **kwargs: Any) -> Any:

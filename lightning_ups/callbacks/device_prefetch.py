@@ -70,11 +70,13 @@ class DevicePrefetch(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        self._batches, self._is_said = 0, False
+        self._why, self._batches, self._is_said = "", 0, False
         device = trainer.strategy.root_device
         lane = lane_for(device)
-        if lane is None:
-            self._say(trainer, f"nothing to do: training runs on the {device.type}, which reads batches where they are")
+        if device.type == "cpu" and lane is None:
+            self._say(trainer, "nothing to do: training runs on the cpu, which reads batches where they are")
+        elif lane is None:
+            self._say(trainer, f"nothing to do: second streams are those of CUDA, and training runs on {device.type}")
         elif not loop_moves(trainer):
             self._say(trainer, "nothing to do: training_step takes dataloader_iter, and moves batches by itself")
         else:
@@ -83,7 +85,10 @@ class DevicePrefetch(Callback):
             self._undo.callback(around_transfer(trainer, self._copies.transfer))
             hooks = own_hooks(trainer)
             self._reads = self.read_ahead and not hooks
-            self._why = f"{' and '.join(hooks)} may change a batch first" if self.read_ahead else "read_ahead=False"
+            if not self.read_ahead:
+                self._why = "read_ahead=False"
+            elif hooks:
+                self._why = f"{' and '.join(hooks)} may change a batch first"
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

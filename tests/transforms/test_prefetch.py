@@ -62,7 +62,7 @@ def test_a_batch_that_is_known_is_copied_ahead_of_its_transfer():
 
 
 def test_a_batch_of_other_shapes_is_copied_ahead_and_not_beside():
-    lane, ahead = copies()
+    _, ahead = copies()
     transferred(ahead, rows(1))
     other = rows(2, 5)
     assert transferred(ahead, other)[0] is other
@@ -74,7 +74,7 @@ def test_a_batch_of_other_shapes_is_copied_ahead_and_not_beside():
 
 
 def test_no_more_than_one_batch_is_kept_ready():
-    lane, ahead = copies()
+    _, ahead = copies()
     transferred(ahead, *(rows(n) for n in range(6)))
     assert sum(len(free) for free in ahead._free.values()) == 1
     transferred(ahead, rows(0, 9))

@@ -109,6 +109,7 @@ class FollowedLoader:
 
     def release(self) -> None:
         """Give the loader back as it was."""
+        self._iterator = None  # which names this follower: its workers would live until garbage is collected
         if self._followed is not None:
             self._followed.release()
 

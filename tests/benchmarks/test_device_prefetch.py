@@ -1,0 +1,37 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark_(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import device_prefetch
+
+    yield device_prefetch
+    for name in ("device_prefetch", "cases"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["64 MiB, ready", "64 MiB, workers", "1 MiB, ready", "1 MiB, workers"])
+def test_every_case_trains_both_ways_and_compares_the_losses(benchmark_, case):
+    assert case in benchmark_.CASES
+    found = benchmark_.CASES[case]()
+    assert found["losses_equal"] is True
+    assert found["plain_ms"] > 0
+    assert found["prefetch_ms"] > 0
+    assert [len(times) for times in found["steps_ms"].values()] == [benchmark_.ROUNDS] * 2
+
+
+def test_losses_that_differ_are_found(benchmark_, monkeypatch):
+    runs = iter(range(100))
+
+    def trained(*_):
+        return {"step_ms": 1.0, "peak_gib": 0.0, "losses": [float(next(runs) == 3)]}
+
+    monkeypatch.setattr(benchmark_, "trained", trained)
+    assert benchmark_.compared(1, "ready")["losses_equal"] is False
