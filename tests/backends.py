@@ -67,6 +67,11 @@ class _Recorded:
 RECORDED = []  # for each call of a recorded graph, forward or backward
 
 
+def recordings(device=None):
+    """Return how many graphs have been recorded."""
+    return len({id(recorded) for recorded in RECORDED})
+
+
 def _records(graph, inputs):
     return make_boxed_func(_Recorded(graph.forward))
 

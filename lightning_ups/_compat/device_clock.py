@@ -58,12 +58,15 @@ class CudaClock:
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
 
     def _calibrate(self) -> float:
-        for _ in range(2):  # the first loads the kernel
-            start = self.mark()
-            self._spin(_CALIBRATION)
-            end = self.mark()
-            self.wait()
-        return _CALIBRATION / max(self.between(start, end), 1e-3)
+        self._time_of_spin()  # which loads the kernel
+        return _CALIBRATION / max(self._time_of_spin(), 1e-3)
+
+    def _time_of_spin(self) -> float:
+        start = self.mark()
+        self._spin(_CALIBRATION)
+        end = self.mark()
+        self.wait()
+        return self.between(start, end)
 
     def _spin(self, cycles: int) -> None:
         torch.cuda._sleep(cycles)

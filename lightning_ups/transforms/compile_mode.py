@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from lightning_ups.transforms.compile_trial import Rehearsal
-from lightning_ups.transforms.cuda_graphs import COPIED_BYTES, owned
+from lightning_ups.transforms.cuda_graphs import COPIED_BYTES, owned, size
 
 __all__ = ["Choice", "Clock", "Timing", "choose", "measure"]
 
@@ -144,7 +144,7 @@ def measure(rehearsal: Rehearsal, clock: Clock) -> Timing:
     before = clock.allocated()
     outputs = rehearsal.forward()
     saved = clock.allocated() - before
-    returned = sum(tensor.untyped_storage().nbytes() for tensor in owned(outputs, rehearsal.inputs))
+    returned = size(owned(outputs, rehearsal.inputs))
     rehearsal.backward(outputs)
     del outputs
     rounds = [_round(rehearsal, clock)]  # the first is thrown away, unless it says enough

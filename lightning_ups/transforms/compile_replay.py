@@ -9,7 +9,8 @@ while recording, or a second compilation, and it is given up.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,19 @@ class Call(NamedTuple):
 
     block: str
     training: bool
-    inputs: Hashable
+    inputs: tuple[Hashable, ...]
+
+    @property
+    def unknown(self) -> str | None:
+        """The class of an input that does not say what is in it, or None."""
+        return next((kind.name for kind in self.inputs if isinstance(kind, _Unknown)), None)
+
+
+class _Unknown(NamedTuple):
+    name: str
+
+
+_PLAIN = (bool, int, float, str, Enum, torch.dtype, torch.device, type(None))
 
 
 def call_of(block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -51,8 +64,12 @@ def _kinds(value: Any) -> Iterator[Hashable]:
         yield type(value), (*value,)
         for item in value.values():
             yield from _kinds(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield type(value)
+        for field in fields(value):
+            yield from _kinds(getattr(value, field.name))
     else:
-        yield value if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else type(value)
+        yield value if isinstance(value, _PLAIN) else _Unknown(type(value).__name__)
 
 
 class Replay:
@@ -146,6 +163,10 @@ class Replay:
                 graphs=False, why=f"{len(self._step)} graphs run in a step, and CUDA graphs are chosen for one"
             )
         (self._chosen,) = self._step
+        if (unknown := self._chosen.unknown) is not None:
+            return Choice(
+                graphs=False, why=f"the model is called with a {unknown}, which does not say what sizes it has"
+            )
         timing = self._timings.get(self._chosen, "it had run before")
         if isinstance(timing, str):
             return Choice(graphs=False, why=f"the model could not be measured: {timing}")
@@ -185,8 +206,9 @@ class Replay:
 
     def _prove(self, frame: Frame) -> None:
         self._tried, self._recorded = True, self._recordings()
-        if frame.no_cuda_graphs:
-            self.give_up(f"inductor records none: {frame.no_cuda_graphs[-1]}")
+        if frame.no_cuda_graphs or not self._recorded:
+            why = frame.no_cuda_graphs[-1] if frame.no_cuda_graphs else "nothing of the model can be recorded"
+            self.give_up(f"inductor records none: {why}")
 
     def check(self) -> None:
         """Give up if the graphs are recorded over and over; call it after each step."""

@@ -36,7 +36,7 @@ def size(outputs: Any) -> int:
 
 def owned(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Tensor]:
     """Return those of ``outputs`` that are in memory of the graph, and not in that of one of its ``inputs``."""
-    theirs = {_memory(value) for value in inputs if isinstance(value, Tensor)}
+    theirs = {_memory(value) for value in inputs if isinstance(value, Tensor)} - {None}
     return [value for value in outputs if isinstance(value, Tensor) and _memory(value) not in theirs]
 
 
@@ -62,8 +62,8 @@ def outputs_owned(run: Callable[..., Any]) -> Callable[..., Any]:
     return own_run
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 class OwnGradients:

@@ -28,6 +28,7 @@ pytestmark = [
 def own_backends(monkeypatch):
     backends.register()
     monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("ups_modes", *backends.FAIL_TO_RECORD))
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", backends.recordings)
     torch.compiler.reset()
     backends.RECORDED.clear()
 
@@ -313,7 +314,7 @@ def test_a_model_that_changes_is_recorded_once(tmp_path, monkeypatch, reports):
 
 
 def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
-    count = iter(range(0, 1000, 2))
+    count = iter(range(2, 1000, 2))
     monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: next(count))
     expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
     with pytest.warns(UserWarning, match="recorded anew in one step after another"):
@@ -321,6 +322,15 @@ def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
     assert actual == expected
     assert 2 * 3 < len(backends.RECORDED) < 2 * (9 + 3)
     assert "recorded anew" in lines(reports[0])[-1]
+
+
+def test_that_nothing_is_recorded_is_said(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: 0)
+    with pytest.warns(UserWarning, match="inductor records none: nothing of the model can be recorded"):
+        run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
+    assert lines(reports[0])[-1].startswith(
+        "mode auto: default, since CUDA graphs were given up: inductor records none"
+    )
 
 
 def test_outputs_that_are_large_forbid_graphs(tmp_path, monkeypatch, reports):
@@ -353,6 +363,17 @@ def test_a_skipped_step_neither_decides_nor_stops_replaying(tmp_path, monkeypatc
     actual = run(tmp_path, monkeypatch, auto(), module=Skips, clock=FixedClock(6.1, 5.2), **options)
     assert actual == expected
     assert len(backends.RECORDED) == 2 * (5 + 3) + 1  # the forward of the step that is skipped
+
+
+@pytest.mark.slow
+def test_inductor_compiles_for_the_recording_what_it_compiles_without(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("inductor",))
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: 1)  # which a CPU does not make
+    expected = run(tmp_path, monkeypatch, Compile(scope="model"))
+    actual = run(tmp_path, monkeypatch, auto(backend="inductor"), clock=FixedClock(6.1, 5.2))
+    assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs")
+    assert reports[0].parts["Compile"]["chosen"]["graphs"] == 1
+    assert actual == expected
 
 
 def test_cli_takes_it_and_refuses_others(tmp_path):

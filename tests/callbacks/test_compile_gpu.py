@@ -75,7 +75,7 @@ def tokens(*sizes):
     return DataLoader([torch.randint(64, (size, 17), generator=generator) for size in sizes], batch_size=None)
 
 
-def fit(monkeypatch, mode, *, module=Tiny, sizes=(4,) * 5, clock=None, plugins=(), **options):
+def fit(monkeypatch, mode, *, module=Tiny, sizes=(4,) * 5, clock=None, precision=None, **options):
     """Return the module after a fit, and what it predicts."""
     if clock is not None:  # so that the choice does not depend on the machine
         monkeypatch.setattr("lightning_ups.callbacks.compile._clock", lambda device: clock)
@@ -86,7 +86,7 @@ def fit(monkeypatch, mode, *, module=Tiny, sizes=(4,) * 5, clock=None, plugins=(
         devices=1,
         max_epochs=2,
         callbacks=[Compile(scope="model", mode=mode)],
-        plugins=[*plugins],
+        plugins=[precision()] if precision else [],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -152,7 +152,7 @@ def test_batches_of_several_sizes(monkeypatch, mode):
 
 @GRAPHS
 def test_master_weights(monkeypatch, mode):
-    (expected, _), (actual, _) = both(monkeypatch, mode, plugins=[BF16Precision()], accumulate_grad_batches=2)
+    (expected, _), (actual, _) = both(monkeypatch, mode, precision=BF16Precision, accumulate_grad_batches=2)
     assert actual.values == pytest.approx(expected.values, rel=1e-2)
 
 

@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -44,10 +46,29 @@ def test_calls_are_told_apart_by_sizes_types_values_and_mode():
     assert len({same, *others}) == len(others) + 1
 
 
+@dataclass
+class Batch:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Graph:
+    pass
+
+
+def test_a_call_knows_what_it_does_not_know():
+    x, module = torch.ones(2, 3), nn.Identity()
+    assert call_of("net", module, (Batch(x),), {}).unknown is None
+    assert call_of("net", module, (Batch(x),), {}) == call_of("net", module, (Batch(x + 1),), {})
+    assert call_of("net", module, (Batch(x),), {}) != call_of("net", module, (Batch(x[:1]),), {})
+    assert call_of("net", module, (Batch(x),), {}) != call_of("net", module, (Batch(x, "b"),), {})
+    assert call_of("net", module, ([x, Graph()],), {}).unknown == "Graph"
+
+
 class Loop:
     """A training loop by hand around a model that may be replayed."""
 
-    def __init__(self, model, clock, *, recordings=lambda: 0):
+    def __init__(self, model, clock, *, recordings=backends.recordings):
         self.model, self.told = model, []
         compiler = Compiler(backend="ups_modes")
         self.replay = Replay(compiler, clock, recordings=recordings, tell=self.told.append)
@@ -142,6 +163,24 @@ def test_what_could_not_be_tried_is_not_replayed():
     with loop.context:
         loop.step(torch.randn(3, 4))
     assert str(loop.replay.choice) == "mode auto: default, since the model could not be measured: it ran out of memory"
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, graph):
+        return self.net(graph.x)
+
+
+def test_an_input_without_known_sizes_forbids_graphs():
+    graph = Graph()
+    graph.x = torch.randn(3, 4)
+    loop = Loop(Takes(), FixedClock(2.0, 1.0))
+    with loop.context:
+        loop.step(graph)
+    assert "called with a Graph, which does not say what sizes it has" in str(loop.replay.choice)
 
 
 def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run():

@@ -108,12 +108,18 @@ def test_a_caller_may_do_without_what_cannot_be_tried():
         def not_tried(self, reason):
             raise GraphError(reason)
 
-    caller = Strict()
-    run, calls = compiled(lambda x: x.to_dense() * 2, caller)
-    sparse = torch.eye(2).to_sparse().requires_grad_()
-    with pytest.raises(GraphError, match=r"^its input .* cannot be copied$"):
-        run(sparse)
-    assert calls == []
+    block, caller = Block(), Strict()
+
+    def without_memory(graph):
+        def run(*args):
+            raise torch.OutOfMemoryError("no memory")
+
+        return run
+
+    run, calls = compiled(block.forward, caller, without_memory)
+    with pytest.raises(GraphError, match=r"^it ran out of memory$"):
+        run(torch.randn(3, 4))
+    assert len(calls) == 1  # the trial, and no call after it
 
 
 def test_a_backward_that_dies_is_found_before_the_first_call():

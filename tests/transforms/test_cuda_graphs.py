@@ -71,6 +71,7 @@ def test_what_lies_in_an_input_is_not_the_graphs():
     mine = x + y
     assert owned([x, x.t(), mine, y[1:], 3, None, mine[0]], [x, y, 2])[0] is mine
     assert len(owned([x, x.t(), mine, y[1:], 3, None, mine[0]], [x, y, 2])) == 2
+    assert len(owned([x.to_sparse()], [y.to_sparse()])) == 1
 
 
 def test_outputs_outlive_the_memory_that_a_graph_writes_to_again():
