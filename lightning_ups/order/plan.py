@@ -174,7 +174,7 @@ class Planner:
 
     def _variants(self) -> Iterator[Variant]:
         steps = {step.stage: step for step in self.run.declarations}
-        if Stage.COMPILE not in steps:
+        if Stage.COMPILE not in steps and not self.run.strategy.whole_graph:
             yield Variant(
                 name="Compile",
                 yaml=_callback("Compile"),
@@ -264,8 +264,8 @@ class Planner:
 
     def _step(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Step:
         run = self._run(variant)
-        # Strategies that copy the model are alike, and so are those that shard it: only the layout differs.
-        key = (variant.change, run.strategy.shards, samples, tokens)
+        # Strategies that copy the model are alike, and so are those that shard it in hooks: only the layout differs.
+        key = (variant.change, run.strategy.shards, run.strategy.whole_graph, samples, tokens)
         if key not in self._steps:
             batch = self.batch
             if samples is not None or tokens is not None:
@@ -314,6 +314,7 @@ class Planner:
             on_host=host,
             passing=passing,
             workspace=workspace,
+            whole_graph=run.strategy.whole_graph,
         )
 
     @cached_property

@@ -97,6 +97,7 @@ def rehearse_run(
             mode=mode,
             masters=[] if masters is None else [*masters.of.values()],
             blocks={name: block for name, block in select_blocks(module, None).items() if block not in inside},
+            parts=select_blocks(module, None) if run.strategy.whole_graph else None,
             batch=fakes,
             around_forward=lambda: _autocast(run),
             microbatches=min(microbatches, 2),  # from the second on, each is like the one before
@@ -228,12 +229,14 @@ def _compiled(
     if scope == "off":
         return frozenset()
     chosen = [root for _, root in roots(module)] if scope == "model" else [*select_blocks(module, patterns).values()]
-    stack.enter_context(as_compiled(chosen, ledger=ledger))
+    stack.enter_context(as_compiled(chosen, ledger=ledger, reduces=run.strategy.whole_graph))
     outermost = {*chosen}
     return frozenset(inner for each in chosen for inner in each.modules() if inner not in outermost)
 
 
 def _scope(run: Run) -> tuple[Compiling, Any]:
+    if run.strategy.whole_graph:
+        return "model", None  # with a Compile, and without
     for step in run.declarations:
         if step.stage is Stage.COMPILE:
             scope: Any = getattr(step, "scope", "blocks")

@@ -321,8 +321,6 @@ def _notes(asked: Asked) -> Iterator[str]:
     )
     if any(step.stage.name == "COMPILE" for step in asked.run.declarations):
         yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
-    if asked.run.strategy.whole_graph:
-        yield f"{asked.run.strategy.name}: its one graph is counted as if each block were compiled, which is too much."
     if asked.run.strategy.shards and not asked.run.strategy.ours:
         yield f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights is not known."
     if _strategy_settings(asked).get("tensor_parallel_size", 1) > 1:

@@ -182,6 +182,11 @@ class Ledger(TorchDispatchMode):
                     record.kind, record.owner = kind, owner
                     self._add(kind, owner, record.size)
 
+    def owner_of(self, tensor: Tensor, kind: Kind) -> str | None:
+        """Return whose ``tensor`` is, or None if it is not of that kind."""
+        records = (self._records.get(key) for key, _, _ in _memory(tensor))
+        return next((record.owner for record in records if record is not None and record.kind == kind), None)
+
     def start(self, phase: Phase, place: str = "") -> None:
         """Note that ``phase`` begins, in ``place``."""
         self.phase, self.place = phase, place

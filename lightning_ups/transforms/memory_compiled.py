@@ -23,6 +23,7 @@ from lightning_ups.transforms.memory_cuda import as_on_cpu
 __all__ = ["Program", "as_compiled"]
 
 _NEVER = 2**62
+_Owners = list[list[str | None]]  # of the arguments of each forward whose backward is still to come
 
 
 class Program:
@@ -35,12 +36,16 @@ class Program:
     Args:
         graph: What is run.
         ledger: What is entered in it: what is stored, and nothing else.
+        owners: Shared by the graphs of a forward and its backward. The backward then claims the gradient of a parameter
+            when it is made, as what the same graph reduces, and not when all of it has run.
     """
 
-    def __init__(self, graph: fx.GraphModule, ledger: Ledger) -> None:
+    def __init__(self, graph: fx.GraphModule, ledger: Ledger, *, owners: "_Owners | None" = None) -> None:
         self._run = fx.Interpreter(graph)
         self._ledger = ledger
+        self._owners = owners
         self._nodes = [*graph.graph.nodes]
+        self._is_backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in self._nodes)
         index = {node: i for i, node in enumerate(self._nodes)}
         self.stored = _stored(self._nodes)
         self._last = _last_reads(self._nodes, index, self.stored)
@@ -51,6 +56,7 @@ class Program:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run on ``args``, which are taken out of the list."""
         self._run.env = env = {}
+        reduced = self._reduced(args)
         with self._ledger.resumed():
             for i, node in enumerate(self._nodes):
                 if node.op == "placeholder":
@@ -60,9 +66,26 @@ class Program:
                     return map_arg(node.args[0], lambda n: env[n])
                 else:
                     env[node] = self._value(node, env, dying=self._drop.get(i, ()))
+                    if node in reduced:
+                        self._ledger.claim([env[node]], "gradients", reduced[node])
                 for dead in self._drop.get(i, ()):
                     env.pop(dead, None)
         raise AssertionError("a graph ends with its output")
+
+    def _reduced(self, args: list[Any]) -> dict[fx.Node, str]:
+        """Return the gradients of parameters among the results, and whose they are."""
+        if self._owners is None:
+            return {}
+        if not self._is_backward:
+            self._owners.append(
+                [self._ledger.owner_of(arg, "parameters") if isinstance(arg, Tensor) else None for arg in args]
+            )
+            return {}
+        results = self._nodes[-1].args[0]
+        assert isinstance(results, Sequence)
+        # A backward gives a gradient, or nothing, for each argument of its forward.
+        pairs = zip(results, self._owners.pop(), strict=False)
+        return {result: owner for result, owner in pairs if isinstance(result, fx.Node) and owner is not None}
 
     def _value(self, node: fx.Node, env: dict[fx.Node, Any], *, dying: Iterable[fx.Node]) -> Any:
         if node in self.stored and not is_fused(node.target):
@@ -119,14 +142,23 @@ def _last_reads(nodes: Sequence[fx.Node], index: dict[fx.Node, int], stored: set
 
 
 @contextmanager
-def as_compiled(modules: Iterable[nn.Module], *, ledger: Ledger) -> Iterator[None]:
+def as_compiled(modules: Iterable[nn.Module], *, ledger: Ledger, reduces: bool = False) -> Iterator[None]:
     """Run ``modules``, while the context is open, as if each were compiled for itself.
 
     What an eager forward between two graphs of a module does is seen as it is. Modules that are recomputed shall be so
     already: the compiler then splits their graphs accordingly.
+
+    Args:
+        modules: What is compiled.
+        ledger: What counts.
+        reduces: Whether the graphs reduce gradients, each as soon as it is made.
     """
     forget_compiled()
-    backend = partitioning_backend(lambda graph: Program(graph, ledger))
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        shared: dict[str, Any] = {"owners": []} if reduces else {}
+        return partitioning_backend(lambda part: Program(part, ledger, **shared))(graph, inputs)
+
     frames: dict[Forward, Callable[..., Any]] = {}
 
     def compiled(inner: Forward) -> Forward:

@@ -29,6 +29,8 @@ class Layout:
         passing: Bytes on the device through which optimizer state that lies on the host passes, a chunk at a time: with
             them, nothing else is taken while the optimizer steps.
         workspace: Bytes that libraries of the device's maker take from the same pool.
+        whole_graph: Whether gathers and reductions are part of one graph: it gathers a block while the one before it
+            runs, and at which block the most is alive is not known.
     """
 
     sharding: Sharding = "copies"
@@ -42,6 +44,7 @@ class Layout:
     on_host: Mapping[Kind, float] | None = None
     passing: int = 0
     workspace: int = 0
+    whole_graph: bool = False
 
 
 def peak_of(step: Step, layout: Layout) -> Moment:
@@ -142,6 +145,9 @@ def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tupl
         # Between two blocks, or after the last of them: the one that ran last is not given back at once.
         blocks = [_Group(step, layout, name) for name in order]
         kept = sum(b.whole for b in blocks) if layout.sharding != "full" else max((b.whole for b in blocks), default=0)
+        if layout.whole_graph:
+            kept += kept if layout.sharding == "full" else 0  # the next one arrives
+            kept += max((b.sent for b in blocks), default=0) if phase == "backward" else 0
         return {**held, ("gather buffers", "blocks"): kept}
     index = order.index(place)
     gathered = here.whole

@@ -33,6 +33,7 @@ class Play:
         before_step: What runs between backward and the optimizer, such as clipping, given an optimizer.
         microbatches: How many batches an optimizer step has.
         gradients: Whether the optimizers find gradients that no backward has made.
+        parts: The submodules by which parameters are counted, by name. None: ``blocks``.
     """
 
     module: nn.Module
@@ -46,6 +47,12 @@ class Play:
     before_step: Callable[[Optimizer], None] = lambda _: None
     microbatches: int = 1
     gradients: bool = False
+    parts: Mapping[str, nn.Module] | None = None
+
+    @property
+    def counted(self) -> Mapping[str, nn.Module]:
+        """The submodules by which parameters are counted."""
+        return self.blocks if self.parts is None else self.parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +196,7 @@ def _gradients_claimed(play: Play, ledger: Ledger) -> Iterator[None]:
 
 def _owners(play: Play) -> dict[nn.Parameter, str]:
     owners: dict[nn.Parameter, str] = {}
-    for name, block in play.blocks.items():
+    for name, block in play.counted.items():
         for parameter in block.parameters():
             owners.setdefault(parameter, name)
     for parameter in play.module.parameters():
@@ -198,7 +205,7 @@ def _owners(play: Play) -> dict[nn.Parameter, str]:
 
 
 def _elements(play: Play, *, trained: bool) -> dict[str, int]:
-    sums = {"": 0, **dict.fromkeys(play.blocks, 0)}
+    sums = {"": 0, **dict.fromkeys(play.counted, 0)}
     for parameter, owner in _owners(play).items():
         if parameter.requires_grad or not trained:
             sums[owner] += parameter.numel()

@@ -9,7 +9,7 @@ from lightning_ups.order import Placement, Run
 from lightning_ups.order.plan import Planner, Variant
 from lightning_ups.order.rehearsal import Change, Uncountable
 from lightning_ups.precision import BF16Precision
-from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.transforms.memory import GIB
 from lightning_ups.transforms.memory_devices import Device
 
@@ -196,3 +196,42 @@ def test_each_change_is_rehearsed_once(monkeypatch):
         plan.moment(plan.declared)
         plan.moment(Variant(name="", change=Change(checkpointing="nothing")))
     assert len(calls) == 2
+
+
+# SimpleFSDPStrategy
+
+
+def sizes_of(module):
+    """Return the elements of one block, and of what no block has."""
+    block = sum(p.numel() for p in module.model.layers[0].parameters())
+    return block, sum(p.numel() for p in module.parameters()) - len(module.model.layers) * block
+
+
+@pytest.mark.parametrize("callbacks", [(), (Compile(),)])
+def test_one_graph_keeps_what_a_model_that_is_compiled_whole_keeps(callbacks):
+    one = planner(Compile(scope="model"), precision=BF16Precision())
+    plan = planner(*callbacks, strategy=SimpleFSDPStrategy, devices=4)
+    found, alone = plan.moment(plan.declared), one.moment(one.declared)
+    assert (found.phase, found.place) == (alone.phase, alone.place) == ("backward", "")
+    assert found.of("activations") == alone.of("activations") > 0
+    block, rest = sizes_of(plan.run.module)
+    # Bfloat16 is gathered, this block and the next, and float32 reduced.
+    assert found.of("gather buffers") == 2 * (rest + 2 * block) + 4 * block
+    assert found.of("parameters") == pytest.approx((rest + 4 * block), rel=1e-6)
+    assert "Compile" not in names(plan)
+
+
+def test_one_graph_reduces_gradients_as_they_come():
+    plan = planner(ActivationCheckpoint(save="nothing"), strategy=SimpleFSDPStrategy, devices=4, batch=(1, 9))
+    step = plan._step(plan.declared, samples=1)
+    largest = max(moment.of("temporaries") for moment in step.loose.values())
+    block, rest = sizes_of(plan.run.module)
+    # So few tokens need next to nothing, and no moment has the gradients of all blocks among it.
+    assert largest < 2 * (rest + block)
+
+
+def test_beside_one_graph_others_are_counted_for_themselves():
+    plan = planner(strategy=SimpleFSDPStrategy, devices=4)
+    (hooks,) = [variant for variant in plan.variants() if variant.name == "FSDP2Strategy(sharding=gradients)"]
+    ours = planner(strategy=FSDP2Strategy, devices=4, sharding="gradients")
+    assert plan.moment(hooks) == ours.moment(ours.declared)

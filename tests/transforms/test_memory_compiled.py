@@ -81,6 +81,31 @@ def test_recomputed_and_compiled():
     assert saved(compiled=True, save="matmuls") == 2 * (64 + 64) * KB
 
 
+@pytest.mark.parametrize("reduces", [False, True])
+def test_gradients_that_the_graph_reduces_are_claimed_as_they_are_made(reduces):
+    mode, ledger = fake_mode(), Ledger()
+    module = twin(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))), mode=mode)
+    with mode, ledger:
+        x = torch.empty(8, 128)  # 4 KB, beside weights of 64 KB
+        ledger.claim([x], "batch")
+        for i, layer in enumerate(module):
+            ledger.claim([layer.weight], "parameters", str(i))
+        with as_compiled([module], ledger=ledger, reduces=reduces):
+            ledger.start("forward")
+            y = module(x)
+            ledger.start("backward")
+            y.sum().backward()
+    most = ledger.loose["backward", ""]
+    loose, claimed = most.of("activations", "temporaries"), most.by_owner("gradients")
+    if reduces:
+        assert 64 * KB < loose < 2 * 64 * KB  # one is being made
+        assert set(claimed.values()) <= {64 * KB}
+        assert set(claimed) <= set("0123")
+    else:
+        assert loose > 4 * 64 * KB
+        assert not claimed
+
+
 def test_what_is_fused_is_never_there():
     mode, ledger = fake_mode(), Ledger()
     module = twin(Block(), mode=mode)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -75,6 +77,25 @@ def test_the_reduction_of_the_root_may_be_the_peak():
     moment = peak_of(step(root=100 * M), Layout(sharding="full", shards=4, devices=4, state=0))
     assert (moment.phase, moment.place) == ("backward", "")
     assert moment.of("gather buffers") == (2 + 4) * 100 * M
+
+
+def in_one_graph(**options):
+    """Return the gather buffers of a step whose four blocks of M elements are in one graph, forward and backward."""
+    whole = step(root=3 * M)
+    moments = {phase: Moment(phase=phase, held={("activations", ""): 10**9}) for phase in ("forward", "backward")}
+    found = {}
+    for phase, moment in moments.items():
+        alone = replace(whole, loose={(phase, ""): moment})
+        peak = peak_of(alone, Layout(shards=4, devices=4, whole_graph=True, **options))
+        assert (peak.phase, peak.place, peak.of("activations")) == (phase, "", 10**9)
+        found[phase] = peak.of("gather buffers")
+    return found
+
+
+def test_one_graph_gathers_a_block_while_another_runs():
+    # Two bytes for what is gathered, four for what is reduced; the rest of the model is whole all the time.
+    assert in_one_graph(sharding="full") == {"forward": 2 * (3 + 1 + 1) * M, "backward": 2 * (3 + 1 + 1) * M + 4 * M}
+    assert in_one_graph(sharding="gradients") == {"forward": 2 * (3 + 4) * M, "backward": 2 * (3 + 4) * M + 4 * M}
 
 
 def test_ddp_has_its_buckets():
