@@ -6,13 +6,13 @@ POISON = 1e30
 
 
 class SlowLane:
-    """Makes a copy only when training waits for it, and says what was queued in which order.
+    """Makes a copy only when training waits for it, or ``early``, at once; says what was queued in which order.
 
-    Until then its memory holds poison, so that whoever reads too early computes something else.
+    Until training has waited its memory holds poison, so that whoever reads too early computes something else.
     """
 
-    def __init__(self, pinned=True):
-        self.device, self.pinned = torch.device("cpu"), pinned
+    def __init__(self, pinned=True, early=False):
+        self.device, self.pinned, self.early = torch.device("cpu"), pinned, early
         self.said, self.open, self.made, self.points = [], {}, {}, 0
 
     def is_pinned(self, source):
@@ -33,7 +33,7 @@ class SlowLane:
     def copy(self, target, source, *, after, non_blocking):
         assert self.made[id(target)] < after, "work that still uses the memory may be behind the mark"
         self.points += 1
-        self.open[self.points] = target, source
+        self.open[self.points] = target, source.clone() if self.early else source
         self.said.append("copy")
         return self.points
 

@@ -91,11 +91,6 @@ class DevicePrefetch(Callback):
                 self._why = f"{' and '.join(hooks)} may change a batch first"
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._copies is not None:
-            self._copies.forget()  # the epoch before was left before its end
-
-    @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # The host is done with forward, whatever it waited for there, and the device has all of backward before it.
         if self._copies is not None and self._reads:

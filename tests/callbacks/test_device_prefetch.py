@@ -216,8 +216,10 @@ class HookedData(LightningDataModule):
         return DataLoader(Rows(), batch_size=4, shuffle=True, **self.options)
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["early copies", "late copies"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_modules_hooks_keep_their_places(tmp_path, lane, workers):
+def test_the_modules_hooks_keep_their_places(tmp_path, lane, workers, early):
+    lane.early = early
     plain = fit(tmp_path, stock(shuffle=True, num_workers=workers), [], model=Hooked())
     ours = fit(tmp_path, stock(shuffle=True, num_workers=workers), [DevicePrefetch(min_kb=0)], model=Hooked())
     assert ours.losses == plain.losses
@@ -382,9 +384,11 @@ def test_an_epoch_that_is_left_early_leaves_nothing_for_the_next(tmp_path, lane)
 
     loader = stock(shuffle=True, num_workers=1, persistent_workers=True)
     plain = fit(tmp_path, loader, [], model=Leaves())
-    ours = fit(tmp_path, loader, [DevicePrefetch(min_kb=0)], model=Leaves())
+    ours = fit(tmp_path, loader, [DevicePrefetch(min_kb=0), Order(lane)], model=Leaves())
     assert len(plain.losses) == 4
     assert ours.losses == plain.losses
+    second = order_of(lane)[order_of(lane).index("step 0", 1) :]
+    assert second[:4] == ["step 0", "copy", "backward", "join"]
 
 
 # What it says

@@ -1,4 +1,6 @@
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -133,3 +135,16 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(num, bat
     assert skipped == [whole_batches] * num
     assert set(left) >= set(range(48)) - seen, "no sample is left out"
     assert len(left) == 48 - whole_batches * num * batch_size
+
+
+def test_workers_stop_with_the_last_reference_once_it_is_released():
+    gc.disable()  # they must not wait for that
+    try:
+        resume = resumption()
+        _, _, iterator = epoch(DataLoader(range(20), batch_size=2, num_workers=1), take=2, resume=resume)
+        gone = weakref.ref(iterator.inner)
+        del iterator
+        resume.release()
+        assert gone() is None
+    finally:
+        gc.enable()
