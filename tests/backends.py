@@ -6,6 +6,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo import register_backend  # noqa: TID251  (the documented way to register a backend)
 from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def _as_it_is(graph, inputs):
@@ -72,6 +73,45 @@ def recordings(device=None):
     return len({id(recorded) for recorded in RECORDED})
 
 
+class _Watched:
+    """Runs a graph, and keeps count of what it returned that is still alive when a forward runs again."""
+
+    def __init__(self, graph, *, forward):
+        self._graph, self._forward = graph, forward
+
+    def __call__(self, *args):
+        if self._forward:
+            ALIVE.append(sum(not memory.expired() for memory in _RETURNED))
+            _RETURNED.clear()
+        outputs = self._graph(*args)
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        storages = [o.untyped_storage() for o in outputs if isinstance(o, torch.Tensor)]
+        _RETURNED.extend(StorageWeakRef(s) for s in storages if s.data_ptr() not in given)
+        return outputs
+
+
+ALIVE = []  # for each forward: how much of what the last forward and backward returned was alive
+_RETURNED = []
+
+
+def forget():
+    """Forget what graphs of earlier tests did."""
+    for kept in (RECORDED, ALIVE, _RETURNED):
+        kept.clear()
+
+
+def _watches(graph, inputs):
+    return make_boxed_func(_Watched(graph.forward, forward=True))
+
+
+def _watches_backward(graph, inputs):
+    return make_boxed_func(_Watched(graph.forward, forward=False))
+
+
+def _with_modes_watched(graph, inputs, *, mode=None):
+    return _BACKENDS["watched" if mode == "reduce-overhead" else "aot_as_it_is"](graph, inputs)
+
+
 def _records(graph, inputs):
     return make_boxed_func(_Recorded(graph.forward))
 
@@ -92,6 +132,7 @@ def _with_modes_and_a_backward_that_dies(graph, inputs, *, mode=None):
 
 _BACKENDS = {
     "recorded": aot_autograd(fw_compiler=_records),
+    "watched": aot_autograd(fw_compiler=_watches, bw_compiler=_watches_backward),
     "aot_as_it_is": aot_autograd(fw_compiler=_as_it_is),
     "forward_refused": _refuses,
     "backward_refused": aot_autograd(fw_compiler=_as_it_is, bw_compiler=_refuses),
@@ -105,6 +146,7 @@ _BACKENDS = {
 # Inductor has modes, and of the others those that take one.
 _WITH_MODES = {
     "modes": _with_modes,
+    "modes_watched": _with_modes_watched,
     "modes_no_recording": _with_modes_but_no_recording,
     "modes_backward_dies": _with_modes_and_a_backward_that_dies,
 }

@@ -27,10 +27,12 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def own_backends(monkeypatch):
     backends.register()
-    monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("ups_modes", *backends.FAIL_TO_RECORD))
+    monkeypatch.setattr(
+        "lightning_ups.callbacks.compile._RECORDING", ("ups_modes", "ups_modes_watched", *backends.FAIL_TO_RECORD)
+    )
     monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", backends.recordings)
     torch.compiler.reset()
-    backends.RECORDED.clear()
+    backends.forget()
 
 
 class Core(nn.Module):
@@ -152,6 +154,26 @@ def test_a_device_that_is_busy_keeps_the_default_mode(tmp_path, monkeypatch, rep
     assert lines(reports[0])[1:] == ["mode auto: default, since launching takes 9 ms and the device 250"]
     said = [r.getMessage() for r in caplog.records if "launching takes 9" in r.getMessage()]
     assert said == ["Compile: mode auto: default, since launching takes 9 ms and the device 250"]
+
+
+class Holding(Keeper):
+    """Keeps a gradient as the backward left it."""
+
+    def on_train_start(self):
+        self.held = []
+        self.core.head.weight.register_hook(self.held.append)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("module", [Keeper, Holding])
+def test_when_the_next_step_begins_nothing_is_left_in_memory_of_the_graphs(tmp_path, monkeypatch, module, accumulate):
+    # Torch writes to that memory again only if it is dead, and records anew if it is not.
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: 2)
+    options = {"module": module, "accumulate_grad_batches": accumulate, "precision": "bf16-mixed"}
+    run(tmp_path, monkeypatch, auto(backend="ups_modes_watched"), clock=FixedClock(6.1, 5.2), **options)
+    rehearsed, steps = backends.ALIVE[:4], backends.ALIVE[4:]
+    assert rehearsed == [0] * 4
+    assert steps == [1 if module is Holding else 0] * 8  # which is what makes torch record anew
 
 
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):

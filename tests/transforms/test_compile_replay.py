@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def own_backends():
     backends.register()
     torch.compiler.reset()
-    backends.RECORDED.clear()
+    backends.forget()
 
 
 def test_calls_are_told_apart_by_sizes_types_values_and_mode():
