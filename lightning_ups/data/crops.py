@@ -63,10 +63,17 @@ def batches(
         shuffle=shuffled,
         generator=torch.Generator().manual_seed(shuffle_seed) if shuffled else None,
         drop_last=shuffled,
-        collate_fn=_as_it_is,
+        collate_fn=_pinned if pin_memory else _as_it_is,
         pin_memory=pin_memory,
     )
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _pinned(batch: Tensor) -> Tensor:
+    # By one thread as well, which the loader's own copy into pinned memory would not be.
+    pinned = torch.empty(batch.shape, dtype=batch.dtype, pin_memory=True)
+    pinned.numpy()[...] = batch.numpy()
+    return pinned

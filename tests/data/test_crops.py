@@ -80,3 +80,11 @@ def test_a_batch_is_copied_by_one_thread():
     with Seen():
         assert crops.__getitems__([2, 0, 7]).shape == (3, 5)
     assert max(sizes) <= 3, "the starts are torch's to look up, and the crops are not"
+
+
+@pytest.mark.gpu
+def test_batches_are_pinned_and_the_same():
+    crops = Crops(TOKENS, starts=torch.arange(96), length=5)
+    pinned, plain = ([*batches(crops, batch_size=10, pin_memory=pin)] for pin in (True, False))
+    assert all(batch.is_pinned() for batch in pinned)
+    assert torch.equal(torch.cat(pinned), torch.cat(plain))
