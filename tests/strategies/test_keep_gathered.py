@@ -3,6 +3,7 @@
 from unittest.mock import patch
 
 import pytest
+from torch import nn
 
 from lightning_ups.order import applied
 from lightning_ups.strategies import FSDP2Strategy
@@ -12,7 +13,15 @@ from tests.strategies.test_collectives import Count
 GIB = 2**30
 
 
-def gathers(tmp_path, headroom, fits):
+class OneGroup(cases.Case):
+    def build(self):
+        self.net = nn.Linear(cases.WIDTH, 1)
+
+    def run(self, x):
+        return self.net(x)
+
+
+def gathers(tmp_path, headroom, fits, name="Case"):
     """Return the gathers of each step of two fits, the losses, and what was reported."""
     strategy, steps, reports = FSDP2Strategy(reshard_after_forward="auto"), [], []
 
@@ -24,7 +33,7 @@ def gathers(tmp_path, headroom, fits):
     with Count() as count, patch("lightning_ups.strategies.fsdp2.least_headroom", lambda _: (headroom, GIB)):
         for _ in range(fits):
             steps.append([])
-            result = cases.train("Case", tmp_path, strategy=strategy, ranks=2, steps=4, prepare=watch)[2]
+            result = cases.train(name, tmp_path, strategy=strategy, ranks=2, steps=4, prepare=watch)[2]
     return steps, result, reports
 
 
@@ -43,6 +52,17 @@ def test_without_room_nothing_changes(ranks, tmp_path):
     (steps,), _, (report,) = ranks(gathers, tmp_path, 0, 1)
     assert steps == [5, 5, 5, 5]
     assert report["keeps_gathered"] is False
+
+
+def gathers_of_one_group(tmp_path):
+    with patch.dict(cases.CASES, OneGroup=OneGroup):
+        return gathers(tmp_path, 0, 1, name="OneGroup")
+
+
+def test_there_is_nothing_to_free_the_only_group_for(ranks, tmp_path):
+    (steps,), _, (report,) = ranks(gathers_of_one_group, tmp_path)
+    assert steps == [1, 1, 1, 1]
+    assert "keeps_gathered" not in report
 
 
 def test_it_has_no_meaning_where_parameters_are_kept_anyhow():
