@@ -14,9 +14,13 @@ from typing import Any, Protocol
 from lightning_ups.transforms.compile_trial import Rehearsal
 from lightning_ups.transforms.cuda_graphs import COPIED_BYTES, owned, size
 
-__all__ = ["Choice", "Clock", "Timing", "choose", "measure"]
+__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure"]
 
-LAUNCH_SHARE = 0.75  # of the device's time: what a loop does besides is launched, too, and hidden behind nothing
+# Of the device's time. Above the one, the host is certainly too slow, since a loop does more than launch; below the
+# other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
+LAUNCH_SHARE, HIDDEN_SHARE = 0.75, 0.25
+LEAST_GAIN = 0.03  # of a step, so that it is worth recording
+PACED_STEPS = 5
 SAVED_SHARE = 0.25  # of the memory that is left: a recording keeps what it saves, and its peak, to itself
 
 _ROUNDS, _HELD_ROUNDS = 5, 3
@@ -67,6 +71,7 @@ class Timing:
         saved_bytes: What lies between forward and backward.
         output_bytes: What the graph returns, as far as it is in memory of the graph.
         room: The bytes that tensors could still have.
+        step_ms: How long the host takes for a whole step, if that was timed.
     """
 
     launch_ms: float
@@ -74,6 +79,7 @@ class Timing:
     saved_bytes: int
     output_bytes: int
     room: int
+    step_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +107,7 @@ class Choice:
             facts |= {
                 "launch_ms": round(self.timing.launch_ms, 3),
                 "device_ms": None if self.timing.device_ms is None else round(self.timing.device_ms, 3),
+                "step_ms": None if self.timing.step_ms is None else round(self.timing.step_ms, 3),
                 "output_bytes": self.timing.output_bytes,
                 "saved_bytes": self.timing.saved_bytes,
             }
@@ -112,12 +119,30 @@ def choose(timing: Timing) -> Choice:
     return Choice(graphs=(refusal := _refusal(timing)) is None, why=refusal or _compared(timing), timing=timing)
 
 
+def is_open(timing: Timing) -> bool:
+    """Return whether the choice depends on how long the host takes for a whole step, which was not timed."""
+    if timing.device_ms is None or timing.step_ms is not None:
+        return False
+    return HIDDEN_SHARE < timing.launch_ms / timing.device_ms <= LAUNCH_SHARE and _forbidden(timing) is None
+
+
 def _refusal(timing: Timing) -> str | None:
     launch, device = timing.launch_ms, timing.device_ms
     if device is None:
         return f"the device did not wait while {launch:.3g} ms of work were launched, and its own time is not known"
-    if launch <= LAUNCH_SHARE * device:
-        return _compared(timing)
+    return _forbidden(timing) if _pays(launch, device, timing.step_ms) else _compared(timing)
+
+
+def _pays(launch: float, device: float, step: float | None) -> bool:
+    if launch > LAUNCH_SHARE * device:
+        return True
+    if step is None:
+        return False
+    now, then = max(step, device), max(step - launch, device)  # whoever is slower sets the pace
+    return then <= (1 - LEAST_GAIN) * now
+
+
+def _forbidden(timing: Timing) -> str | None:
     if timing.output_bytes > COPIED_BYTES:
         return (
             f"the model returns {_mib(timing.output_bytes)} MiB, which would be copied out of a graph's memory at each"
@@ -132,11 +157,33 @@ def _refusal(timing: Timing) -> str | None:
 
 
 def _compared(timing: Timing) -> str:
-    return f"launching takes {timing.launch_ms:.3g} ms and the device {timing.device_ms:.3g}"
+    launch, device = f"launching takes {timing.launch_ms:.3g} ms", f"the device {timing.device_ms:.3g}"
+    if timing.step_ms is None:
+        return f"{launch} and {device}"
+    return f"{launch}, {device}, and the host {timing.step_ms:.3g} for a whole step"
 
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.0f}"
+
+
+class Pace:
+    """How long the host takes for a whole step, whatever the device does: each begins with a device that is idle."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._times: list[float] = []
+        self._began: float | None = None
+
+    def begin_step(self) -> float | None:
+        """Take it that a step begins, and wait for the device; return the milliseconds once enough are timed."""
+        if self._began is not None:
+            self._times.append(self._clock.now() - self._began)
+        if len(self._times) == PACED_STEPS:
+            return median(self._times)
+        self._clock.wait()
+        self._began = self._clock.now()
+        return None
 
 
 def measure(rehearsal: Rehearsal, clock: Clock) -> Timing:

@@ -2,30 +2,33 @@
 
 Nobody has asked for CUDA graphs here, so nothing may come of them but speed. Hence a recording stands beside what is
 compiled anyway, and takes only the call that it was made for: in training, with gradients, of the very sizes that were
-measured, and one at a time. All other calls, such as those of an evaluation or of the last batch, run as without it.
-Memory of the recording is written to again only when nothing refers to it any more: what the model returns is copied
-out, gradients are moved out, and whoever keeps something else makes torch record anew. A few such recordings, a failure
-while recording, or a second compilation, and it is given up.
+measured, and when the backward of the last has been, or can no longer come. All other calls, such as those of an
+evaluation or of the last batch, run as without it. What the model returns is copied out of the recording's memory, and
+gradients are moved out; who keeps something else makes torch record anew, since that memory is written to again only
+when no tensor lies there. After a few such recordings, a failure, or a second compilation, it is given up.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_frame import Compiler, Frame, calling, frame_of
-from lightning_ups.transforms.compile_mode import Choice, Clock, Timing, choose, measure
+from lightning_ups.transforms.compile_mode import Choice, Clock, Pace, Timing, choose, is_open, measure
 from lightning_ups.transforms.compile_trial import GraphError, Rehearsal, State
+from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import begin_step
 from lightning_ups.transforms.forward import Forward
 
 __all__ = ["Call", "Replay", "call_of"]
 
 MOST_RECORDINGS = 8  # beyond those of the first call
+MOST_WAITS = 20
 
 
 class Call(NamedTuple):
@@ -92,10 +95,12 @@ class Replay:
         self._chosen: Call | None = None
         self._step: list[Call] = []  # for each graph that has run in this step
         self._timings: dict[Call, Timing | str] = {}
+        self._pace: Pace | None = None
         self._frame: Frame | None = None
         self._recorded = 0  # with the first call
         self._ran = self._tried = False
-        self._pending = False  # a forward whose backward has not been
+        self._last: Callable[[], GraphForward | None] = lambda: None
+        self._waited = 0  # steps that could not be replayed for a backward that may still come
         self.gradients = False  # may lie in memory of a recording
 
     @property
@@ -117,12 +122,9 @@ class Replay:
 
     def begin_step(self) -> None:
         """Take it that a training step begins."""
+        self._keep_pace()
         self._step.clear()
-        self._pending, self.gradients = False, self.gradients and self.active
-
-    def end_backward(self) -> None:
-        """Take it that a backward has ended."""
-        self._pending = False
+        self.gradients = self.gradients and self.active
 
     # The first step: what runs in it, and how long that takes.
 
@@ -151,11 +153,27 @@ class Replay:
 
     def decide(self) -> None:
         """Choose by what ran in the step that ends, if that was anything and the choice is not made."""
-        if self.choice is None and self._step:
-            self.choice = self._choose()
-            if self.active:
-                # From now on the generation, as torch calls it, stays the same: what is alive is not written to again.
-                begin_step()
+        if self.choice is not None or self._pace is not None or not self._step:
+            return
+        choice = self._choose()
+        if choice.timing is not None and is_open(choice.timing):
+            self._pace = Pace(self._clock)
+        else:
+            self._settle(choice)
+
+    def _keep_pace(self) -> None:
+        if self._pace is None or self.choice is not None or self._chosen is None:
+            return
+        if (step_ms := self._pace.begin_step()) is not None:
+            timing = self._timings[self._chosen]
+            assert isinstance(timing, Timing)
+            self._settle(choose(replace(timing, step_ms=step_ms)))
+
+    def _settle(self, choice: Choice) -> None:
+        self.choice = choice
+        if self.active:
+            # From now on the generation, as torch calls it, stays the same: what is alive is not written to again.
+            begin_step()
 
     def _choose(self) -> Choice:
         if len(self._step) != 1:
@@ -176,7 +194,12 @@ class Replay:
 
     def takes(self, call: Call) -> bool:
         """Return whether ``call`` is to be replayed now."""
-        return self.active and not self._pending and call == self._chosen
+        if not self.active or call != self._chosen:
+            return False
+        if (last := self._last()) is not None and not last.over:
+            self._waited += 1
+            return False
+        return True
 
     def run(self, inner: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
         """Return whether the graph has run, and what it returned; if it has not, it is given up."""
@@ -194,7 +217,7 @@ class Replay:
             kept.put_back()
             self.give_up(_first_line(error))
             return False, None
-        self._pending = self.gradients = True
+        self.gradients, self._waited = True, 0
         if dynamo.compiled_since(start):
             frame.learn(start, asker=self._chosen.block, kind=None)
         if self._tried and len(frame.askers) > variants:
@@ -217,6 +240,8 @@ class Replay:
                 "they are recorded anew in one step after another, since something keeps what a graph returned, or"
                 " brings weights and buffers to other memory"
             )
+        elif self.active and self._waited > MOST_WAITS:
+            self.give_up("something keeps what the model returned in a step that had no backward, which may still come")
 
     def give_up(self, reason: str) -> None:
         """Go on without CUDA graphs."""
@@ -256,6 +281,10 @@ class Replay:
     def runs_graph(self) -> None:
         """Take it that the graph runs in this call."""
         self._ran = True
+
+    def ran_forward(self, forward: GraphForward) -> None:
+        """Wait for its backward, as long as that may come."""
+        self._last = ref(forward)
 
 
 def _is_ours(error: Exception) -> bool:

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from lightning_ups.transforms.compile_mode import Timing, choose, measure
+from lightning_ups.transforms.compile_mode import PACED_STEPS, Pace, Timing, choose, is_open, measure
 from tests.clocks import Machine
 
 
@@ -52,8 +52,8 @@ def test_memory_is_counted_but_for_what_is_the_inputs():
     assert (timing.saved_bytes, timing.room) == (3 * 2**20, 2**33)
 
 
-def timing(launch, device, *, saved=0, output=0, room=2**33):
-    return Timing(launch_ms=launch, device_ms=device, saved_bytes=saved, output_bytes=output, room=room)
+def timing(launch, device, *, saved=0, output=0, room=2**33, step=None):
+    return Timing(launch_ms=launch, device_ms=device, saved_bytes=saved, output_bytes=output, room=room, step_ms=step)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,15 @@ def timing(launch, device, *, saved=0, output=0, room=2**33):
         (timing(4.0, 5.2), True, "CUDA graphs, since launching takes 4 ms and the device 5.2"),  # more than 3/4
         (timing(3.8, 5.2), False, "default, since launching takes 3.8 ms and the device 5.2"),
         (timing(9, 250), False, "default, since launching takes 9 ms and the device 250"),
+        (
+            timing(3.86, 6.37, step=8.2),
+            True,
+            "CUDA graphs, since launching takes 3.86 ms, the device 6.37, and the host 8.2",
+        ),
+        (timing(3.86, 6.37, step=6.5), False, "default, since launching .* the host 6.5 for a whole step"),
+        (timing(2.0, 6.0, step=20.0), True, "CUDA graphs"),  # the device waits all the same, for less long
+        (timing(0.3, 6.0, step=20.0), False, "default"),
+        (timing(3.8, 6.0, step=9.0, output=65 * 2**20), False, "default, since the model returns 65 MiB"),
         (timing(6, 5, output=65 * 2**20), False, "default, since the model returns 65 MiB.*at most 64 MiB are"),
         (timing(6, 5, output=64 * 2**20), True, "CUDA graphs"),
         (timing(6, 5, saved=2**30, room=2**31), False, "default, since a graph would keep 1024 MiB.*2048 MiB are free"),
@@ -78,3 +87,29 @@ def test_graphs_are_chosen_where_launching_takes_longer_and_nothing_forbids_them
     assert choice.facts["mode"] == ("reduce-overhead" if graphs else "default")
     assert choice.facts["launch_ms"] == timing.launch_ms
     json.dumps(choice.facts)
+
+
+@pytest.mark.parametrize(
+    ("timing", "expected"),
+    [
+        (timing(3.86, 6.37), True),
+        (timing(3.86, 6.37, step=8.2), False),
+        (timing(6.0, 6.37), False),
+        (timing(1.0, 6.37), False),
+        (timing(3.86, None), False),
+        (timing(3.86, 6.37, saved=2**32), False),
+    ],
+)
+def test_whole_steps_are_timed_only_where_the_choice_depends_on_them(timing, expected):
+    assert is_open(timing) is expected
+
+
+def test_the_pace_is_the_hosts_and_not_the_devices():
+    machine = Machine(kernels=50, host=0.05, device=1.0)  # the device falls behind with every kernel
+    pace, found, steps = Pace(machine), None, 0
+    while found is None:
+        found = pace.begin_step()
+        machine.backward(machine.forward())
+        steps += 1
+    assert found == pytest.approx(2 * 50 * 0.05)
+    assert steps == PACED_STEPS + 1

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_ups.transforms.compile import compiled
 from lightning_ups.transforms.compile_frame import Compiler
+from lightning_ups.transforms.compile_mode import PACED_STEPS
 from lightning_ups.transforms.compile_replay import MOST_RECORDINGS, Replay, call_of
 from lightning_ups.transforms.cuda_graphs import OwnGradients
 from tests import backends
@@ -80,7 +81,6 @@ class Loop:
         output = self.model(x)
         if backward:
             output.square().sum().backward()
-            self.replay.end_backward()
             if self.replay.gradients:
                 self.gradients.take()
         self.replay.decide()
@@ -118,7 +118,6 @@ def test_one_forward_waits_for_its_backward_and_others_run_beside_it():
         second = model(x * 2)  # with the first still to be used in a backward
         assert len(backends.RECORDED) == ran
         (first.sum() + second.sum()).backward()
-        loop.replay.end_backward()
         model(x)
         assert len(backends.RECORDED) == ran + 2  # the backward of the first, and a forward
 
@@ -147,13 +146,26 @@ def test_nothing_is_decided_before_something_ran_and_nothing_twice():
     replay.begin_step()
     replay.decide()
     assert (replay.choice, replay.active, replay.idle, replay.facts) == (None, False, False, {})
-    loop = Loop(net(), FixedClock(1.0, 2.0))
+    loop = Loop(net(), FixedClock(0.2, 2.0))
     with loop.context:
         loop.step(torch.randn(3, 4))
         choice = loop.replay.choice
         assert (loop.replay.active, loop.replay.idle) == (False, True)
         loop.step(torch.randn(3, 4))
         assert loop.replay.choice is choice
+
+
+@pytest.mark.parametrize(("between", "graphs"), [(5.0, True), (0.0, False)])
+def test_a_choice_between_waits_for_some_steps(between, graphs):
+    clock = FixedClock(1.0, 2.0)
+    loop = Loop(net(), clock)
+    with loop.context:
+        for step in range(PACED_STEPS + 2):
+            assert loop.replay.choice is None, step
+            loop.step(torch.randn(3, 4))
+            clock.time += between  # of the host, outside the model
+        assert loop.replay.active is graphs
+        assert loop.replay.facts["step_ms"] == pytest.approx(between + 0.5, abs=0.5)
 
 
 def test_what_could_not_be_tried_is_not_replayed():
