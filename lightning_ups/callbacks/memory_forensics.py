@@ -271,6 +271,8 @@ _SETTINGS = {
     "replicate_size": "replicate_size",
     "reshard_after_forward": "_reshard",
     "offload": "_offload",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "tensor_parallel_plan": "_plan",
 }
 
 

@@ -62,7 +62,8 @@ class Planner:
     Args:
         run: What is asked for.
         batch: What ``training_step`` is given on one device.
-        settings: Of the strategy: ``sharding``, ``reshard_after_forward``, ``replicate_size``, ``offload``.
+        settings: Of the strategy: ``sharding``, ``reshard_after_forward``, ``replicate_size``, ``offload``,
+            ``tensor_parallel_size``, ``tensor_parallel_plan``.
         optimizers: Makes the optimizer in place of ``configure_optimizers``.
         microbatches: Batches in an optimizer step.
         device: The kind of GPU; None: not known, so that nothing can be said to fit.
@@ -265,13 +266,19 @@ class Planner:
     def _step(self, variant: Variant, *, samples: int | None = None, tokens: int | None = None) -> Step:
         run = self._run(variant)
         # Strategies that copy the model are alike, and so are those that shard it in hooks: only the layout differs.
-        key = (variant.change, run.strategy.shards, run.strategy.whole_graph, samples, tokens)
+        split = self._split(variant)
+        key = (variant.change, run.strategy.shards, run.strategy.whole_graph, split is None, samples, tokens)
         if key not in self._steps:
             batch = self.batch
             if samples is not None or tokens is not None:
                 batch = resized(batch, samples=samples, tokens=tokens)
             self._steps[key] = rehearse_run(
-                run, batch, optimizers=self._optimizers, change=variant.change, microbatches=self._microbatches
+                run,
+                batch,
+                optimizers=self._optimizers,
+                change=variant.change,
+                microbatches=self._microbatches,
+                tensor_parallel=split,
             )
         return self._steps[key]
 
@@ -302,9 +309,10 @@ class Planner:
         policy = policy_of(run.precision)
         computed = self._computed(run) or stored
         replicas = self._settings.get("replicate_size", 1) if variant.strategy is None else 1
+        _, tensor = self._split(variant) or (None, 1)
         return Layout(
             sharding=sharding,
-            shards=1 if sharding == "none" else max(self.devices // replicas, 1),
+            shards=1 if sharding == "none" else max(self.devices // replicas // tensor, 1),
             devices=self.devices,
             stored=stored,
             computed=computed,
@@ -336,6 +344,12 @@ class Planner:
                 shares |= {"optimizer state": share, "master weights": share}
                 passing = max(passing, int(3 * getattr(step, "chunk_mb", 256) * 2**20))
         return {**shares, **variant.host}, passing
+
+    def _split(self, variant: Variant) -> tuple[Any, int] | None:
+        """Return the plan of tensor parallelism and its size, if there is one."""
+        plan, size = self._settings.get("tensor_parallel_plan"), self._settings.get("tensor_parallel_size", 1)
+        declared = variant.strategy is None and self.run.strategy.ours
+        return (plan, size) if declared and plan is not None and size > 1 else None
 
     def _computed(self, run: Run) -> int | None:
         policy = policy_of(run.precision)

@@ -26,8 +26,10 @@ from lightning_ups.transforms.memory import Ledger
 from lightning_ups.transforms.memory_compiled import as_compiled
 from lightning_ups.transforms.memory_cuda import step_as_on_cuda
 from lightning_ups.transforms.memory_step import Play, Step, rehearse
+from lightning_ups.transforms.memory_tensor_parallel import cut_for_one_device
 from lightning_ups.transforms.memory_twin import fake_batch, twin
 from lightning_ups.transforms.recompute import recompute
+from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
 __all__ = ["Change", "OptimizerShare", "Uncountable", "optimizer_share", "rehearse_run"]
 
@@ -66,6 +68,7 @@ def rehearse_run(
     optimizers: Callable[[nn.Module], Any] | None = None,
     change: Change | None = None,
     microbatches: int = 1,
+    tensor_parallel: tuple[Any, int] | None = None,
 ) -> Step:
     """Return what a training step of ``run`` takes of one device, if that has the whole model.
 
@@ -78,6 +81,8 @@ def rehearse_run(
         optimizers: Makes the optimizer in place of ``configure_optimizers``.
         change: What is otherwise.
         microbatches: Batches in an optimizer step.
+        tensor_parallel: The plan by which matrix products are split, and over how many devices: one of them has the
+            step then.
 
     Raises:
         Uncountable: If something cannot be rehearsed.
@@ -88,6 +93,10 @@ def rehearse_run(
         fakes = fake_batch(batch, mode=mode)
         _stand_in(module, run)
         stack.enter_context(without_kv_cache(module))
+        if tensor_parallel is not None:
+            plan, size = tensor_parallel
+            styles = styles_of(module, plan=plan_of(module, plan), size=size)
+            cut_for_one_device(module, styles=styles, size=size)
         _recomputed(module, run, change, stack)
         inside = _compiled(module, run, change, ledger, stack)
         play = Play(

@@ -322,9 +322,10 @@ def _notes(asked: Asked) -> Iterator[str]:
     if any(step.stage.name == "COMPILE" for step in asked.run.declarations):
         yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
     if asked.run.strategy.shards and not asked.run.strategy.ours:
-        yield f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights is not known."
-    if _strategy_settings(asked).get("tensor_parallel_size", 1) > 1:
-        yield "Tensor parallelism is not counted: each GPU is taken to have whole matrices, which is too much."
+        yield (
+            f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights, and what the"
+            " module splits by itself, is not known."
+        )
 
 
 def _facts(planner: Planner, rows: Sequence[_Row], origin: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_ups.transforms.blocks import select_names
 
-__all__ = ["PLANS", "Style", "parallelize", "plan_of"]
+__all__ = ["PLANS", "Style", "parallelize", "plan_of", "styles_of"]
 
 Style = Literal[
     "colwise",
@@ -139,18 +139,29 @@ def parallelize(model: nn.Module, *, plan: Mapping[str, Style], mesh: DeviceMesh
     Raises:
         ValueError: If a pattern matches nothing, if a weight does not divide, or if tied weights are split in two ways.
     """
+    styles = styles_of(model, plan=plan, size=mesh.size())
+    ties = _ties(model)
+    for name, style in styles.items():
+        parallelize_module(model.get_submodule(name), mesh, _STYLES[style]())
+    for names in ties:
+        _tie(model, names)
+    return styles
+
+
+def styles_of(model: nn.Module, *, plan: Mapping[str, Style], size: int) -> dict[str, Style]:
+    """Return the style of each module that ``plan`` splits over ``size`` devices.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or if a weight does not divide.
+    """
     modules = {name: m for name, m in model.named_modules() if name and not isinstance(m, nn.Identity)}
     chosen: dict[str, Style] = {
         pattern: style for pattern, style in plan.items() if not _only_identities(model, pattern)
     }
     matched = select_names(modules, list(chosen), kind="submodule", of=type(model).__name__)
     styles: dict[str, Style] = {name: chosen[pattern] for name, pattern in matched.items()}
-    ties = _ties(model)
     for name, style in styles.items():
-        _check_divides(name, modules[name], style, mesh.size())
-        parallelize_module(modules[name], mesh, _STYLES[style]())
-    for names in ties:
-        _tie(model, names)
+        _check_divides(name, modules[name], style, size)
     return styles
 
 

@@ -264,3 +264,16 @@ def test_nothing_stays_on_the_module(tmp_path):
 def test_every_is_checked():
     with pytest.raises(ValueError, match=r"Use 1 or more\.$"):
         MemoryForensics(every=0)
+
+
+def test_the_plan_is_told_of_every_setting_that_the_strategy_has():
+    strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt")
+    settings = {name: getattr(strategy, attribute) for name, attribute in forensics._SETTINGS.items()}
+    assert settings == {
+        "sharding": "full",
+        "replicate_size": 1,
+        "reshard_after_forward": True,
+        "offload": False,
+        "tensor_parallel_size": 2,
+        "tensor_parallel_plan": "gpt",
+    }

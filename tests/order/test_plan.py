@@ -235,3 +235,36 @@ def test_beside_one_graph_others_are_counted_for_themselves():
     (hooks,) = [variant for variant in plan.variants() if variant.name == "FSDP2Strategy(sharding=gradients)"]
     ours = planner(strategy=FSDP2Strategy, devices=4, sharding="gradients")
     assert plan.moment(hooks) == ours.moment(ours.declared)
+
+
+# Tensor parallelism
+
+
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_matrices_that_are_split_are_counted_as_parts(sharding):
+    plan = planner(
+        strategy=FSDP2Strategy, devices=4, sharding=sharding, tensor_parallel_size=2, tensor_parallel_plan="gpt"
+    )
+    whole = planner(strategy=FSDP2Strategy, devices=2, sharding=sharding)
+    found, before = plan.moment(plan.declared), whole.moment(whole.declared)
+    split = sum(p.numel() for p in plan.run.module.parameters() if p.dim() == 2)
+    vectors = sum(p.numel() for p in plan.run.module.parameters()) - split
+    shards = {"full": 2, "none": 1}[sharding]
+    for kind, size in (("parameters", 4), ("optimizer state", 8)):
+        assert found.of(kind) == pytest.approx(size * (split / 2 + vectors) / shards, rel=0.01)
+    assert found.of("gather buffers") == pytest.approx(before.of("gather buffers") / 2, rel=0.02)
+    # Half of what is between products; what goes into them is gathered, and so are the logits.
+    assert 0.5 * before.of("activations") < found.of("activations") < 0.9 * before.of("activations")
+
+
+def test_a_split_that_cannot_be_is_said():
+    plan = planner(strategy=FSDP2Strategy, devices=3, tensor_parallel_size=3, tensor_parallel_plan="gpt")
+    with pytest.raises(Uncountable, match="cannot be split along dimension"):
+        plan.moment(plan.declared)
+
+
+def test_beside_a_split_others_are_counted_whole():
+    plan = planner(strategy=FSDP2Strategy, devices=4, tensor_parallel_size=2, tensor_parallel_plan="gpt")
+    (other,) = [variant for variant in plan.variants() if variant.name == "FSDP2Strategy(sharding=gradients)"]
+    alone = planner(strategy=FSDP2Strategy, devices=4, sharding="gradients")
+    assert plan.moment(other) == alone.moment(alone.declared)
