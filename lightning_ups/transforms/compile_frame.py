@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_trial import Caller, with_trial
+from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import outputs_owned
 from lightning_ups.transforms.forward import Forward
 
@@ -250,6 +251,11 @@ def _caller() -> Caller | None:
     return _CALLERS.stack[-1] if _CALLERS.stack else None
 
 
+def _ran(forward: GraphForward) -> None:
+    if (caller := _caller()) is not None:
+        caller.ran_forward(forward)
+
+
 class _Backend:
     """What Dynamo calls with each graph of our frames, and of the functions that they call after a graph break."""
 
@@ -267,7 +273,7 @@ class _Backend:
             run = self._compile(graph, inputs)
         if caller := _caller():
             caller.made_graph(from_cache=dynamo.cache_hits() > (hits, misses) and dynamo.cache_hits()[1] == misses)
-        return with_trial(outputs_owned(run) if self._own_outputs else run, graph, caller=_caller)
+        return with_trial(outputs_owned(run, ran=_ran) if self._own_outputs else run, graph, caller=_caller)
 
     def reset(self) -> None:
         if reset := getattr(self._compile, "reset", None):

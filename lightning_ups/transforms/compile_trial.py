@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_ups._compat.dynamo import is_fake, is_written_to
+from lightning_ups.transforms.cuda_graphs import Forward
 
 __all__ = ["Caller", "GraphError", "Rehearsal", "State", "with_trial"]
 
@@ -44,6 +45,9 @@ class Caller(Protocol):
 
     def runs_graph(self) -> None:
         """Hear that a graph begins to run in earnest."""
+
+    def ran_forward(self, forward: Forward) -> None:
+        """Hear of a forward whose memory the next one writes to."""
 
 
 def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller | None]) -> Run:

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_ups._compat import dynamo
 
-__all__ = ["COPIED_BYTES", "OwnGradients", "begin_step", "copied", "outputs_owned", "owned", "size"]
+__all__ = ["COPIED_BYTES", "Forward", "OwnGradients", "begin_step", "copied", "outputs_owned", "owned", "size"]
 
 COPIED_BYTES = 64 * 2**20  # of what a graph returns: a copy that takes a device some microseconds, and no more
 
@@ -40,11 +41,41 @@ def owned(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Tensor]:
     return [value for value in outputs if isinstance(value, Tensor) and _memory(value) not in theirs]
 
 
-def outputs_owned(run: Callable[..., Any]) -> Callable[..., Any]:
+class Forward:
+    """A forward of a graph. It is alive as long as its backward may still come, and ``over`` when that has begun."""
+
+    __slots__ = ("__weakref__", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+
+
+class _Copy(torch.autograd.Function):
+    """A copy that keeps its forward alive, and knows when its backward runs."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: Tensor, forward: Forward) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.of = forward
+        return tensor.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.of.over = True
+        return grad, None
+
+
+def outputs_owned(run: Callable[..., Any], *, ran: Callable[[Forward], None]) -> Callable[..., Any]:
     """Return a function that does what the graph ``run`` does, with outputs that the next call leaves alone.
 
     What the model puts aside in attributes or lists is an output of the graph too. An output that lies in memory of an
     input is returned as it is.
+
+    Args:
+        run: The graph.
+        ran: Hears of each forward, of which it should keep no more than a weak reference. Torch does not see that
+            autograd holds on to what a replayed forward has saved, and would write over it.
     """
     positions: list[int] | None = None
 
@@ -55,8 +86,11 @@ def outputs_owned(run: Callable[..., Any]) -> Callable[..., Any]:
         if positions is None:  # a graph's outputs are always the same kind of thing
             ours = {id(value) for value in owned(outputs, args)}
             positions = [index for index, value in enumerate(outputs) if id(value) in ours]
+        forward = Forward()
         for index in positions:
-            outputs[index] = outputs[index].clone()
+            output = outputs[index]
+            outputs[index] = _Copy.apply(output, forward) if output.requires_grad else output.clone()
+        ran(forward)
         return tuple(outputs)
 
     return own_run

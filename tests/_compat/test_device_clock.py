@@ -41,6 +41,7 @@ def test_work_behind_a_hold_waits_and_its_time_is_its_own():
     clock = CudaClock(torch.device("cuda", torch.cuda.current_device()))
     x = torch.randn(2048, 2048, device="cuda")
     clock.hold(1.0)
+    x @ x  # which loads libraries
     clock.wait()
     before = clock.now()
     clock.hold(200.0)

@@ -164,8 +164,7 @@ class Holding(Keeper):
         self.core.head.weight.register_hook(self.held.append)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("module", [Keeper, Holding])
+@pytest.mark.parametrize(("module", "accumulate"), [(Keeper, 1), (Keeper, 2), (Holding, 2)])
 def test_when_the_next_step_begins_nothing_is_left_in_memory_of_the_graphs(tmp_path, monkeypatch, module, accumulate):
     # Torch writes to that memory again only if it is dead, and records anew if it is not.
     monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: 2)
@@ -178,7 +177,7 @@ def test_when_the_next_step_begins_nothing_is_left_in_memory_of_the_graphs(tmp_p
 
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
     expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
-    monkeypatch.setattr("lightning_ups.transforms.compile_frame.outputs_owned", lambda run: run)
+    monkeypatch.setattr("lightning_ups.transforms.compile_frame.outputs_owned", lambda run, ran: run)
     actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert actual["kept"] != expected["kept"]
 
@@ -298,7 +297,7 @@ def several(tmp_path, strategy):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_ups.callbacks.compile._clock", lambda device: FixedClock(6.1, 5.2))
         callbacks = [auto(scope="auto")]
-        trainer(tmp_path, strategy=strategy, devices=2, callbacks=callbacks, epochs=1).fit(model, rows(8, 2))
+        trainer(tmp_path, strategy=strategy, devices=2, callbacks=callbacks, epochs=1).fit(model, rows(4, 2))
     return [line for line in found[-1]["lines"] if "mode auto" in line]
 
 
@@ -374,17 +373,61 @@ def test_a_second_fit_measures_and_chooses_anew(tmp_path, monkeypatch, reports):
 
 
 class Skips(Keeper):
+    """Has steps without a backward; keeps of them what could still have one, if it keeps anything."""
+
+    keeps = False
+
     def training_step(self, batch, index):
         loss = super().training_step(batch, index)
-        return None if index in (0, 3) else loss
+        if index not in (0, 3):
+            return loss
+        if not self.keeps:
+            self.kept = [value.detach() for value in self.kept]
+            self.core.aside = None
+        return None
+
+
+class SkipsAndKeeps(Skips):
+    keeps = True
+
+
+LONG = {"epochs": 1, "val_check_interval": 1.0, "batches": rows(32, 4)}
 
 
 def test_a_skipped_step_neither_decides_nor_stops_replaying(tmp_path, monkeypatch):
-    options = {"epochs": 1, "val_check_interval": 1.0, "batches": rows(32, 4)}
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Skips, **options)
-    actual = run(tmp_path, monkeypatch, auto(), module=Skips, clock=FixedClock(6.1, 5.2), **options)
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Skips, **LONG)
+    actual = run(tmp_path, monkeypatch, auto(), module=Skips, clock=FixedClock(6.1, 5.2), **LONG)
     assert actual == expected
     assert len(backends.RECORDED) == 2 * (5 + 3) + 1  # the forward of the step that is skipped
+
+
+def test_a_forward_that_could_still_have_its_backward_is_not_written_over(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr("lightning_ups.transforms.compile_replay.MOST_WAITS", 3)
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=SkipsAndKeeps, **LONG)
+    with pytest.warns(UserWarning, match="keeps what the model returned in a step that had no backward"):
+        actual = run(tmp_path, monkeypatch, auto(), module=SkipsAndKeeps, clock=FixedClock(6.1, 5.2), **LONG)
+    assert actual == expected
+    assert len(backends.RECORDED) == 2 * (1 + 3) + 1
+    assert "which may still come" in lines(reports[0])[-1]
+
+
+class Late(Keeper):
+    """Goes backward through two steps at once."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        if index % 2 == 0:
+            self.earlier = loss
+            return None
+        earlier, self.earlier = self.earlier, None
+        return loss + earlier
+
+
+def test_a_backward_may_come_in_a_later_step(tmp_path, monkeypatch):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Late, **LONG)
+    actual = run(tmp_path, monkeypatch, auto(), module=Late, clock=FixedClock(6.1, 5.2), **LONG)
+    assert actual == expected
+    assert len(backends.RECORDED) == 2 * (3 + 3)  # every second step, after the first two
 
 
 @pytest.mark.slow
@@ -420,7 +463,7 @@ class Returned(Keeper):
         return loss
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_graphs_that_are_asked_for_keep_what_the_model_returns_too(tmp_path, monkeypatch, accumulate):
     options = {"module": Returned, "accumulate_grad_batches": accumulate}
     expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), **options)

@@ -34,6 +34,9 @@ class Caller:
     def runs_graph(self):
         self.runs += 1
 
+    def ran_forward(self, forward):
+        pass
+
 
 def compiled(function, caller, change=lambda run: run):
     """Return ``function`` as Dynamo runs it with a backend that tries its graphs, and a list of the calls of these."""

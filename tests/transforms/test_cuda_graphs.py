@@ -1,3 +1,5 @@
+from weakref import ref
+
 import pytest
 import torch
 from torch import nn
@@ -82,13 +84,43 @@ def test_outputs_outlive_the_memory_that_a_graph_writes_to_again():
             memory.data.copy_(x)
         return memory, x, 7
 
-    run, first, second = outputs_owned(graph), torch.ones(2), torch.full((2,), 2.0)
+    run, first, second = outputs_owned(graph, ran=id), torch.ones(2), torch.full((2,), 2.0)
     kept, same, number = run(first)
     run(second)
     assert kept.tolist() == [1, 1]
     assert same is first
     assert number == 7
     assert kept.grad_fn is not None  # a copy passes gradients on
+
+
+def test_a_forward_is_alive_as_long_as_its_backward_may_come():
+    x, last = torch.ones(2, requires_grad=True), []
+    run = outputs_owned(lambda x: (x * 2, x.sum(), x.detach() * 3), ran=lambda forward: last.append(ref(forward)))
+
+    def state():
+        forward = last[-1]()
+        return None if forward is None else forward.over
+
+    doubled, total, constant = run(x)
+    assert state() is False
+    loss = (doubled * 3).sum()
+    del doubled, total
+    assert state() is False  # a loss made of an output
+    loss.backward()
+    assert state() is True
+    assert x.grad.tolist() == [6, 6]
+    assert constant.tolist() == [3, 3]
+    del loss
+    assert state() is None
+
+    doubled, total, constant = run(x)
+    del doubled, total
+    assert state() is None  # nobody can go backward from what is left
+
+    with torch.no_grad():
+        kept = run(x)
+    assert len(kept) == 3
+    assert state() is None
 
 
 @pytest.mark.gpu
