@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.tensors import plain_memory
+from lightning_ups.transforms.mesh import least_of_ranks
 
 __all__ = ["Keeping", "choose_keeping", "gathered_bytes", "keep_gathered", "least_headroom"]
 
@@ -56,7 +56,7 @@ def _gathered_as(parameter: DTensor, param_dtype: torch.dtype | None) -> torch.d
 
 
 def least_headroom(device: torch.device) -> tuple[int | None, int]:
-    """Return what was still free at the highest peak, on the rank where it is least, and the device's memory.
+    """Return what was still free at the highest peak, and the device's memory, each on the rank where it is least.
 
     Every rank takes part.
     """
@@ -64,9 +64,8 @@ def least_headroom(device: torch.device) -> tuple[int | None, int]:
         return None, 0
     free, total = torch.cuda.mem_get_info(device)
     room = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    least = torch.tensor(room, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least.item()), total
+    room, total = least_of_ranks(room, total, device=device)
+    return room, total
 
 
 def keep_gathered(blocks: Iterable[FSDPModule], *, keep: bool) -> None:

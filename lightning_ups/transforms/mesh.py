@@ -5,13 +5,24 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
 from lightning_ups._compat.fsdp import flattened
 
-__all__ = ["DATA", "TENSOR", "MeshSizes", "build_mesh", "data_mesh", "device_of", "local_part", "part_of"]
+__all__ = [
+    "DATA",
+    "TENSOR",
+    "MeshSizes",
+    "build_mesh",
+    "data_mesh",
+    "device_of",
+    "least_of_ranks",
+    "local_part",
+    "part_of",
+]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may know
 _REPLICATE, _SHARD = "replicate", "shard"
@@ -73,6 +84,13 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
+
+
+def least_of_ranks(*sizes: int, device: torch.device) -> list[int]:
+    """Return for each of ``sizes`` the least that any rank has, so that all decide alike; every rank takes part."""
+    least = torch.tensor(sizes, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.tolist()
 
 
 def local_part(whole: Tensor, like: DTensor) -> Tensor:

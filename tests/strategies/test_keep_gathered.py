@@ -3,12 +3,14 @@
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from lightning_ups.order import applied
 from lightning_ups.strategies import FSDP2Strategy
 from tests.strategies import cases
 from tests.strategies.test_collectives import Count
+from tests.toys import loader, trainer
 
 GIB = 2**30
 
@@ -70,3 +72,18 @@ def test_it_has_no_meaning_where_parameters_are_kept_anyhow():
         FSDP2Strategy(sharding="gradients", reshard_after_forward="auto")
     with pytest.raises(ValueError, match=r"reshard_after_forward='yes'\) is not a known choice"):
         FSDP2Strategy(reshard_after_forward="yes")
+
+
+def choices(tmp_path):
+    strategy, rank = FSDP2Strategy(), dist.get_rank()
+    options = {"accumulate_grad_batches": 2, "epochs": 0}
+    with patch("lightning_ups.strategies.fsdp2.free_memory", lambda _: 0 if rank == 1 else 2**40):
+        trainer(tmp_path, strategy=strategy, devices=2, **options).fit(cases.Case(), loader())
+    every = [None] * 2
+    dist.all_gather_object(every, strategy._choice.sync)
+    return every
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_are_reduced_when_the_fullest_rank_must(ranks, tmp_path):
+    assert ranks(choices, tmp_path) == ["every", "every"]

@@ -3,7 +3,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_ups.transforms.mesh import MeshSizes, build_mesh, data_mesh, device_of, part_of
+from lightning_ups.transforms.mesh import MeshSizes, build_mesh, data_mesh, device_of, least_of_ranks, part_of
 
 
 def test_whatever_is_not_asked_for_otherwise_shards():
@@ -48,3 +48,12 @@ def parts():
 
 def test_a_part_is_what_a_distributed_tensor_keeps(ranks):
     assert ranks(parts) == ([True] * 3, True, torch.device("cpu"))
+
+
+def decided():
+    rank = torch.distributed.get_rank()
+    return least_of_ranks(2**40 + rank, 7 - rank, device=torch.device("cpu"))
+
+
+def test_ranks_decide_by_the_one_that_has_least(ranks):
+    assert ranks(decided) == [2**40, 6]
