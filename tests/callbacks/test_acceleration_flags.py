@@ -1,6 +1,4 @@
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -8,6 +6,7 @@ from jsonargparse import ArgumentParser
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_ups._compat.flags import read_attention, read_tf32
 from lightning_ups.callbacks import AccelerationFlags, Compile
 from lightning_ups.kernels.attention.auto import _choice
 from lightning_ups.order import applied
@@ -184,15 +183,13 @@ def test_values_are_typed_for_the_command_line():
         parser.parse_string("flags: {attention: [flsh]}")
 
 
-def test_importing_touches_nothing():
-    code = (
-        "import torch; from lightning_ups._compat.flags import read_attention, read_tf32;"
-        "import gc; before = read_attention(), read_tf32(), torch.backends.cudnn.benchmark, gc.isenabled();"
-        "from lightning_ups.callbacks import AccelerationFlags; AccelerationFlags(tf32=True, attention=['math']);"
-        "assert before == (read_attention(), read_tf32(), torch.backends.cudnn.benchmark, gc.isenabled());"
-        "assert not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+def test_making_it_touches_nothing():
+    def switches():
+        return read_attention(), read_tf32(), torch.backends.cudnn.benchmark, gc.isenabled(), gc.get_threshold()
+
+    before = switches()
+    AccelerationFlags(tf32=True, cudnn_benchmark=True, attention=["math"], gc_interval=5)
+    assert switches() == before
 
 
 @pytest.mark.gpu(capability=(8, 0))
