@@ -134,7 +134,7 @@ def test_graphs_are_chosen_and_leave_everything_bitwise_as_it_is(tmp_path, monke
     # Ten steps, of which the first is measured; three recorded forwards and backwards are a rehearsal.
     assert len(backends.RECORDED) == 2 * (9 + 3)
     assert lines(reports[0]) == [
-        "mode auto: decided after the first step, by what launching and computing take",
+        "mode auto: decided after the first steps, by what launching and computing take",
         "mode auto: CUDA graphs, since launching takes 6.1 ms and the device 5.2",
     ]
     facts = reports[0].parts["Compile"]
