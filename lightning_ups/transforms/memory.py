@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_ups._compat.autograd import storages
 from lightning_ups._compat.rehearsal import is_tracing
 
-__all__ = ["FIXED", "GIB", "Kind", "Ledger", "Moment", "Phase", "allocated", "bytes_of", "readable"]
+__all__ = ["FIXED", "GIB", "Kind", "Ledger", "Moment", "Phase", "allocated", "readable"]
 
 GIB = 2**30
 _GRAIN = 512  # bytes: the allocator gives multiples of it
@@ -51,12 +50,6 @@ def readable(size: float) -> str:
     if abs(size) < 0.1 * GIB:
         return f"{size / 2**20:.1f} MiB" if abs(size) < 10 * 2**20 else f"{size / 2**20:.0f} MiB"
     return f"{size / GIB:.1f} GiB" if abs(size) >= 0.95 * GIB else f"{size / GIB:.2f} GiB"
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the memory behind ``tensors``, each storage once."""
-    found = {memory: size for tensor in tensors for memory, size in storages(tensor)}
-    return sum(allocated(size) for size in found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
