@@ -43,9 +43,11 @@ def test_what_hangs_is_ended_with_what_it_started(finished):
     assert seconds < 60
 
 
-def test_ranks_do_not_wait_for_one_that_failed(finished):
+def test_ranks_do_not_wait_for_one_that_failed(processes, finished, monkeypatch):
+    fast = SimpleNamespace(monotonic=lambda: 20 * time.monotonic(), sleep=time.sleep)
+    monkeypatch.setattr(processes, "time", fast)  # of its ten seconds of patience
     code = "import os, sys, time; sys.exit(1) if os.environ['RANK'] == '0' else time.sleep(600)"
-    text, seconds = run(finished, code, timeout=300, ranks=2)
+    text, seconds = run(finished, code, timeout=6000, ranks=2)
     assert "since a rank had failed" in text
     assert seconds < 120
 
