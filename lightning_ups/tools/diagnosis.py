@@ -24,7 +24,9 @@ from lightning_ups._compat.lightning import class_settings
 from lightning_ups.tools.layers import Keys, Layer, Tree, items
 from lightning_ups.tools.spelling import nearest, suggestion
 
-__all__ = ["diagnosis", "find_class"]
+__all__ = ["diagnosis", "find_class", "offered"]
+
+_ROOMS = ("callbacks", "data", "models", "precision", "strategies")  # whose classes are for configurations
 
 _SPEC = ("class_path", "init_args", "dict_kwargs")
 _PLAIN = (int, float, complex, str, bool, bytes, list, tuple, dict, set, frozenset, NoneType, object, type, Tensor)
@@ -55,6 +57,13 @@ def find_class(name: str, bases: Sequence[type]) -> type | None:
     except ModuleNotFoundError:
         return None
     return found if isinstance(found, type) else None
+
+
+def offered(path: str) -> bool:
+    """Return whether the class of this name is for users to name: of ours, those that a room for it exports."""
+    package, _, rest = path.partition(".")
+    room, name = rest.partition(".")[0], path.rpartition(".")[2]
+    return package != "lightning_ups" or (room in _ROOMS and name in sys.modules[f"{package}.{room}"].__all__)
 
 
 class _Look:
@@ -144,7 +153,8 @@ class _Look:
         module, _, attribute = name.rpartition(".")
         if not module:
             if find_class(name, bases) is None:
-                known = {kind.__name__ for kind in _below(bases) if not inspect.isabstract(kind)}
+                concrete = [kind for kind in _below(bases) if not inspect.isabstract(kind)]
+                known = {kind.__name__ for kind in concrete if offered(f"{kind.__module__}.{kind.__name__}")}
                 yield (
                     f"{place}no {wanted} is known as {name!r}. A class of your own is named with its module,"
                     f" as in 'package.module.{name}'. {suggestion(name, known)}"

@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import get_loader
 
 from lightning_ups.tools import presets
-from lightning_ups.tools.spelling import suggestion
+from lightning_ups.tools.spelling import file_suggestion
 
 __all__ = ["LISTS", "Keys", "Layer", "Tree", "items", "option_layer", "options", "preset_layer", "read"]
 
@@ -107,10 +107,10 @@ def _content(source: str) -> tuple[str, str, Path | None]:
             return source, file.read(), None  # type: ignore[attr-defined]
     path = Path(source)
     if not path.is_file():
-        there = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        what = f"{source!r} is a folder" if path.is_dir() else f"There is no file {source!r}"
         raise FileNotFoundError(
-            f"There is no file {source!r}. A configuration is looked for from {Path.cwd()}."
-            f" {suggestion(source, there, otherwise='Check the path.')}"
+            f"{what}. A configuration is a file, looked for from {Path.cwd()}."
+            f" {file_suggestion(source, endings=('.yaml', '.yml'))}"
         )
     return source, path.read_text(), path.parent
 

@@ -10,6 +10,7 @@ from jsonargparse import ActionConfigFile, DefaultHelpFormatter, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
+from lightning_ups.tools.diagnosis import offered
 from lightning_ups.tools.layers import Layer
 
 __all__ = ["ReadConfig", "UpsParser"]
@@ -29,10 +30,12 @@ _TITLES = {  # in the order in which a reader needs them
 class _Help(DefaultHelpFormatter):
     @override
     def _expand_help(self, action: Action) -> str:
-        # Without the packages: a class of Lightning's, torch's or ours is found by its name.
-        return re.sub(
-            r"known subclasses: .*", lambda names: re.sub(r"(\w+\.)+", "", names[0]), super()._expand_help(action)
-        )
+        return re.sub(r"(?<=known subclasses: )[\w., ]+", lambda names: _names(names[0]), super()._expand_help(action))
+
+
+def _names(paths: str) -> str:
+    # Without the packages: a class of Lightning's, torch's or ours is found by its name.
+    return ", ".join(path.rpartition(".")[2] for path in paths.split(", ") if offered(path))
 
 
 class UpsParser(LightningArgumentParser):

@@ -1,9 +1,10 @@
 """The nearest right name for a wrong one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
-__all__ = ["nearest", "suggestion"]
+__all__ = ["file_suggestion", "nearest", "suggestion"]
 
 
 def nearest(name: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -29,3 +30,42 @@ def suggestion(name: str, among: Iterable[str], *, most: int = 12, otherwise: st
     if not known:
         return otherwise
     return f"Use one of: {', '.join(known[:most])}{', ...' if len(known) > most else '.'}"
+
+
+def file_suggestion(name: str, *, endings: Sequence[str], otherwise: str = "Check the path.") -> str:
+    """Return the sentence that cures the name of a file that is not there.
+
+    Files are compared without their ending, which may be missing or another one, and would make any two alike; a
+    folder may be misspelled, or left out.
+
+    Args:
+        name: What was asked for: a path, or a folder in which the file is to be chosen.
+        endings: Those that the right file may have, such as ``.yaml``.
+        otherwise: What to say where nothing is near, and there is nothing to choose from.
+    """
+    wanted = Path(name)
+    folder = wanted if wanted.is_dir() else _nearest_folder(wanted.parent)
+    if folder is None:
+        return otherwise
+    there = {stem: path for path in sorted(folder.iterdir(), reverse=True) if (stem := _stem(path, endings))}
+    if folder != wanted:
+        stem = _stem(wanted, endings) or wanted.name
+        below = [path for ending in endings for path in sorted(folder.glob(f"*/{stem}{ending}"))]
+        near = nearest(stem, there)
+        found = there.get(stem) or (below[0] if below else near and there[near])
+        if found:
+            return f"Did you mean {str(found)!r}?"
+    return suggestion("", map(str, there.values()), otherwise=otherwise)
+
+
+def _stem(path: Path, endings: Sequence[str]) -> str | None:
+    return next((path.name.removesuffix(ending) for ending in endings if path.name.endswith(ending)), None)
+
+
+def _nearest_folder(wanted: Path) -> Path | None:
+    if wanted.is_dir():
+        return wanted
+    above = _nearest_folder(wanted.parent)
+    folders = {path.name: path for path in above.iterdir() if path.is_dir()} if above else {}
+    near = nearest(wanted.name, folders)
+    return folders[near] if near else None

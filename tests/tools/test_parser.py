@@ -2,7 +2,10 @@ import re
 
 import pytest
 from lightning.pytorch import Callback, Trainer
+from torch.optim import Optimizer
 
+import lightning_ups.optim
+import lightning_ups.tools.trial  # noqa: F401  (these have internal optimizers and callbacks)
 from lightning_ups.callbacks import AccelerationFlags
 from lightning_ups.tools.layers import Layer
 from lightning_ups.tools.parser import ReadConfig, UpsParser
@@ -43,6 +46,22 @@ def test_the_help_reads_well(parser):
     assert classes is not None
     assert "." not in classes[1]
     assert parser.format_help() == text  # asking twice changes nothing
+
+
+def test_what_is_internal_is_not_offered(parser):
+    parser.add_subclass_arguments((Optimizer,), "optimizer", required=False)
+    text = " ".join(parser.format_help().split())
+    optimizers, callbacks = re.findall(r"known subclasses: ([^)]*(?:SGD|Compile)[^)]*)\)", text)[::-1]
+    if "SGD" not in optimizers:
+        optimizers, callbacks = callbacks, optimizers
+    assert {*optimizers.split(", ")} >= {"SGD", "AdamW", "Muon"}
+    assert {*callbacks.split(", ")} >= {"EarlyStopping", "ActivationCheckpoint", "MineIsShown"}
+    internal = {"MasteredOptimizer", "OffloadedOptimizer", "TorchAOOffloaded", "Declaration", "StepClock"}
+    assert not internal & {*optimizers.split(", "), *callbacks.split(", ")}
+
+
+class MineIsShown(Callback):
+    pass
 
 
 def test_the_help_of_a_class_is_there(parser, capsys):

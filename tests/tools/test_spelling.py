@@ -1,4 +1,6 @@
-from lightning_ups.tools.spelling import nearest, suggestion
+import pytest
+
+from lightning_ups.tools.spelling import file_suggestion, nearest, suggestion
 
 
 def test_case_and_prefix_do_not_matter():
@@ -22,3 +24,41 @@ def test_the_sentence():
     assert suggestion("zebra", map(str, range(20)), most=3) == "Use one of: 0, 1, 10, ..."
     assert suggestion("zebra", []) == "There is none."
     assert suggestion("zebra", [], otherwise="Check the path.") == "Check the path."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("run", "run.yaml"),
+        ("run.yml", "run.yaml"),
+        ("rum.yaml", "run.yaml"),
+        ("Run.yaml", "run.yaml"),
+        ("examples/quickstart", "examples/quickstart.yaml"),
+        ("examples/quikstart.yaml", "examples/quickstart.yaml"),
+        ("exmaples/quickstart.yaml", "examples/quickstart.yaml"),
+        ("quickstart.yaml", "examples/quickstart.yaml"),
+        ("./run", "run.yaml"),
+    ],
+)
+def test_the_nearest_file(tmp_path, monkeypatch, wrong, right):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").mkdir()
+    for name in ("run.yaml", "another.yaml", "run.txt", "examples/quickstart.yaml", "examples/large.yml"):
+        (tmp_path / name).touch()
+    assert file_suggestion(wrong, endings=(".yaml", ".yml")) == f"Did you mean {right!r}?"
+
+
+def test_an_ending_alone_makes_no_file_alike(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("w09_both.yaml", "good.yaml"):
+        (tmp_path / name).touch()
+    assert file_suggestion("nothere.yaml", endings=(".yaml",)) == "Use one of: good.yaml, w09_both.yaml."
+    assert file_suggestion("nowhere/run.yaml", endings=(".yaml",)) == "Check the path."
+    assert file_suggestion("nothere.ckpt", endings=(".ckpt",)) == "Check the path."
+
+
+def test_a_folder_is_chosen_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/a.yaml").touch()
+    assert file_suggestion("runs", endings=(".yaml",)) == "Use one of: runs/a.yaml."
