@@ -1,15 +1,26 @@
-"""What torch knows of a tensor and tells nobody by a public name."""
+"""What a tensor is underneath: how often written, and what this rank has of it."""
 
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-__all__ = ["count_writes", "plain_memory"]
+__all__ = ["count_writes", "local_of", "plain_memory", "whole_of"]
 
 
 def count_writes(tensor: Tensor) -> int:
     """Return how often ``tensor`` was written in place; writes through ``tensor.data`` are not counted."""
     return tensor._version
+
+
+def local_of(tensor: Any) -> Any:
+    """Return this rank's part of a sharded tensor, or a whole one as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor gathered, on every rank, or a whole one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_memory(tensor: Tensor | None) -> Any:

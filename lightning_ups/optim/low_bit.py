@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lightning_ups._compat.tensors import local_of
+
 __all__ = ["check_rounding", "is_low_bit", "make_portable"]
 
 _MODULES = {  # of torchao
@@ -28,7 +30,7 @@ _HOOKED = "_low_bit_state_is_portable"
 
 def is_low_bit(value: Any) -> bool:
     """Return whether ``value``, or this rank's part of it, is made of codes and scales."""
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = local_of(value)
     return type(local).__name__ in _MODULES and type(local).__module__.startswith("torchao.")
 
 
@@ -95,7 +97,7 @@ def _entries_apart(entries: dict[str, Any], parameter: Tensor, number: int) -> d
         if not is_low_bit(value):
             new[name] = value
             continue
-        local: Any = value.to_local() if isinstance(value, DTensor) else value
+        local = local_of(value)
         signed = "signed" if getattr(local, "signed", True) else "unsigned"
         new[f"{name}.form"] = f"{type(local).__name__} {signed} {local.block_size}"
         codes = local.codes.view(torch.uint8)

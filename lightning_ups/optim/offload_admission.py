@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_ups.optim.offload_chunks import PART, is_large, local_of, nbytes_of
+from lightning_ups._compat.tensors import local_of
+from lightning_ups.optim.offload_chunks import PART, is_large, nbytes_of
 from lightning_ups.optim.offload_layout import plain_parts
 
 __all__ = ["Admission", "admit"]

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_ups._compat.tensors import local_of
 from lightning_ups.optim.offload_layout import (
     Block,
     Form,
@@ -23,15 +24,10 @@ from lightning_ups.optim.offload_layout import (
 )
 from lightning_ups.optim.offload_memory import Copy, Mark, Memory
 
-__all__ = ["MASTER", "Chunk", "Item", "Options", "in_parts", "is_large", "local_of", "nbytes_of", "planned", "stepping"]
+__all__ = ["MASTER", "Chunk", "Item", "Options", "in_parts", "is_large", "nbytes_of", "planned", "stepping"]
 
 PART = 1024  # elements: parts of a parameter begin at multiples of it
 MASTER = ""  # the name that a master has among the state of its parameter
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, or a whole one."""
-    return cast("DTensor", tensor).to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_large(value: Any) -> bool:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ups._compat.tensors import count_writes
-from lightning_ups.optim.offload_chunks import Item, Options, local_of, nbytes_of, stepping
+from lightning_ups._compat.tensors import count_writes, local_of
+from lightning_ups.optim.offload_chunks import Item, Options, nbytes_of, stepping
 from lightning_ups.optim.offload_layout import Block, aligned, form_of, plain_parts, rebuilt
 from lightning_ups.optim.offload_memory import Copy, Mark, Memory
 from lightning_ups.optim.offload_source import Source

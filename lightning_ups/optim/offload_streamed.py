@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ups._compat.tensors import local_of
 from lightning_ups.optim.offload_chunks import (
     MASTER,
     Chunk,
@@ -15,7 +16,6 @@ from lightning_ups.optim.offload_chunks import (
     Options,
     in_parts,
     is_large,
-    local_of,
     planned,
     stepping,
 )

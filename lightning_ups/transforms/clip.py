@@ -1,12 +1,14 @@
 """Clipping gradients by their true norm, without waiting for the device."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+
+from lightning_ups._compat.tensors import local_of, whole_of
 
 __all__ = [
     "TakesClipCoefficient",
@@ -52,7 +54,7 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     if gradients[0].dtype is torch.float32 or isinstance(gradients[0], DTensor):
         # For sharded ones torch would take them one by one, which on a GPU is a launch or two for each.
         together = True if gradients[0].device.type == "cuda" else None
-        return _whole(get_total_norm(gradients, norm_type, foreach=together)).float()
+        return whole_of(get_total_norm(gradients, norm_type, foreach=together)).float()
     # In the type of the gradients a norm of bfloat16 would have eight bits.
     norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
@@ -66,7 +68,7 @@ def clip_coefficient(norm: Tensor, *, max_norm: float) -> Tensor:
 def scale_gradients(gradients: Iterable[Tensor], coefficient: Tensor) -> None:
     """Multiply all ``gradients`` by ``coefficient``, in place."""
     groups: dict[torch.device, list[Tensor]] = {}
-    for gradient in map(_local, gradients):
+    for gradient in map(local_of, gradients):
         groups.setdefault(gradient.device, []).append(gradient)
     for device, group in groups.items():
         torch._foreach_mul_(group, coefficient.to(device, non_blocking=True))
@@ -74,14 +76,6 @@ def scale_gradients(gradients: Iterable[Tensor], coefficient: Tensor) -> None:
 
 def clip_by_value(gradients: Iterable[Tensor], *, limit: float) -> None:
     """Clamp every element of all ``gradients`` to ``[-limit, limit]``, in place."""
-    if local := [_local(gradient) for gradient in gradients]:
+    if local := [local_of(gradient) for gradient in gradients]:
         torch._foreach_clamp_min_(local, -limit)
         torch._foreach_clamp_max_(local, limit)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast("DTensor", tensor).to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.optional import require
-from lightning_ups._compat.tensors import plain_memory
+from lightning_ups._compat.tensors import local_of, plain_memory
 
 __all__ = ["Scales", "gathers_in_float8", "show_plain_weight"]
 
@@ -48,7 +48,7 @@ class Scales:
 
 def gathers_in_float8(layer: nn.Module) -> bool:
     """Return whether FSDP2 gathers the weight of ``layer`` in float8, or will."""
-    return _inner(_local(getattr(layer, "weight", None))) is not None
+    return _inner(local_of(getattr(layer, "weight", None))) is not None
 
 
 def show_plain_weight(layer: nn.Module) -> None:
@@ -58,7 +58,7 @@ def show_plain_weight(layer: nn.Module) -> None:
 
 def _show_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Mapping[str, Any]) -> None:
     weight = state.get(f"{prefix}weight")
-    inner = _inner(_local(weight))
+    inner = _inner(local_of(weight))
     if inner is None or isinstance(weight, nn.Parameter):  # the Parameter itself was asked for
         return
     inner = inner.detach()
@@ -67,10 +67,6 @@ def _show_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Mapping[st
             inner, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
     state[f"{prefix}weight"] = inner
-
-
-def _local(weight: Tensor | None) -> Tensor | None:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _inner(local: Tensor | None) -> Tensor | None:

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_ups._compat.tensors import local_of
 
 __all__ = ["BufferSync", "average_gradients", "give_first"]
 
@@ -32,7 +33,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
         if p.grad is not None:
             by_type.setdefault(p.dtype, []).append(p)
     for same in by_type.values():
-        gradients = [_local(p.grad) for p in same if p.grad is not None]
+        gradients = [local_of(p.grad) for p in same if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
         flat /= group.size()
@@ -63,10 +64,6 @@ def _each_once(tensor: Tensor) -> Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class BufferSync:

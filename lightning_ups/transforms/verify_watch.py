@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ups._compat.tensors import whole_of
 from lightning_ups.transforms.verify import REST, BlockStep, Step, sampled
 
 __all__ = ["Tape", "Watch"]
@@ -64,7 +64,7 @@ class Watch:
         ):  # sharding may register them in another order
             if p.requires_grad:
                 found = gradient(p)
-                gradients[self._homes.get(p, REST)].append(_whole(found) if found is not None else torch.zeros(1))
+                gradients[self._homes.get(p, REST)].append(whole_of(found) if found is not None else torch.zeros(1))
         for name, of_block in gradients.items():
             _note(self._step.blocks.setdefault(name, BlockStep()), of_block)
         # In the order of the model, whatever the order in which blocks ran; what is in none comes last.
@@ -156,7 +156,3 @@ def _note(block: BlockStep, gradients: Iterable[Tensor]) -> None:
     if gradients:
         norms = torch.stack([gradient.float().norm().cpu() for gradient in gradients])
         block.gradient, block.norm = torch.cat([sampled(gradient) for gradient in gradients]), norms.norm().item()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_ups._compat.tensors import count_writes, plain_memory
+from lightning_ups._compat.tensors import count_writes, local_of, plain_memory, whole_of
 
 
 def test_writes_in_place_are_counted_and_those_through_data_are_not():
@@ -23,3 +25,14 @@ def test_a_weight_that_is_gathered_in_float8_is_the_memory_that_it_wraps():
     assert plain_memory(wrapped) is plain
     assert plain_memory(plain) is plain
     assert plain_memory(None) is None
+
+
+def parts():
+    whole = torch.arange(4.0)
+    shard = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    same = [of(whole) is whole for of in (local_of, whole_of)]
+    return local_of(shard).tolist(), whole_of(shard).tolist(), same, local_of(None)
+
+
+def test_a_sharded_tensor_is_its_part_or_gathered_and_another_is_itself(ranks):
+    assert ranks(parts) == ([0, 1], [0, 1, 2, 3], [True, True], None)
