@@ -271,7 +271,8 @@ def _offloading(run: Run) -> list[str]:
 
 
 def _one_graph(run: Run) -> list[str]:
-    return [*_whole(run), *_graphed(run), *([run.strategy.name] if run.strategy.whole_graph else [])]
+    preferring = [type(step).__name__ for step in run.declarations if step.prefers_whole and not run.strategy.shards]
+    return [*_whole(run), *preferring, *_graphed(run), *([run.strategy.name] if run.strategy.whole_graph else [])]
 
 
 def _uncompiled(run: Run) -> list[str]:

@@ -174,7 +174,7 @@ def _host(summary: Summary) -> Iterator[Trouble]:
             lost=idle,
             what=f"the GPU is idle for {idle:.0%} of a step: the host cannot launch such small kernels fast enough,"
             f" while {1 - used:.0%} of the memory is free",
-            change="raise the batch size; then compile (Compile(mode='reduce-overhead') replays CUDA graphs)",
+            change="raise the batch size; then compile (Compile(mode='auto') replays CUDA graphs where they pay)",
         )
     else:
         yield Trouble(
