@@ -1,7 +1,12 @@
 """Which errors are explained by their own text, and which need their traceback; loads nothing heavy."""
 
+import ast
+import builtins
 import dis
+import linecache
+import re
 import textwrap
+from pathlib import Path
 from types import FrameType
 
 __all__ = ["shortened", "unwrapped"]
@@ -9,6 +14,8 @@ __all__ = ["shortened", "unwrapped"]
 _EXPLAINED = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the classes and the Trainer
+_OURS = Path(__file__).parents[1]
+_SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
 _CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
 
 
@@ -17,11 +24,14 @@ def shortened(error: BaseException) -> str | None:
 
     Short are errors that lightning_ups raises on purpose: they say what happened, why, and what to do. So are those
     that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
-    a setting is wrong then, and the traceback would show only Lightning.
+    a setting is wrong then, and the traceback would show only Lightning. It is the same with an error of lightning_ups
+    in a process that was spawned, of which the text is all there is.
     """
     root = unwrapped(error)
     if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
         return f"error: {text}"
+    if type(root).__name__ == _SPAWNED:
+        return _told(str(root))
     frames = _frames(root)
     if not frames or not _on_purpose(*frames[-1]):
         return None
@@ -56,6 +66,26 @@ def _on_purpose(frame: FrameType, index: int) -> bool:
 def _package(frame: FrameType) -> str:
     name = frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
     return name.partition(".")[0]
+
+
+def _told(said: str) -> str | None:
+    """Return what to print for the traceback of another process, if lightning_ups has raised its error on purpose."""
+    # The last frame, the code that it shows, indented, and what was raised, to the end.
+    last = r'(?s).*\n  File "(.+?)", line (\d+), in [^\n]*\n(?: {4}[^\n]*\n)*(\S+?): (.*)$'
+    if (found := re.match(last, said)) is None:
+        return None
+    file, line, kind, message = found.groups()
+    known = getattr(builtins, kind, None)
+    explained = isinstance(known, type) and issubclass(known, _EXPLAINED)
+    return _text(message.rstrip()) if explained and _raises(Path(file), int(line)) else None
+
+
+def _raises(file: Path, line: int) -> bool:
+    if not file.is_relative_to(_OURS):
+        return False
+    tree = ast.parse("".join(linecache.getlines(str(file))))
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    return any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in statements)
 
 
 def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bool:

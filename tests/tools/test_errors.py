@@ -1,13 +1,16 @@
 import subprocess
 import sys
+import traceback
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from torch.multiprocessing import ProcessRaisedException
 
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.tools.errors import shortened, unwrapped
+from lightning_ups.tools.layers import read
 from lightning_ups.tools.spelling import suggestion
 
 
@@ -118,3 +121,51 @@ def test_another_kind_is_no_explanation():
     namespace = {"__name__": "lightning_ups.x", "__package__": "lightning_ups"}
     exec("def fail(): raise AssertionError('broken')", namespace)
     assert shortened(caught(namespace["fail"])) is None
+
+
+def spawned(function, *args, **kwargs):
+    """The error that the first process gets where ``function`` raises one in a process that torch has spawned."""
+    said = "".join(traceback.format_exception(caught(function, *args, **kwargs)))
+    return ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n{said}", 1, 1234)
+
+
+def test_ours_is_its_text_from_another_process():
+    assert shortened(spawned(ActivationCheckpoint, save="nonsense")) == shortened(
+        caught(ActivationCheckpoint, save="nonsense")
+    )
+
+
+def test_lines_stay_lines_from_another_process():
+    error = spawned(ActivationCheckpoint, save="one\n  two\nthree")
+    text = shortened(error)
+    assert text is not None
+    assert text == shortened(caught(ActivationCheckpoint, save="one\n  two\nthree"))
+
+
+def test_what_is_not_ours_keeps_its_traceback_from_another_process():
+    def mine():
+        raise ValueError("mine")
+
+    def names():
+        raise ValueError("mine")
+        yield
+
+    def after_ours():
+        try:
+            ActivationCheckpoint(save="nonsense")
+        except ValueError:
+            raise KeyError("mine") from None
+
+    assert shortened(spawned(mine)) is None
+    assert shortened(spawned(after_ours)) is None
+    assert shortened(spawned(suggestion, 3, ["a"])) is None, "a defect of ours"
+    assert shortened(spawned(suggestion, "a", names())) is None, "below ours"
+    assert shortened(ProcessRaisedException("killed", 0, 1)) is None
+
+
+def test_ours_after_another_is_the_last(tmp_path):
+    (tmp_path / "run.yaml").write_text("a: [\n")
+    text = shortened(spawned(read, str(tmp_path / "run.yaml"), command="fit"))
+    assert text is not None
+    assert "this is no YAML" in text
+    assert "Traceback" not in text
