@@ -16,6 +16,7 @@ __all__ = [
     "cached_by_selection",
     "has_values",
     "hidden_from_dynamo",
+    "in_backward",
     "outside_modes",
     "saves_seen_by",
     "storages",
@@ -24,6 +25,11 @@ __all__ = [
 
 _BUDGETS: list[float] = []  # that are open: equal ones
 _BUDGET_BEFORE = 1.0
+
+
+def in_backward() -> bool:
+    """Return whether autograd calls: a forward that runs now is one of what is recomputed."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

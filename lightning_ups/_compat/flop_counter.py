@@ -8,12 +8,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-__all__ = ["RecomputeCounter", "in_backward", "run_backward"]
+from lightning_ups._compat.autograd import in_backward
 
-
-def in_backward() -> bool:
-    """Return whether this is called from within a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+__all__ = ["RecomputeCounter", "run_backward"]
 
 
 def run_backward(loss: Tensor) -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "engine",
     "forget_scales",
     "holds_engine_modules",
-    "in_backward",
     "is_quantizing",
     "make_recipe",
     "mark_fsdp2",
@@ -105,11 +104,6 @@ def autocast(recipe: Any, *, group: Any) -> AbstractContextManager[Any]:
 def is_quantizing() -> bool:
     """Return whether such a context is open."""
     return bool(_manager().is_fp8_enabled())
-
-
-def in_backward() -> bool:
-    """Return whether autograd calls: a forward that runs now is one of a recomputed block."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def out_of_sight() -> AbstractContextManager[Any]:

@@ -12,8 +12,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from lightning_ups._compat.autograd import hidden_from_dynamo
-from lightning_ups._compat.te import in_backward, is_quantizing
+from lightning_ups._compat.autograd import hidden_from_dynamo, in_backward
+from lightning_ups._compat.te import is_quantizing
 from lightning_ups.transforms.te_modules import Borrower
 
 __all__ = ["COMPUTED_WITHIN", "Calls", "Joint", "PassedOn", "computed_by", "is_computed"]

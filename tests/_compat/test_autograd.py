@@ -4,7 +4,13 @@ from torch._functorch import config  # noqa: TID251
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_ups._compat.autograd import activation_memory_budget, cached_by_selection, saves_seen_by, storages
+from lightning_ups._compat.autograd import (
+    activation_memory_budget,
+    cached_by_selection,
+    in_backward,
+    saves_seen_by,
+    storages,
+)
 
 
 def sin(x):
@@ -91,3 +97,25 @@ def test_a_second_budget_is_refused_and_says_what_to_do():
     ):
         activation_memory_budget(0.0).__enter__()
     assert config.activation_memory_budget == 1.0
+
+
+def test_backward_is_recognised():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            seen.append(in_backward())
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(in_backward())
+            return gradient
+
+    Look.apply(torch.ones(1, requires_grad=True)).backward()
+    assert seen == [False, True]
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_backward()))
+    x.sum().backward()
+    assert (seen[2:], in_backward()) == ([True], False)

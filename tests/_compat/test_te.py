@@ -132,24 +132,6 @@ def test_a_module_is_told_of_fsdp2_and_a_norm_need_not_be():
         assert "_is_fsdp2" not in vars(norm)
 
 
-def test_backward_is_recognised():
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            seen.append(te.in_backward())
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(te.in_backward())
-            return gradient
-
-    Look.apply(torch.ones(1, requires_grad=True)).backward()
-    assert seen == [False, True]
-
-
 def test_a_recomputed_forward_reduces_no_maxima_again():
     """The context that Transformer Engine opens for it would, at its end."""
     with fake_te.installed() as engine:

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_ups._compat.flop_counter import in_backward, run_backward
+from lightning_ups._compat.autograd import in_backward
+from lightning_ups._compat.flop_counter import run_backward
 from lightning_ups.transforms.flops import count_flops
 
 __all__ = ["StepFlops", "step_flops"]
