@@ -19,6 +19,9 @@ from torch.utils.data import (
 from lightning_ups._compat.read_ahead import read_ahead, why_not
 from lightning_ups.transforms.resume.loader import FollowedLoader
 
+# Python 3.12 says so of every worker that is forked.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
 
 class Rows(Dataset):
     def __init__(self, broken=None):

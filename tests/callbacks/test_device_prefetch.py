@@ -1,3 +1,4 @@
+import multiprocessing
 import random
 import time
 
@@ -13,6 +14,7 @@ from lightning_ups._compat.kernels_seen import Kernels
 from lightning_ups.callbacks import AccelerationFlags, DevicePrefetch, ExactResume, RunManifest, TokenThroughput
 from lightning_ups.callbacks import device_prefetch as module_under_test
 from lightning_ups.order import applied
+from lightning_ups.transforms.prefetch import lane_for
 from tests.slow_lane import SlowLane
 from tests.toys import Net
 from tests.toys import loader as toy_loader
@@ -487,6 +489,35 @@ def test_the_wait_for_workers_is_still_counted_as_one_for_data(tmp_path, lane):
     fit(tmp_path, stock(Slow(), num_workers=1), [throughput, DevicePrefetch(min_kb=0)], max_epochs=1)
     assert throughput.summary.split["data"] > 0.5
     assert throughput.summary.split["backward"] < throughput.summary.split["data"]
+
+
+# Several ranks
+
+
+def on_two_ranks(folder, strategy, workers):
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon, as ranks of the pool are, has no workers
+    lane = SlowLane()
+
+    def losses(*callbacks):
+        options = {"strategy": strategy, "devices": 2, "gradient_clip_val": 1.0}
+        loader = stock(shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        return fit(folder, loader, [*callbacks], **options).losses
+
+    try:
+        module_under_test.lane_for = lambda device: lane
+        ours = losses(DevicePrefetch(min_kb=0), Order(lane))
+    finally:
+        module_under_test.lane_for = lane_for
+    assert ours == losses()
+    assert lane.open == {}
+    return order_of(lane)[:3]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # which take long to stop in a rank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_every_rank_copies_beside_its_steps(ranks, tmp_path, strategy, workers):
+    first = ["step 0", "copy", "backward"] if workers else ["step 0", "backward", "copy"]
+    assert ranks(on_two_ranks, str(tmp_path), strategy, workers) == first
 
 
 # On a GPU

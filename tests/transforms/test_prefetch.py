@@ -231,6 +231,7 @@ class TestOnAGpu:
         assert isinstance(lane, CudaLane)
         ahead = CopiesAhead(lane, min_bytes=1)
         first, second = (torch.rand(1 << 22).pin_memory() for _ in range(2))
+        torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # kept by the allocator, which need not ask the driver
         with ahead.transfer():
             first.to("cuda", non_blocking=True).double().sum()  # loads its kernels, which may wait for the device
         torch.cuda.synchronize()

@@ -137,6 +137,7 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(num, bat
     assert len(left) == 48 - whole_batches * num * batch_size
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12 says so of forks
 def test_workers_stop_with_the_last_reference_once_it_is_released():
     gc.disable()  # they must not wait for that
     try:
