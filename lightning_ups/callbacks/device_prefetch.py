@@ -20,7 +20,7 @@ from lightning_ups._compat.transfer import (
     training_iterators,
 )
 from lightning_ups.order import applied
-from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, lane_for
+from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts, lane_for
 
 __all__ = ["DevicePrefetch"]
 
@@ -156,12 +156,17 @@ class DevicePrefetch(Callback):
         if counts.ahead:
             return "batches are copied while the step before computes, read ahead from workers"
         if counts.beside:
-            return (
-                f"batches are copied beside the step before as far as the host is ahead: {self._why or 'first batches'}"
-            )
+            return f"batches are copied beside the step before as far as the host is ahead: {self._reason(counts)}"
         if counts.plain:
-            return f"batches are copied in the order of training: their shapes change, and {self._why or 'few came'}"
+            return f"batches are copied in the order of training: their shapes change, and {self._reason(counts)}"
         return f"batches have no tensor of {self.min_kb:g} KiB or more on the host"
+
+    def _reason(self, counts: CopyCounts) -> str:
+        if self._why:
+            return self._why
+        if counts.unpinned:
+            return "they are not in pinned memory"
+        return "they are changed before they are moved" if counts.in_vain else "there were few"
 
     def _say(self, trainer: Trainer, line: str, **facts: Any) -> None:
         rank_zero_info(f"{_PART}: {line}")

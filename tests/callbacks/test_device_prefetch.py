@@ -1,6 +1,7 @@
 import multiprocessing
 import random
 import time
+import warnings
 
 import numpy
 import pytest
@@ -428,15 +429,21 @@ def test_on_a_cpu_there_is_nothing_to_do_which_is_said_once(tmp_path, said):
         (stock(num_workers=1), Hooked, {"min_kb": 0}, "Hooked.on_before_batch_transfer and Hooked.transfer_batch_to"),
         (stock(), Noisy, {}, "no tensor of 64 KiB or more"),
         (stock(), Noisy, {"min_kb": 0, "every": 1}, "shapes change"),
+        (stock(num_workers=1), Noisy, {"min_kb": 0, "precision": "64-true"}, "are changed before they are moved"),
+        (stock(num_workers=1), Noisy, {"min_kb": 0, "pinned": False}, "are not in pinned memory"),
     ],
-    ids=["ahead", "no workers", "not asked", "hooks", "small", "shapes"],
+    ids=["ahead", "no workers", "not asked", "hooks", "small", "shapes", "converted", "not pinned"],
 )
 def test_what_took_effect_is_said_once_and_reported(tmp_path, lane, said, loader, model, prefetch, words):
     report, options = Report(), {**prefetch}
     if options.pop("every", None):
         loader = lambda: DataLoader(list(torch.rand(10, 4).split([1, 2, 3, 4])), batch_size=None)  # noqa: E731
-    fit(tmp_path, loader, [AccelerationFlags(tf32=False), report, DevicePrefetch(**options)][::-1], model=model())
-    (line,) = said()
+    lane.pinned, precision = options.pop("pinned", True), options.pop("precision", None)
+    callbacks = [DevicePrefetch(**options), report, AccelerationFlags(tf32=False)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tmp_path, loader, callbacks, model=model(), precision=precision)
+    (line,) = (line for line in said() if "pin_memory" not in line)
     assert words in line
     facts = report.parts["DevicePrefetch"]
     assert facts["lines"] == [line.removeprefix("DevicePrefetch: ")]
