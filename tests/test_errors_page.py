@@ -69,7 +69,7 @@ def test_the_page_shows_what_is_printed(section, tmp_path, monkeypatch):
     ((command, expected),) = re.findall(r"^\$ (.*)\n((?s:.*?))^```", section, re.MULTILINE)
     if "PYTHONPATH=gone" in command:
         without_torchao(monkeypatch)
-    printed = run(shlex.split(command.partition("lightning_ups ")[2]))
+    printed = run(shlex.split(re.split("lightning[_-]ups ", command)[1]))
     assert flat(printed.replace(str(tmp_path), FOLDER)) == flat(expected)
 
 
