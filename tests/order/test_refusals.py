@@ -98,7 +98,7 @@ REFUSED = {
     ),
     "activations out of one graph, chosen": (
         run(callbacks=(Compile(scope="auto"), ActivationOffload())),
-        r"Compile makes one graph of whole models .*, and ActivationOffload is given.*Use Compile\(scope='blocks', mode",
+        r"Compile makes one graph of whole models .*, and ActivationOffload is given.*Use Compile\(scope='blocks'",
     ),
     "activations out of CUDA graphs": (
         run(callbacks=(Compile(mode="reduce-overhead"), ActivationOffload())),
