@@ -39,6 +39,7 @@ __all__ = [
     "is_compiler_error",
     "is_fake",
     "is_off",
+    "is_static",
     "is_written_to",
     "load_artifacts",
     "mark",
@@ -231,6 +232,11 @@ def ddp_splitting_off() -> Iterator[None]:
 def is_fake(value: Any) -> bool:
     """Return whether ``value`` is a tensor without data, as compilers pass around."""
     return isinstance(value, FakeTensor)
+
+
+def is_static(placeholder: fx.Node) -> bool:
+    """Return whether this input of a graph is a parameter or a buffer, which a CUDA graph reads where it lies."""
+    return bool(placeholder.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
 
 
 def is_written_to(placeholder: fx.Node) -> bool:

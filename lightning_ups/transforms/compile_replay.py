@@ -255,6 +255,11 @@ class Replay:
 
     # What compile_trial.Caller asks for, on behalf of the recording.
 
+    @property
+    def records(self) -> bool:
+        """True."""
+        return True
+
     def made_graph(self, *, from_cache: bool) -> None:
         """Count it."""
         assert self._frame is not None

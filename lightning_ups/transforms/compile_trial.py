@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_ups._compat.dynamo import is_fake, is_written_to
+from lightning_ups._compat.dynamo import is_fake, is_static, is_written_to
 from lightning_ups.transforms.cuda_graphs import Forward
 
 __all__ = ["Caller", "GraphError", "Rehearsal", "State", "with_trial"]
@@ -25,6 +25,11 @@ class GraphError(RuntimeError):
 
 class Caller(Protocol):
     """On whose behalf a graph is made and run."""
+
+    @property
+    def records(self) -> bool:
+        """Whether a trial records the graph, which then holds for buffers where they lie, and not for copies."""
+        ...
 
     def made_graph(self, *, from_cache: bool) -> None:
         """Hear that there is a new graph, and whether it came from inductor's caches."""
@@ -139,8 +144,9 @@ def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: 
     if reason := _uncopyable(args, placeholders):
         return reason
     try:
-        rehearsal = Rehearsal(run, _copies(args, placeholders))
-        with _random_kept(), torch.autograd.set_detect_anomaly(mode=False), _own_saved_tensors():
+        stay = _buffers(args, placeholders) if asker.records else []
+        rehearsal = Rehearsal(run, _copies(args, placeholders, stay=stay))
+        with _values_kept(stay), _random_kept(), torch.autograd.set_detect_anomaly(mode=False), _own_saved_tensors():
             rehearsal.backward(rehearsal.forward())
             asker.tried(rehearsal)
     except torch.OutOfMemoryError:  # the call needs less, and raises itself if that is too much
@@ -148,10 +154,37 @@ def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: 
     return None
 
 
-def _copies(args: Sequence[Any], placeholders: Sequence[fx.Node]) -> list[Any]:
-    storages: dict[int, torch.UntypedStorage] = {}
+def _buffers(args: Sequence[Any], placeholders: Sequence[fx.Node]) -> list[Tensor]:
+    pairs = zip(args, placeholders, strict=True)
     return [
-        _copy(arg, written=is_written_to(node), storages=storages) if isinstance(arg, Tensor) else arg
+        arg for arg, node in pairs if is_static(node) and not isinstance(arg, nn.Parameter) and not arg.requires_grad
+    ]
+
+
+@contextmanager
+def _values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put the values of ``tensors`` back when the context closes."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        _put_back(before)
+
+
+def _put_back(before: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, value in before:
+            if not torch.equal(tensor, value):  # a needless write would break a backward that saved it
+                tensor.copy_(value)
+
+
+def _copies(args: Sequence[Any], placeholders: Sequence[fx.Node], *, stay: Sequence[Tensor]) -> list[Any]:
+    storages: dict[int, torch.UntypedStorage] = {}
+    staying = {id(tensor) for tensor in stay}
+    return [
+        _copy(arg, written=is_written_to(node), storages=storages)
+        if isinstance(arg, Tensor) and id(arg) not in staying
+        else arg
         for arg, node in zip(args, placeholders, strict=True)
     ]
 
@@ -269,7 +302,4 @@ class State:
         for container, before in self._containers:
             container.clear()
             container.extend(before) if isinstance(container, list) else container.update(before)
-        with torch.no_grad():
-            for tensor, before in self._tensors:
-                if not torch.equal(tensor, before):  # a needless write would break a backward that saved it
-                    tensor.copy_(before)
+        _put_back(self._tensors)

@@ -122,6 +122,22 @@ def test_a_write_to_an_input_is_seen_by_placeholder():
     assert seen == {(2,): True, (3,): False}
 
 
+def test_what_a_module_holds_is_told_from_what_it_is_given():
+    seen, module = {}, nn.Linear(3, 2)
+    module.register_buffer("table", torch.ones(5))
+
+    def backend(graph, inputs):
+        nodes = graph.graph.find_nodes(op="placeholder")
+        seen.update({tuple(i.shape): dynamo.is_static(n) for n, i in zip(nodes, inputs, strict=True)})
+        return graph
+
+    def f(module, x):
+        return module(x).sum() + module.table.sum()
+
+    torch.compile(f, backend=backend, dynamic=False)(module, torch.ones(4, 3))
+    assert seen == {(2, 3): True, (2,): True, (5,): True, (4, 3): False}
+
+
 def test_a_module_that_compiles_itself_is_known():
     plain, by_method = nn.Linear(2, 2), nn.Linear(2, 2)
     by_method.compile(backend="eager")

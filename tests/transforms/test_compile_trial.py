@@ -11,8 +11,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Caller:
-    def __init__(self, *, armed=True, again=0, repeat=0):
+    def __init__(self, *, armed=True, again=0, repeat=0, records=False):
         self.armed, self.again, self.repeat, self.skipped, self.runs = armed, again, repeat, [], 0
+        self.records = records
 
     def made_graph(self, *, from_cache):
         pass
@@ -217,6 +218,40 @@ def test_a_written_parameter_is_copied_and_others_are_not():
     trial, call = seen
     assert trial[(3,)] != call[(3,)]
     assert trial[(5,)] == call[(5,)] == block.b.data_ptr()
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_what_records_is_tried_with_buffers_where_they_lie(records):
+    block, seen = Block(), []
+    block.register_buffer("table", torch.ones(4))
+
+    def f(x):
+        return block(x * block.table)
+
+    def watched(graph):
+        def run(*args):
+            seen.append({a.data_ptr() for a in args})
+            return graph(*args)
+
+        return run
+
+    expected = {name: value.clone() for name, value in block.named_buffers()}
+    places = {value.data_ptr() for value in block.buffers()}
+    run, _ = compiled(f, Caller(records=records), change=watched)
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.no_grad():
+        expected["seen"] += 1
+        expected["norm.num_batches_tracked"] += 1
+        expected["norm.running_mean"] += 0.1 * block.linear(x).mean(0)
+        expected["norm.running_var"] += 0.1 * (block.linear(x).var(0) - 1)
+    run(x).sum().backward()
+    trial, call = seen
+    # What was recorded for a copy would have to be recorded again for the buffer itself.
+    assert places <= call
+    assert places & trial == (places if records else set())
+    assert x.data_ptr() not in trial
+    for name, value in block.named_buffers():
+        torch.testing.assert_close(value, expected[name])  # written once
 
 
 def test_strides_are_those_for_which_the_graph_was_compiled():
