@@ -1,7 +1,13 @@
+import io
+import logging
+import re
+from contextlib import redirect_stderr, redirect_stdout, suppress
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups.callbacks.progress import LeanProgressBar
@@ -85,3 +91,28 @@ def test_without_max_steps_it_counts_batches_of_the_epoch(tmp_path, capsys):
 def test_a_metric_that_is_not_logged_is_left_out(tmp_path, capsys):
     fit(tmp_path, LeanProgressBar(refresh_rate=1, metrics=("train_loss", "no_such")), max_steps=2)
     assert "no_such" not in capsys.readouterr().out
+
+
+class Talks(Logging):
+    def training_step(self, batch, batch_idx):
+        rank_zero_info("something to know")
+        if self.trainer.global_step == self.fails_at:
+            raise KeyError("mine")
+        return super().training_step(batch, batch_idx)
+
+    fails_at = None
+
+
+@pytest.mark.parametrize("fails_at", [None, 3])
+def test_what_is_logged_stands_above_the_bar(tmp_path, monkeypatch, fails_at):
+    seen, module, logger = io.StringIO(), Talks(), logging.getLogger("lightning.pytorch")
+    module.fails_at = fails_at
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(seen)])
+    before = [*logger.handlers]
+    with redirect_stdout(seen), redirect_stderr(seen), suppress(KeyError):  # as a terminal shows both
+        fit(tmp_path, LeanProgressBar(refresh_rate=1), module)
+    lines = [line for line in re.split(r"[\r\n]", seen.getvalue()) if "something to know" in line]
+    assert len(lines) == (20 if fails_at is None else 4)
+    assert {line.strip() for line in lines} == {"something to know"}
+    assert "Training:" in seen.getvalue()
+    assert logger.handlers == before
