@@ -48,8 +48,8 @@ class LeanProgressBar(TQDMProgressBar):
         self._put_back()
 
     @override
-    def on_exception(self, *args: Any) -> None:
-        super().on_exception(*args)
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
         self._put_back()
 
     def _put_back(self) -> None:
