@@ -11,6 +11,7 @@ class Machine:
 
     A forward and a backward launch ``kernels`` each; ``host`` and ``device`` are the milliseconds of one. ``slow``
     multiplies the host's time in the passes that it lists. A device that is held is held ``holding`` times as long.
+    Until it is woken, the device takes ``sleepy`` times as long.
     """
 
     kernels: int = 50
@@ -18,6 +19,7 @@ class Machine:
     device: float = 0.02
     queue: int = 1000
     holding: float = 1.0
+    sleepy: float = 1.0
     slow: dict[int, float] = field(default_factory=dict)
     inputs: tuple = ()
     returned: torch.Tensor = field(default_factory=lambda: torch.zeros(4))
@@ -32,8 +34,11 @@ class Machine:
             if len(self.done) >= self.queue:  # a full queue lets the host wait
                 self.time = max(self.time, self.done[-self.queue])
             self.time += self.host * self.slow.get(self.passes, 1)
-            self.done.append(max(self.time, self.done[-1]) + self.device)
+            self.done.append(max(self.time, self.done[-1]) + self.device * self.sleepy)
         self.passes += 1
+
+    def wake(self):
+        self.sleepy = 1.0
 
     def forward(self):
         self._launch()
@@ -77,6 +82,9 @@ class FixedClock:
     def __init__(self, launch, device, *, free=2**33):
         self.launch, self.device, self.free = launch, device, free
         self.time, self.held, self.measured = 0.0, False, 0
+
+    def wake(self):
+        pass
 
     def now(self):
         self.time += self.launch / 2  # asked before the forward, after it, and after the backward

@@ -7,6 +7,7 @@ import torch
 __all__ = ["CudaClock"]
 
 _CALIBRATION = 2_000_000  # cycles: about a millisecond
+_WAKING_MS = 50.0  # of work, by which a device that was idle, as while a model is compiled, has raised its frequency
 
 
 class CudaClock:
@@ -19,6 +20,14 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cycles_per_ms: float | None = None
+
+    def wake(self) -> None:
+        """Keep the device busy until it computes as fast as it does in a run, which takes some 50 ms."""
+        worked = spin = 0.0
+        while worked < _WAKING_MS:  # the first one loads the kernel
+            spin = max(self._time_of_spin(), 1e-3)
+            worked += spin
+        self._cycles_per_ms = _CALIBRATION / spin
 
     def now(self) -> float:
         """Return the host's time in milliseconds."""
@@ -45,7 +54,8 @@ class CudaClock:
     def hold(self, ms: float) -> None:
         """Keep the device busy for about ``ms`` milliseconds; what is queued afterwards waits for that."""
         if self._cycles_per_ms is None:
-            self._cycles_per_ms = self._calibrate()
+            self.wake()
+        assert self._cycles_per_ms is not None
         self._spin(int(ms * self._cycles_per_ms))
 
     def allocated(self) -> int:
@@ -56,10 +66,6 @@ class CudaClock:
         """Return the bytes that tensors could still have."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-
-    def _calibrate(self) -> float:
-        self._time_of_spin()  # which loads the kernel
-        return _CALIBRATION / max(self._time_of_spin(), 1e-3)
 
     def _time_of_spin(self) -> float:
         start = self.mark()

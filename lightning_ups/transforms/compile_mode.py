@@ -31,6 +31,9 @@ _STRETCHES = (2, 6, 18)  # times the host's time, for which the device is held
 class Clock(Protocol):
     """The times of a host and of its device, in milliseconds."""
 
+    def wake(self) -> None:
+        """Let a device that was idle come to the speed that it has in a run."""
+
     def now(self) -> float:
         """Return the host's time."""
         ...
@@ -188,6 +191,7 @@ class Pace:
 
 def measure(rehearsal: Rehearsal, clock: Clock) -> Timing:
     """Return what ``rehearsal``, which has run before, takes."""
+    clock.wake()  # it has waited while the model was compiled
     before = clock.allocated()
     outputs = rehearsal.forward()
     saved = clock.allocated() - before

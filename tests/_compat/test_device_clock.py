@@ -30,6 +30,26 @@ def test_a_hold_is_as_long_as_asked(monkeypatch):
     assert clock.between(start, clock.mark()) == pytest.approx(7.5)
 
 
+def test_a_device_that_was_idle_is_woken_first(monkeypatch):
+    device = {"cycles": 0.0}  # a million to a millisecond, and in the first 30 it does but a fifth
+
+    def sleep(cycles):
+        slow = min(cycles, max(0, 6e6 - device["work"]))
+        device["work"] += cycles
+        device["cycles"] += 5 * slow + cycles - slow
+
+    device["work"] = 0.0
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    clock = CudaClock(torch.device("cuda", 0))
+    clock.wake()
+    start = clock.mark()
+    clock.hold(7.5)
+    assert clock.between(start, clock.mark()) == pytest.approx(7.5)
+
+
 def test_the_hosts_time_is_in_milliseconds(monkeypatch):
     monkeypatch.setattr("time.perf_counter", iter([1.0, 1.25]).__next__)
     clock = CudaClock(torch.device("cuda", 0))

@@ -14,6 +14,11 @@ def test_the_devices_own_time_is_told_from_the_time_it_waits():
     assert timing.device_ms == pytest.approx(2 * 50 * 0.02)  # and not the five milliseconds between its events
 
 
+def test_a_device_that_was_idle_while_the_model_was_compiled_is_not_taken_for_a_slow_one():
+    timing = measure(machine := Machine(kernels=50, host=0.05, device=0.02, sleepy=100.0), machine)
+    assert timing.device_ms == pytest.approx(2 * 50 * 0.02)
+
+
 def test_a_device_that_is_far_behind_is_timed_once():
     timing = measure(machine := Machine(kernels=50, host=0.01, device=1.0), machine)
     assert timing.launch_ms == pytest.approx(2 * 50 * 0.01)
