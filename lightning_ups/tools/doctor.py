@@ -1,6 +1,7 @@
 """``python -m lightning_ups doctor``: the machine, its packages, and what can run here and why not."""
 
 import argparse
+import atexit
 import gc
 import json
 import sys
@@ -38,7 +39,11 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Import without the collector of garbage, which looks in vain through ever more modules: a quarter of the time."""
+    """Import without the collector of garbage, which looks in vain through ever more modules.
+
+    That takes a quarter of the time, and as the interpreter ends, when it looks once more, half a second.
+    """
+    atexit.register(gc.freeze)
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -58,7 +63,8 @@ def _answer(asked: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    _check_names(asked.require)
+    if asked.require:
+        _check_names(asked.require)
     report = examination()
     missing = [row for row in report["techniques"] if row["name"] in asked.require and row["verdict"] == "no"]
     if asked.json:
@@ -73,6 +79,7 @@ def _answer(asked: argparse.Namespace) -> int:
 
 def examination() -> dict[str, Any]:
     """Return everything that ``--json`` prints; its keys stay, and new ones may join them."""
+    # First, since it imports much of torch, which the processes that import packages then have.
     from lightning_ups.tools.hardware import TECHNIQUES, examine
     from lightning_ups.tools.hazards import warnings_for
     from lightning_ups.tools.machine import look

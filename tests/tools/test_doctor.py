@@ -1,13 +1,16 @@
+import gc
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from lightning_ups.tools import doctor
+from lightning_ups._compat import probes
+from lightning_ups.tools import doctor, hardware
 from lightning_ups.tools.doctor import main
 from lightning_ups.tools.hardware import TECHNIQUES
 from tests.tools.here import here
@@ -134,6 +137,27 @@ def test_torch_that_does_not_load_is_the_diagnosis(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main([]) == 2
     assert "torch does not load" in capsys.readouterr().err
+
+
+def test_the_collector_of_garbage_is_as_it_was(looked, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(doctor, "examination", lambda: seen.append(gc.isenabled()) or looked)
+    main([])
+    with pytest.raises(ValueError, match="names no technique"):
+        main(["--require", "nothing of this kind"])
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_what_several_rows_build_on_is_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(probes, "compile_cpp", lambda: tried.append(1))
+    hardware._compile_cpp_once.cache_clear()
+    rows = [row for row in hardware.TECHNIQUES if row.name in ("compile-cpu", "flex-attention", "simple-fsdp")]
+    machine = replace(here(), gpus=())
+    assert [hardware.examine(row, machine).verdict for row in rows] == ["runs", "limited", "limited"]
+    assert len(tried) == 1
+    hardware._compile_cpp_once.cache_clear()
 
 
 @pytest.mark.slow
