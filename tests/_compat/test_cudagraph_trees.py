@@ -43,6 +43,7 @@ def test_where_nothing_was_recorded_nothing_is_imported(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 def test_recordings_of_a_gpu_are_counted():
+    torch.compiler.reset()  # recordings of earlier tests could go at any moment
     device = torch.device("cuda", torch.cuda.current_device())
     before = recordings(device)
     linear = torch.nn.Linear(8, 8, device=device)

@@ -3,7 +3,6 @@
 import json
 import re
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ups.callbacks import ActivationOffload, Compile
+from lightning_ups.callbacks import Compile, OptimizerOffload
 from lightning_ups.order import applied
 from tests import backends
 from tests.clocks import FixedClock
@@ -277,9 +276,12 @@ def test_where_graphs_are_not_chosen_nothing_is_measured_and_the_reason_is_said(
     assert reports[0].parts["Compile"]["chosen"]["mode"] == "default"
 
 
-class Moving(ActivationOffload):
-    def change(self, module, context):
-        return nullcontext()
+class Moving(OptimizerOffload):
+    def setup(self, *args, **kwargs):
+        pass
+
+    def wrap(self, optimizer, context):
+        return optimizer
 
 
 def test_graphs_are_not_chosen_beside_what_moves_memory(tmp_path, monkeypatch, reports):
