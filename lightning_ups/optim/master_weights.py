@@ -190,12 +190,25 @@ class MasteredOptimizer(Optimizer):
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
         self._kernel = OneKernel(inner)
+        self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._move_unless_reduced) for p in self._mastered() if accumulate
-        ]
+        self._complete = True
+        self._follow(self._parameters())
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._complete:
+            added = self.param_groups[-1]
+            self.inner.add_param_group({**added, "params": [self.masters.of.get(p, p) for p in added["params"]]})
+            self._follow(added["params"])
+
+    def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._accumulates:
+            mastered = [p for p in parameters if p in self.masters.of and p.requires_grad]
+            self._handles += [p.register_post_accumulate_grad_hook(self._move_unless_reduced) for p in mastered]
 
     def take_clip_coefficient(self, coefficient: Tensor) -> None:
         """Multiply the gradients of the next step by ``coefficient``, in the pass that casts them."""

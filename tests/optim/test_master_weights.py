@@ -300,3 +300,33 @@ def test_uncounted_writes_that_begin_late_are_found_at_a_later_look():
         kept.append(masters.of[model[0].weight].abs().max().item() <= 0.011)
     assert not kept[30]  # the price of not looking each time
     assert all(kept[49:])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_group_that_is_added_later_is_stepped_from_then_on(accumulate):
+    def train(*, later):
+        model = make_model()
+        first, second = [*model[0].parameters()], [*model[2:].parameters()]
+        for p in second:
+            p.requires_grad_(requires_grad=False)
+        masters = MasterWeights(model, dtype=torch.bfloat16)
+        groups = [{"params": first}, *([] if later else [{"params": second, "lr": 3e-3}])]
+        optimizer = MasteredOptimizer(AdamW(groups, lr=1e-2), masters, accumulate=accumulate)
+        for step in range(5):
+            if step == 2:
+                for p in second:
+                    p.requires_grad_(requires_grad=True)
+                if later:
+                    optimizer.add_param_group({"params": second, "lr": 3e-3})
+            optimizer.zero_grad()
+            model(batch(torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+        state = optimizer.state_dict()
+        assert len(optimizer.inner.param_groups) == len(optimizer.param_groups) == 2
+        assert optimizer.undo().param_groups[1]["params"] == second
+        return model.state_dict(), state
+
+    (model, state), (expected, expected_state) = train(later=True), train(later=False)
+    assert all(torch.equal(model[name], value) for name, value in expected.items())
+    assert state["param_groups"][1]["lr"] == 3e-3
+    assert state["state"].keys() == expected_state["state"].keys()
