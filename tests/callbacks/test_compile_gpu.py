@@ -115,11 +115,32 @@ def test_losses_and_gradients_are_bitwise_those_of_the_default_mode(monkeypatch,
     assert actual.norms == expected.norms
 
 
-def test_a_forward_and_a_backward_are_recorded_once(monkeypatch):
+class Counting(Tiny):
+    """Has buffers that the model reads, as a GPT has, and one that it writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.norm = nn.Sequential(self.model.norm, Counts())
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("module", [Tiny, Counting])
+def test_a_forward_and_a_backward_are_recorded_once(monkeypatch, module):
     device = torch.device("cuda", torch.cuda.current_device())
     before = recordings(device)
-    fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), sizes=(4,) * 10)
+    model, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), sizes=(4,) * 10, module=module)
     assert recordings(device) == before + 2
+    assert [buffer.item() for name, buffer in model.named_buffers() if "calls" in name] in ([], [20.0])
 
 
 @GRAPHS

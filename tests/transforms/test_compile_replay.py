@@ -1,3 +1,4 @@
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
@@ -105,6 +106,31 @@ def test_it_replays_after_the_first_step_and_adds_to_gradients():
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert loop.replay.facts["mode"] == "reduce-overhead"
     assert len(backends.RECORDED) == 2 * (3 + 3)
+
+
+def test_it_is_recorded_for_the_place_of_buffers_and_leaves_their_values(monkeypatch):
+    class Watched(backends._Recorded):
+        def __call__(self, *args):
+            read.append({arg.data_ptr() for arg in args})
+            return super().__call__(*args)
+
+    monkeypatch.setattr(backends, "_Recorded", Watched)
+    torch.manual_seed(0)
+    model, read, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), [], torch.randn(3, 4)
+    expected = deepcopy(model)
+    places = {buffer.data_ptr() for buffer in model.buffers()}
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        for _ in range(3):
+            loop.step(x)
+    for _ in range(3):
+        expected(x)
+    assert loop.replay.active
+    forwards = read[::2]
+    assert len(forwards) == 3 + 2  # a rehearsal, and two steps
+    assert all(places <= arguments for arguments in forwards)
+    for buffer, reference in zip(model.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(buffer, reference)
 
 
 def test_one_forward_waits_for_its_backward_and_others_run_beside_it():
