@@ -71,7 +71,7 @@ def test_work_behind_a_hold_waits_and_its_time_is_its_own():
     end = clock.mark()
     clock.wait()
     assert clock.passed(end)
-    assert 50 < clock.now() - before < 1000
-    assert 0 < clock.between(start, end) < 20
+    assert 50 < clock.now() - before < 5000  # other processes may use the device as well
+    assert 0 < clock.between(start, end) < 100
     assert clock.allocated() >= x.nbytes
     assert 0 < clock.room() <= torch.cuda.get_device_properties(0).total_memory
