@@ -72,7 +72,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _pinned(batch: Tensor) -> Tensor:
+def _pinned(batch: Any) -> Any:
     # By one thread as well, which the loader's own copy into pinned memory would not be.
     pinned = torch.empty(batch.shape, dtype=batch.dtype, pin_memory=True)
     pinned.numpy()[...] = batch.numpy()
