@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,7 +83,10 @@ def environment() -> str:
     """Return what the figures depend on: command, versions, device."""
     import torch
 
-    lines = [f"command: python {' '.join(sys.argv)}", f"python {platform.python_version()}"]
+    words = [
+        Path(word).name if Path(word).is_absolute() else word for word in sys.argv
+    ]  # not where this machine has it
+    lines = [f"command: python {shlex.join(words)}", f"python {platform.python_version()}"]
     for package in PACKAGES:
         try:
             lines.append(f"{package} {version(package)}")
