@@ -17,18 +17,18 @@ def pinned(nbytes: int) -> Tensor:
     Raises:
         RuntimeError: If CUDA cannot pin so much.
     """
-    memory = own_pages(nbytes)
+    if not nbytes or not torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8)
     # Not `pin_memory=True`: torch's allocator rounds up to a power of two, which costs up to half of a large buffer.
-    if memory.nbytes and torch.cuda.is_available():
-        _check(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0), nbytes)
-        whole = memory
-        # With a storage of its own: torch takes a tensor for pinned where its storage begins with pinned memory.
-        memory = torch.frombuffer(whole.numpy(), dtype=torch.uint8, count=nbytes)
-        # Memory that is freed while it is pinned could be pinned by nobody again who gets it next.
-        release = weakref.finalize(memory, _unregister, whole.data_ptr())
-        release.atexit = False
-        memory._unpin = release  # type: ignore[attr-defined]
-    return memory[:nbytes] if memory.nbytes != nbytes else memory
+    pages = own_pages(nbytes)
+    _check(_runtime().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0), nbytes)
+    # With a storage of its own: torch takes a tensor for pinned where its storage begins with pinned memory.
+    memory = torch.frombuffer(pages.numpy(), dtype=torch.uint8, count=nbytes)
+    # Memory that is freed while it is pinned could be pinned by nobody again who gets it next.
+    release = weakref.finalize(memory, _unregister, pages.data_ptr())
+    release.atexit = False
+    memory._unpin = release  # type: ignore[attr-defined]
+    return memory
 
 
 def unpin(memory: Tensor) -> None:
@@ -40,9 +40,9 @@ def unpin(memory: Tensor) -> None:
 def own_pages(nbytes: int) -> Tensor:
     """Return whole pages of the host's memory, in which there is nothing else: a page is pinned once."""
     whole = -(-nbytes // PAGE) * PAGE
-    memory = torch.empty(whole + PAGE if whole else 0, dtype=torch.uint8)
+    memory = torch.empty(whole + PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % PAGE
-    return memory[start : start + whole] if whole else memory
+    return memory[start : start + whole]
 
 
 def _unregister(address: int) -> None:

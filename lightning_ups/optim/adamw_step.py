@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_ups._compat.optimizers import count_step, flag_to_skip, has_own_step
 from lightning_ups._compat.optional import has
-from lightning_ups._compat.tensors import plain_memory
+from lightning_ups._compat.tensors import local_of, plain_memory
 
 __all__ = ["AdamWStep", "OneKernel", "Settings", "Slot", "one_kernel", "reference_step", "settings_of", "slots_of"]
 
@@ -254,4 +254,4 @@ def slots_of(
 
 
 def _local(tensor: Tensor | None) -> Any:
-    return plain_memory(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return plain_memory(local_of(tensor))
