@@ -36,8 +36,8 @@ class LeanProgressBar(TQDMProgressBar):
     @override
     def on_train_start(self, *args: Any) -> None:
         super().on_train_start(*args)
-        names = (None, "lightning.pytorch", "lightning.fabric")
-        loggers = [logger for logger in map(logging.getLogger, names) if any(map(_is_terminal, logger.handlers))]
+        known = (logging.root, *logging.root.manager.loggerDict.values())  # those without handlers too, and placeholders
+        loggers = [logger for logger in known if any(map(_is_terminal, getattr(logger, "handlers", ())))]
         if self.is_enabled and loggers:
             self._redirected = ExitStack()
             self._redirected.enter_context(logging_redirect_tqdm(loggers))

@@ -95,19 +95,27 @@ def test_a_metric_that_is_not_logged_is_left_out(tmp_path, capsys):
 
 class Talks(Logging):
     def training_step(self, batch, batch_idx):
-        rank_zero_info("something to know")
+        self.talker.info("something to know")
         if self.trainer.global_step == self.fails_at:
             raise KeyError("mine")
         return super().training_step(batch, batch_idx)
 
     fails_at = None
+    name = ""
+
+    @property
+    def talker(self):
+        return logging.getLogger(self.name)
 
 
 @pytest.mark.parametrize("fails_at", [None, 3])
-def test_what_is_logged_stands_above_the_bar(tmp_path, monkeypatch, fails_at):
-    seen, module, logger = io.StringIO(), Talks(), logging.getLogger("lightning.pytorch")
-    module.fails_at = fails_at
+@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "somebody.else"])
+def test_what_is_logged_stands_above_the_bar(tmp_path, monkeypatch, name, fails_at):
+    seen, module, logger = io.StringIO(), Talks(), logging.getLogger(name)
+    module.name, module.fails_at = f"{name}.somewhere", fails_at
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(seen)])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "level", logging.INFO)
     before = [*logger.handlers]
     with redirect_stdout(seen), redirect_stderr(seen), suppress(KeyError):  # as a terminal shows both
         fit(tmp_path, LeanProgressBar(refresh_rate=1), module)
