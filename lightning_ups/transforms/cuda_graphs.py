@@ -1,6 +1,8 @@
 """What a training loop owes to CUDA graphs, whose outputs lie in memory that the next step writes to again."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -109,20 +111,44 @@ class OwnGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._own: dict[nn.Parameter, Tensor] = {}
+        self._modules: list[nn.Module] = []
+        self._held: list[int] = []  # what they hold, by its ids
+        self._parameters: list[nn.Parameter] = []  # alive, so that no id is another's later
+        self._own: list[Tensor | None] = []
 
     def take(self) -> None:
         """Move the gradients that are there into memory of their own; call it after each backward."""
+        self._look()
         theirs, ours = [], []
-        for parameter in self._module.parameters():
+        for index, (parameter, own) in enumerate(zip(self._parameters, self._own, strict=True)):
             grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided or grad is self._own.get(parameter):
+            if grad is None or grad is own or grad.layout is not torch.strided:
                 continue
-            own = self._own.get(parameter)
-            if own is None or (own.shape, own.stride(), own.dtype) != (grad.shape, grad.stride(), grad.dtype):
-                own = self._own[parameter] = torch.empty_like(grad)
+            if own is None or not _alike(own, grad):
+                own = self._own[index] = torch.empty_like(grad)
             theirs.append(grad)
             ours.append(own)
             parameter.grad = own
         if ours:
             torch._foreach_copy_(ours, theirs)  # one launch, where a loop would have one for each
+
+    def _look(self) -> None:
+        # Walking through all modules takes ten times as long as seeing that none of them holds anything else now.
+        if self._held and self._held == _held(self._modules):
+            return
+        own = dict(zip(self._parameters, self._own, strict=True))
+        self._modules, self._parameters = [*self._module.modules()], [*self._module.parameters()]
+        self._held, self._own = _held(self._modules), [own.get(parameter) for parameter in self._parameters]
+
+
+def _held(modules: list[nn.Module]) -> list[int]:
+    """Return the ids of the parameters and modules that ``modules`` hold themselves, without a loop of Python's."""
+    held = chain(map(_PARAMETERS, modules), map(_MODULES, modules))
+    return [*map(id, chain.from_iterable(map(_VALUES, held)))]
+
+
+_PARAMETERS, _MODULES, _VALUES = attrgetter("_parameters"), attrgetter("_modules"), methodcaller("values")
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride() and one.dtype is other.dtype

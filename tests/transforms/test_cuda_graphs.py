@@ -49,6 +49,52 @@ def test_frozen_and_sparse_parameters_and_another_layout_are_no_problem():
     assert module[1].weight.grad.stride() == (1, 2)
 
 
+CHANGES = {
+    "replaced": lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(2, 2))),
+    "replaced without a word": lambda net: net[1]._parameters.update(weight=nn.Parameter(torch.ones(2, 2))),
+    "of another form": lambda net: setattr(net[1].weight, "data", torch.ones(2, 2).double()),
+    "added": lambda net: net.append(nn.Linear(2, 2)),
+    "another module": lambda net: net.__setitem__(1, nn.Linear(2, 2)),
+    "thawed": lambda net: net[0].requires_grad_(True),
+    "taken away": lambda net: net[1].register_parameter("bias", None),
+    "all of them": lambda net: setattr(net[1], "_parameters", dict(nn.Linear(2, 2)._parameters)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_becomes_of_a_module_later_is_heeded(change):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    own = OwnGradients(module)
+
+    def run():
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        graph_memory = [p.grad for p in module.parameters() if p.grad is not None]
+        own.take()
+        for grad in graph_memory:
+            grad.fill_(torch.nan)
+        assert graph_memory
+        assert all((p.grad == 1).all() for p in module.parameters() if p.grad is not None)
+
+    run()
+    change(module)
+    run()
+    run()
+
+
+def test_modules_are_walked_through_once(monkeypatch):
+    module, walks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    own, walk = OwnGradients(module), nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda *args, **named: walks.append(1) or walk(*args, **named))
+    counts = []
+    for _ in range(3):
+        module(torch.ones(1, 2)).sum().backward()
+        own.take()
+        counts.append(len(walks))
+    assert 0 < counts[0] == counts[-1]
+
+
 def test_scalars_are_copied_and_in_evaluation_all():
     outputs = {"loss": torch.ones(()), "hidden": [torch.ones(2)]}
     training = copied(outputs)
