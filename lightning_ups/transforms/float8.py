@@ -12,6 +12,7 @@ from torch import nn
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
+from lightning_ups.transforms.float8_layers import adapted
 from lightning_ups.transforms.float8_mx import mx_linear_from
 
 __all__ = [
@@ -196,6 +197,8 @@ def _unfit(linear: nn.Linear, recipe: Recipe, *, tensor_size: int) -> str | None
         return "nn.MultiheadAttention reads its weight and never calls it"
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
         return "has a forward of its own"
+    if not isinstance(vars(linear)["_parameters"].get("weight"), nn.Parameter):
+        return "its weight is made of others, by a parametrization, a norm of the weight or pruning"
     if linear.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"its weight is {str(linear.weight.dtype).removeprefix('torch.')}"
     multiple = _multiple(recipe)
@@ -250,7 +253,7 @@ def float8_swap(recipe: Recipe, *, all_gather: bool = False, emulate: bool = Fal
 
     def swap(linear: nn.Linear) -> nn.Module:
         # The public way, of one layer: it also keeps Triton from storing wrong bytes in kernels compiled later.
-        float8 = torchao.convert_to_float8_training(linear, config=config)
+        float8 = adapted(torchao.convert_to_float8_training(linear, config=config), by_rows=recipe != "tensorwise")
         if all_gather:
             show_plain_weight(float8)
         return float8

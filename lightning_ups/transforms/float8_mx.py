@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_ups._compat.optional import require
+from lightning_ups.transforms.float8_layers import in_high_precision, once_differentiable
 
 __all__ = ["CAPABILITY", "mx_linear_from"]
 
@@ -56,17 +57,21 @@ def _kind() -> tuple[Any, Any]:
     class MXFP8Linear(layers.MXFP8Linear):
         """Torchao's, for any number of rows and under autocast."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.weight
+        def forward(self, input: Tensor) -> Tensor:
+            x, weight = input, self.weight
             if torch.is_autocast_enabled():
                 dtype = torch.get_autocast_dtype("cuda")
                 x, weight = x.to(dtype), weight.to(dtype)
+            eager = not torch.compiler.is_compiling()
+            if eager and x.numel() == 0:
+                return in_high_precision(self, x)
             rows = x.reshape(-1, x.shape[-1])
             # The gradient of the weight has its blocks along the rows, and rows of zeros add nothing to it.
             padded = pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
             result = layers._to_mxfp8_then_scaled_mm(
                 padded, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp
             )[: rows.shape[0]].reshape(*x.shape[:-1], -1)
-            return result if self.bias is None else result + self.bias.to(result.dtype)
+            result = result if self.bias is None else result + self.bias.to(result.dtype)
+            return once_differentiable(result) if eager else result
 
     return MXFP8Linear, layers.KernelPreference

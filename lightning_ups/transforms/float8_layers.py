@@ -1,0 +1,73 @@
+"""Torchao's linear layers, made to take what torch's own take, and to say what they cannot."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+__all__ = ["adapted", "in_high_precision", "once_differentiable"]
+
+
+def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
+    """Return torchao's layer, which from here on also takes no rows at all, and values that lie in any order.
+
+    Args:
+        float8: The layer.
+        by_rows: Whether it has a scale for each row: it then cannot look at transposed values as a matrix.
+    """
+    float8.__class__ = _adapted_class(type(float8), by_rows=by_rows)
+    return float8
+
+
+@cache
+def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
+    class Float8Linear(plain):  # pyright: ignore[reportGeneralTypeIssues]
+        def forward(self, input: Tensor) -> Tensor:
+            if by_rows:
+                input = input.contiguous()
+            if torch.compiler.is_compiling():  # where there is no second derivative anyway
+                return super().forward(input)
+            return in_high_precision(self, input) if input.numel() == 0 else once_differentiable(super().forward(input))
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        # By its name a pickle would look for a class that is made here. By an older protocol, that insists on no class.
+        make, arguments, *state = plain.__reduce_ex__(self, min(protocol, 1))
+        return _remade, (plain, by_rows, make, tuple(plain if a is type(self) else a for a in arguments)), *state
+
+    Float8Linear.__doc__, Float8Linear.__reduce_ex__ = plain.__doc__, reduce  # type: ignore[method-assign]
+    return Float8Linear
+
+
+def _remade(plain: type[nn.Module], by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module:  # noqa: FBT001
+    return adapted(make(*arguments), by_rows=by_rows)
+
+
+def in_high_precision(layer: Any, input: Tensor) -> Tensor:
+    """Return what ``layer`` makes of no rows, which have no maximum to scale by."""
+    weight = layer.weight
+    if hasattr(weight, "to_original_precision"):  # gathered in float8
+        weight = weight.to_original_precision()
+    return F.linear(input.to(weight.dtype), weight, layer.bias)
+
+
+def once_differentiable(value: Tensor) -> Tensor:
+    """Return ``value``, whose gradient cannot be differentiated again: an error says so where it is asked for."""
+    return _Once.apply(value) if value.requires_grad else value  # type: ignore[no-any-return]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "A gradient through a linear layer in float8 is to be differentiated again, by create_graph=True."
+                " Products in float8 have no second derivative: it would be missing from the result, or fail."
+                " Leave these layers out, by exclude=[...] in the precision, or use BF16Precision."
+            )
+        return gradients[0]

@@ -1,0 +1,112 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from lightning_ups.transforms.float8 import convert_to_float8, float8_linears
+from lightning_ups.transforms.te import convert_to_te
+from tests import fake_te
+
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def converted(recipe, net=None):
+    torch.manual_seed(0)
+    net = net or nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16()
+    convert_to_float8(net, recipe=recipe, include=["*"], emulate=True)
+    return net
+
+
+def values(*shape):
+    torch.manual_seed(1)
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_may_lie_in_any_order(recipe):
+    net, plain = converted(recipe), values(4, 8, 32)
+    transposed = plain.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not transposed.is_contiguous()
+    found = []
+    for x in (plain, transposed):
+        net.zero_grad()
+        x = x.detach().requires_grad_()
+        result = net(x)
+        result.float().square().sum().backward()
+        found.append((result.detach(), x.grad, net[0].weight.grad.clone()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_expert_may_get_no_rows(recipe):
+    net = converted(recipe)
+    x = values(4, 32).requires_grad_()
+    (torch.cat([net(x), net(x[:0]), net(x[:, None][:0])[:, 0]]).float().sum()).backward()
+    alone = converted(recipe)
+    y = values(4, 32).requires_grad_()
+    alone(y).float().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    assert torch.equal(net[0].weight.grad, alone[0].weight.grad)
+    net.zero_grad()
+    net(values(0, 32)).sum().backward()
+    assert not net[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_second_derivative_is_refused_and_never_missing(recipe):
+    net, x = converted(recipe), values(32, 32).requires_grad_()
+    loss = net(x).float().square().sum()
+    with pytest.raises(RuntimeError, match=r"differentiated again.*no second derivative.*exclude=\[\.\.\.\]"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_input_may_be_named(recipe):
+    layer = converted(recipe)[0]
+    assert torch.equal(layer(input=values(32, 32)), layer(values(32, 32)))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_copy_and_a_pickle_compute_as_it_does(recipe):
+    net, x = converted(recipe), values(0, 32)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert float8_linears(other).keys() == float8_linears(net).keys()
+        assert other(x).shape == (0, 32)
+        assert torch.equal(other(values(8, 32)), net(values(8, 32)))
+
+
+MADE_OF_OTHERS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "the old weight_norm": nn.utils.weight_norm,
+    "the old spectral_norm": nn.utils.spectral_norm,
+    "pruning": lambda linear: prune.l1_unstructured(linear, "weight", amount=0.3),
+}
+
+
+@pytest.mark.parametrize("make", MADE_OF_OTHERS.values(), ids=MADE_OF_OTHERS)
+def test_a_weight_made_of_others_is_left_and_named(make):
+    net = nn.Sequential(make(nn.Linear(32, 32)), nn.Linear(32, 32))
+    done = convert_to_float8(net, recipe="tensorwise", include=["*"], emulate=True)
+    assert done.converted == ("1",)
+    assert done.skipped["0"].startswith("its weight is made of others")
+    net = nn.Sequential(make(nn.Linear(32, 32)), nn.Linear(32, 32))
+    with fake_te.installed():
+        done = convert_to_te(net, include=["*"])
+        assert done.skipped["0"].startswith("its weight is made of others")
+        assert [*done.converted] == ["1"]
+        done.undo()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_it_is_one_graph_of_the_same_values(recipe):
+    net, x = converted(recipe), values(16, 32)
+    expected = net(x)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected, rtol=0.02, atol=0.02)
