@@ -95,6 +95,7 @@ class Frame:
         self.recompiles: list[str] = []  # the guard that failed, once for each call that compiled again
         self.failures: list[str] = []
         self.no_cuda_graphs: list[str] = []
+        self.recordings = 0  # CUDA graphs that `compile_replay` has seen recorded for it
         self.askers: list[str] = []  # the blocks whose calls made a graph
         self.full = False  # Dynamo has met its limit here, and compiles nothing more, whatever the call
         self.full_inside = False  # the same for a function that it calls after a graph break
@@ -173,8 +174,12 @@ def structure(module: nn.Module) -> Hashable:
     Dynamo makes a graph for each shape of a parameter and for each value of an attribute that the forward reads, and
     gives up after eight. Hence classes, parameters, and attributes such as a rate or a switch are compared. Integers
     are not: the index of a layer is mostly there for the cache, and differs between blocks that are equal otherwise.
+    The forward of ``module`` itself is left out: frames have it as ``inner``, and it may be replaced meanwhile.
     """
-    return tuple((name, type(m), _tensors(m), _attributes(m)) for name, m in module.named_modules())
+    return tuple(
+        (name, type(m), _tensors(m), _forward(m) if name else None, *_attributes(m))
+        for name, m in module.named_modules()
+    )
 
 
 def _tensors(module: nn.Module) -> Hashable:
@@ -184,10 +189,14 @@ def _tensors(module: nn.Module) -> Hashable:
     )
 
 
-def _attributes(module: nn.Module) -> Hashable:
-    values = {k: v for k, v in vars(module).items() if type(v) in (float, bool, str, torch.dtype) and k != "training"}
+def _forward(module: nn.Module) -> Hashable:
     forward = vars(module).get("forward")
-    return getattr(forward, "__func__", forward), *sorted(values.items(), key=lambda item: item[0])
+    return getattr(forward, "__func__", forward)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Hashable]]:
+    values = {k: v for k, v in vars(module).items() if type(v) in (float, bool, str, torch.dtype) and k != "training"}
+    return sorted(values.items(), key=lambda item: item[0])
 
 
 _NUMBERS = count()

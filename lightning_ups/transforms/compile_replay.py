@@ -97,7 +97,8 @@ class Replay:
         self._timings: dict[Call, Timing | str] = {}
         self._pace: Pace | None = None
         self._frame: Frame | None = None
-        self._recorded = 0  # with the first call
+        self._recorded = 0  # for this model in this run, with the first call
+        self._recorded_by_then = 0  # for whatever the device ran
         self._ran = self._tried = False
         self._last: Callable[[], GraphForward | None] = lambda: None
         self._waited = 0  # steps that could not be replayed for a backward that may still come
@@ -117,7 +118,9 @@ class Replay:
     def facts(self) -> dict[str, Any]:
         """What was chosen and came of it, as values that JSON knows."""
         frame = self._frame
-        made = {} if frame is None else {"graphs": frame.graphs, "seconds": round(frame.seconds, 3)}
+        made = {}
+        if frame is not None:
+            made = {"graphs": frame.graphs, "recorded": self._recorded, "seconds": round(frame.seconds, 3)}
         return {} if self.choice is None else {**self.choice.facts, **made}
 
     def begin_step(self) -> None:
@@ -208,6 +211,7 @@ class Replay:
             self._frame = frame_of(inner, module, self._compiler, name=self._chosen.block, alone=False)
         frame, start, self._ran = self._frame, dynamo.mark(), False
         kept, variants = None if self._tried else State(module), len(frame.askers)
+        recorded_before = 0 if self._tried else self._recordings()
         try:
             with calling(self):
                 outputs = frame.run(module, *args, **kwargs)
@@ -224,18 +228,20 @@ class Replay:
             guard = frame.recompiles[-1] if frame.recompiles else "unknown"
             self.give_up(f"the model was compiled again, since this did not hold: {guard}")
         elif self._ran and not self._tried:
-            self._prove(frame)
+            self._prove(frame, recorded_before)
         return True, outputs
 
-    def _prove(self, frame: Frame) -> None:
-        self._tried, self._recorded = True, self._recordings()
-        if frame.no_cuda_graphs or not self._recorded:
+    def _prove(self, frame: Frame, recorded_before: int) -> None:
+        self._tried, self._recorded_by_then = True, self._recordings()
+        self._recorded = self._recorded_by_then - recorded_before
+        frame.recordings += self._recorded  # one of an earlier run holds as long as weights and buffers lie there
+        if frame.no_cuda_graphs or not frame.recordings:
             why = frame.no_cuda_graphs[-1] if frame.no_cuda_graphs else "nothing of the model can be recorded"
             self.give_up(f"inductor records none: {why}")
 
     def check(self) -> None:
         """Give up if the graphs are recorded over and over; call it after each step."""
-        if self.active and self._tried and self._recordings() - self._recorded > MOST_RECORDINGS:
+        if self.active and self._tried and self._recordings() - self._recorded_by_then > MOST_RECORDINGS:
             self.give_up(
                 "they are recorded anew in one step after another, since something keeps what a graph returned, or"
                 " brings weights and buffers to other memory"

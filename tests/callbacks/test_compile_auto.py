@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from itertools import count
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_graphs_are_chosen_and_leave_everything_bitwise_as_it_is(tmp_path, monke
     facts = reports[0].parts["Compile"]
     assert facts["mode"] == "auto"
     assert facts["chosen"]["mode"] == "reduce-overhead"
-    assert facts["chosen"]["graphs"] == 1
+    assert (facts["chosen"]["graphs"], facts["chosen"]["recorded"]) == (1, 2)
     assert lines(reports[-1]) == ["mode auto: default, since nothing is trained"]  # while it predicts
     json.dumps(facts)
 
@@ -166,7 +167,7 @@ class Holding(Keeper):
 @pytest.mark.parametrize(("module", "accumulate"), [(Keeper, 1), (Keeper, 2), (Holding, 2)])
 def test_when_the_next_step_begins_nothing_is_left_in_memory_of_the_graphs(tmp_path, monkeypatch, module, accumulate):
     # Torch writes to that memory again only if it is dead, and records anew if it is not.
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: 2)
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: min(len(backends.ALIVE), 2))
     options = {"module": module, "accumulate_grad_batches": accumulate, "precision": "bf16-mixed"}
     run(tmp_path, monkeypatch, auto(backend="ups_modes_watched"), clock=FixedClock(6.1, 5.2), **options)
     rehearsed, steps = backends.ALIVE[:4], backends.ALIVE[4:]
@@ -337,8 +338,8 @@ def test_a_model_that_changes_is_recorded_once(tmp_path, monkeypatch, reports):
 
 
 def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
-    count = iter(range(2, 1000, 2))
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: next(count))
+    grown = iter(range(2, 1000, 2))
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: next(grown))
     expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
     with pytest.warns(UserWarning, match="recorded anew in one step after another"):
         actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
@@ -435,7 +436,8 @@ def test_a_backward_may_come_in_a_later_step(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_inductor_compiles_for_the_recording_what_it_compiles_without(tmp_path, monkeypatch, reports):
     monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("inductor",))
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: 1)  # which a CPU does not make
+    counted = count()  # which a CPU does not make
+    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: min(next(counted), 1))
     expected = run(tmp_path, monkeypatch, Compile(scope="model"))
     actual = run(tmp_path, monkeypatch, auto(backend="inductor"), clock=FixedClock(6.1, 5.2))
     assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs")

@@ -4,6 +4,7 @@ from torch import nn
 
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_frame import Compiler, frame_of, structure
+from lightning_ups.transforms.forward import replaced_forward
 from tests import backends
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -58,6 +59,17 @@ def test_what_would_need_graphs_of_its_own_gets_a_frame_of_its_own(one, other):
 def test_training_evaluation_and_a_position_make_no_difference():
     assert structure(Scale(by=1)) == structure(Scale(by=2))
     assert structure(Scale()) == structure(Scale().eval())
+
+
+def test_a_module_whose_forward_is_replaced_meanwhile_finds_its_frame():
+    module = Scale(width=9)
+    before = frame(module)
+    with replaced_forward(module, lambda inner: lambda *args: inner(*args)):
+        assert frame(module) is before
+    outer = nn.Sequential(module)
+    before = structure(outer)
+    with replaced_forward(module, lambda inner: lambda *args: inner(*args)):
+        assert structure(outer) != before  # what it calls is another function
 
 
 def test_a_lazy_and_a_meta_module_have_a_structure():

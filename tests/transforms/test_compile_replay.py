@@ -221,17 +221,38 @@ def test_an_input_without_known_sizes_forbids_graphs():
     assert "called with a Graph, which does not say what sizes it has" in str(loop.replay.choice)
 
 
+def test_what_others_have_recorded_is_no_recording_of_this_model():
+    loop = Loop(net(), FixedClock(2.0, 1.0), recordings=lambda: 7)
+    with loop.context:
+        for _ in range(2):
+            loop.step(torch.randn(3, 4))
+    assert loop.replay.idle
+    assert "inductor records none: nothing of the model can be recorded" in str(loop.replay.choice)
+
+
+def test_a_recording_of_an_earlier_run_is_used_again_and_was_not_made_in_this_one():
+    model, facts = net(), []
+    for _ in range(2):
+        loop = Loop(model, FixedClock(2.0, 1.0))
+        with loop.context:
+            for _ in range(3):
+                loop.step(torch.randn(3, 4))
+        facts.append(loop.replay.facts)
+    assert [found["mode"] for found in facts] == ["reduce-overhead"] * 2
+    assert [found["recorded"] for found in facts] == [2, 0]
+
+
 def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run():
-    count = [2]
+    more = [0]
     model, x = net(), torch.randn(3, 4)
-    loop = Loop(model, FixedClock(2.0, 1.0), recordings=lambda: count[0])
+    loop = Loop(model, FixedClock(2.0, 1.0), recordings=lambda: backends.recordings() + more[0])
     with loop.context:
         loop.step(x)
         loop.step(x)
-        count[0] += MOST_RECORDINGS
+        more[0] += MOST_RECORDINGS
         loop.step(x)
         assert loop.replay.active
-        count[0] += 1
+        more[0] += 1
         loop.step(x)
         assert loop.replay.idle
         assert loop.replay.gradients  # of this step
