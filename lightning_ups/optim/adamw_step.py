@@ -166,7 +166,8 @@ class OneKernel:
         while len(self._steps) < len(optimizer.param_groups):
             self._steps.append(AdamWStep())  # groups may be added
         with torch.no_grad():
-            for step, group, wanted in zip(self._steps, optimizer.param_groups, settings, strict=True):
+            steps = self._steps[: len(settings)]  # some groups may be left out
+            for step, group, wanted in zip(steps, optimizer.param_groups, settings, strict=True):
                 slots = slots_of(optimizer, group["params"], gradient=gradient, copy=copy)
                 step(slots, wanted, coefficient=coefficient, skip=flag_to_skip(optimizer))
                 # The kernel's writes are known of their memory; a sharded tensor has a count of its own.
@@ -175,23 +176,30 @@ class OneKernel:
 
 
 @torch.no_grad()
-def one_kernel(optimizer: Optimizer) -> list[Settings] | None:
-    """Return the settings of each group of ``optimizer``, or None if one of them has to be stepped by torch."""
-    settings = [settings_of(optimizer, group) for group in optimizer.param_groups]
+def one_kernel(optimizer: Optimizer, *, device: torch.device | None = None) -> list[Settings] | None:
+    """Return the settings of each group of ``optimizer``, or None if one of them has to be stepped by torch.
+
+    Args:
+        optimizer: Of any class.
+        device: Where its weights will be when they are stepped. None: where they are.
+    """
+    settings = [settings_of(optimizer, group, device=device) for group in optimizer.param_groups]
     return None if None in settings else [found for found in settings if found is not None]
 
 
-def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> Settings | None:
+def settings_of(optimizer: Optimizer, group: dict[str, Any], *, device: torch.device | None = None) -> Settings | None:
     """Return what ``group`` asks for, or None if it asks for what the one kernel does not do.
 
     That is another optimizer, a subclass, one whose ``step`` was replaced, AMSGrad, steps that can be captured or
     differentiated, maximizing, numbers that are tensors, ``fused=False`` or ``foreach=True``, weight decay that is not
-    decoupled, and weights that are not contiguous in float32 on a GPU with Triton.
+    decoupled, and weights that are not contiguous in float32 on a GPU with Triton: on ``device``, if that is given.
     """
     if type(optimizer) not in (Adam, AdamW) or _asks_for_more(group):
         return None
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-    if not all(isinstance(number, (int, float)) for number in numbers) or not all(map(_is_ours, group["params"])):
+    if not all(isinstance(number, (int, float)) for number in numbers):
+        return None
+    if not (all(map(_is_ours, group["params"])) if device is None else _will_be_ours(group["params"], device)):
         return None
     if has_own_step(optimizer):
         return None
@@ -206,7 +214,19 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
 
 
 def _is_ours(weight: Tensor) -> bool:
-    if weight.dtype is not torch.float32 or weight.device.type != "cuda" or not has("triton"):
+    return _has_kernel(weight.device) and _fits(weight)
+
+
+def _will_be_ours(weights: Iterable[Tensor], device: torch.device) -> bool:
+    return _has_kernel(device) and all(_fits(w if isinstance(w, DTensor) else w.detach()) for w in weights)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and has("triton")
+
+
+def _fits(weight: Tensor) -> bool:
+    if weight.dtype is not torch.float32:
         return False
     local = _local(weight)
     return type(local) in (Tensor, nn.Parameter) and local.is_contiguous()

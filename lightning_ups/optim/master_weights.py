@@ -28,9 +28,71 @@ from lightning_ups._compat.optimizer_hooks import hooked_once
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
-__all__ = ["MasterWeights", "MasteredOptimizer"]
+__all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "taken_over"]
 
 FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
+
+
+class Writes:
+    """Which parameters others may have written into since their masters were last written into them.
+
+    Writes in place are seen by their count. Writes through ``.data`` are not counted, and looked for by value: at the
+    first steps and at every fiftieth, and, once one was found, at each.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # by the parameters' ids: hashing a tensor is Python's, and slow
+        self._looks, self._looking, self._by_value = 0, False, False
+        self._flags: list[Tensor] = []
+        self._found: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._looks += 1
+        self._by_value = self._by_value or self._found_before()
+        self._looking = self._by_value or self._looks <= FIRST_LOOKS or self._looks % LOOK_EVERY == 0
+
+    def possible(self, parameter: nn.Parameter) -> bool:
+        """Return whether ``parameter`` is to be compared with its master."""
+        return self._looking or self._are_counted(parameter)
+
+    def found(self, parameter: nn.Parameter, written: Tensor) -> None:
+        """Note the elements of ``parameter`` that were found to be written."""
+        if not (self._by_value or self._are_counted(parameter)):
+            self._flags.append(written.any())
+
+    def end(self) -> None:
+        """End what `begin` began; what was found without being counted is known to later steps."""
+        if self._flags:
+            self._by_value = self._by_value or self._found_before()
+            device = self._flags[0].device
+            self._found = _sent(torch.stack([flag.to(device) for flag in self._flags]).any())
+            self._flags.clear()
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take what ``parameters`` hold now for written by their masters."""
+        for parameter in parameters:
+            self._counts[id(parameter)] = count_writes(parameter)
+
+    def _are_counted(self, parameter: nn.Parameter) -> bool:
+        return count_writes(parameter) != self._counts[id(parameter)]
+
+    def _found_before(self) -> bool:
+        # Of the look before: its event has passed, or is about to, and what was queued since is not waited for.
+        found, self._found = self._found, None
+        if found is None:
+            return False
+        flag, event = found
+        if event is not None:
+            event.synchronize()
+        return bool(flag)
+
+
+def taken_over(master: Tensor, low: Tensor) -> Tensor:
+    """Bring into ``master`` what others have written into ``low``, its rounded copy; return where that was."""
+    written = low != master.to(low.dtype)
+    master.copy_(torch.where(written, low.to(master.dtype), master))
+    return written
 
 
 class MasterWeights:
@@ -41,9 +103,7 @@ class MasterWeights:
     master. Buffers stay as they are. A copy or a pickle of the module has full-precision parameters of its own.
 
     Others may write into the parameters: a target network, a clamp, a reset. What they wrote is taken over by the
-    masters before the next step, and before a state dict is made. Writes in place are seen by their count. Writes
-    through ``.data`` are not counted, and looked for by value: at the first steps and at every fiftieth, and, once one
-    was found, at each.
+    masters before the next step, and before a state dict is made; `Writes` says how they are seen.
 
     Args:
         module: The module, with its float32 parameters.
@@ -57,9 +117,7 @@ class MasterWeights:
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
             _copy_as(parameter, self.of[parameter])
-        self._writes: dict[int, int] = {}  # by the parameters' ids: hashing a tensor is Python's, and slow
-        self._looks, self._by_value = 0, False
-        self._found: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self.writes = Writes()
         self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
         self.note_writes(self.of)
         self._handles: list[RemovableHandle] = [
@@ -78,41 +136,22 @@ class MasterWeights:
     def take_over(self, *, by_value: bool = False) -> None:
         """Bring into the masters what others have written into the parameters since they were last written here."""
         self._settle()
-        self._looks += not by_value
-        self._by_value = self._by_value or self._found_before()
-        look = by_value or self._by_value or self._looks <= FIRST_LOOKS or self._looks % LOOK_EVERY == 0
-        uncounted: list[Tensor] = []
+        if not by_value:
+            self.writes.begin()
         for parameter, master in self.of.items():
-            counted = count_writes(parameter) != self._writes[id(parameter)]
-            if not (counted or look):
-                continue
-            low = parameter.to(master.device)  # masters may lie on the host
-            written = low != master.to(parameter.dtype)
-            master.copy_(torch.where(written, low.to(master.dtype), master))
-            if not counted and not self._by_value:
-                uncounted.append(written.any())
-        if uncounted:
-            self._found = _sent(torch.stack([flag.to(uncounted[0].device) for flag in uncounted]).any())
+            if by_value or self.writes.possible(parameter):
+                written = taken_over(master, parameter.to(master.device))  # masters may lie on the host
+                self.writes.found(parameter, written)
+        self.writes.end()
         self.note_writes(self.of)
 
     def _settle(self) -> None:
         if self.settle is not None:
             self.settle()
 
-    def _found_before(self) -> bool:
-        # Of the look before: its event has passed, or is about to, and what was queued since is not waited for.
-        found, self._found = self._found, None
-        if found is None:
-            return False
-        flag, event = found
-        if event is not None:
-            event.synchronize()
-        return bool(flag)
-
     def note_writes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take what ``parameters`` hold now for written by their masters."""
-        for parameter in parameters:
-            self._writes[id(parameter)] = count_writes(parameter)
+        self.writes.note(parameters)
 
     def write(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Write the masters into the low-precision parameters."""

@@ -177,6 +177,16 @@ class OffloadedOptimizer(Optimizer):
         """Multiply the gradients of the next step by ``coefficient``."""
         self._coefficient = coefficient
 
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether the step of a chunk is one pass over it: `adamw_step.settings_of` says when."""
+        return isinstance(self.steps, StreamedSteps) and self.steps.in_one_kernel
+
+    def allow_one_kernel(self) -> None:
+        """Make AdamW's step as `adamw_step` does, since it would be made so without offloading."""
+        if isinstance(self.steps, StreamedSteps):
+            self.steps.allows_one_kernel = True
+
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
         return self.source.gradients()

@@ -129,7 +129,8 @@ class Item:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return what belongs to this item of ``tensor``, which is like the parameter."""
-        return tensor if self.part is None else local_of(tensor).view(-1)[self.part]
+        # Of a gradient with gaps a copy; of all else that is given here a view.
+        return tensor if self.part is None else local_of(tensor).reshape(-1)[self.part]
 
 
 class _Entry:
@@ -242,7 +243,7 @@ class Chunk:
         item.names = [name for name in after if name != MASTER]
         item.others = {}
         for name, value in after.items():
-            if not is_large(value):
+            if name != MASTER and not is_large(value):  # masters lie on the host however small they are
                 self.forget(item, name)
                 item.others[name] = value
             elif name not in self._entries[item] or not same_form(value, before[name]):

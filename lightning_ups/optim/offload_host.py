@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ups._compat.tensors import count_writes, local_of
+from lightning_ups._compat.tensors import local_of
+from lightning_ups.optim.master_weights import taken_over
 from lightning_ups.optim.offload_chunks import Item, Options, nbytes_of, stepping
 from lightning_ups.optim.offload_layout import Block, aligned, form_of, plain_parts, rebuilt
 from lightning_ups.optim.offload_memory import Copy, Mark, Memory
@@ -15,7 +16,6 @@ from lightning_ups.optim.offload_source import Source
 __all__ = ["HostSteps"]
 
 SLOTS = 2  # one is filled while the other is stepped
-FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for, as master weights do
 
 
 class _Slot:
@@ -55,8 +55,6 @@ class HostSteps:
     def __init__(self, inner: Optimizer, source: Source, *, memory: Memory, chunk_bytes: int) -> None:
         self._inner, self._source, self.memory, self._chunk_bytes = inner, source, memory, chunk_bytes
         self._slots: list[_Slot] = []
-        self._writes: dict[nn.Parameter, int] = {}
-        self._looks = 0
         self.items: list[Item] = []
         self.plan()
 
@@ -79,7 +77,6 @@ class HostSteps:
         for item in new:
             if item.is_mastered:
                 item.key.data = item.key.data.to("cpu")
-                self._writes[item.parameter] = count_writes(item.parameter)
         self.adopt()
 
     def adopt(self) -> None:
@@ -92,7 +89,7 @@ class HostSteps:
     def step(self, wanted: Collection[nn.Parameter], *, coefficient: Tensor | None) -> None:
         """Step those of ``wanted`` that have gradients, which ``coefficient`` multiplies."""
         chunks = self._chunked([i for i in self.items if i.parameter in wanted and self._gradient(i) is not None])
-        self._looks += 1
+        self._source.writes.begin()
         self._make_room(chunks)
         begin, options = self.memory.mark(), Options(self._inner)
         number = None if coefficient is None else coefficient.to("cpu")  # waits; so does each gradient
@@ -107,8 +104,8 @@ class HostSteps:
         options.keep()
         for slot in self._slots:
             self.memory.wait(slot.up)
-        for item in (item for chunk in chunks for item in chunk):
-            self._writes[item.parameter] = count_writes(item.parameter)
+        self._source.writes.end()
+        self._source.writes.note(item.parameter for chunk in chunks for item in chunk if item.is_mastered)
         self._source.spent(item.parameter for chunk in chunks for item in chunk)
 
     def _gradient(self, item: Item) -> Tensor | None:
@@ -146,13 +143,9 @@ class HostSteps:
             room = slot.gradients[item] = slot.like(gradient.detach())
             copies += zip(plain_parts(room), plain_parts(gradient.detach()), strict=True)
             low = slot.parameters[item] = slot.like(item.parameter.detach())
-            if not item.is_mastered or self._may_be_written(item):
+            if not item.is_mastered or self._source.writes.possible(item.parameter):
                 copies += zip(plain_parts(low), plain_parts(item.parameter.detach()), strict=True)
         slot.down = self.memory.store(copies, after=[begin, slot.up])
-
-    def _may_be_written(self, item: Item) -> bool:
-        looked = self._looks <= FIRST_LOOKS or self._looks % LOOK_EVERY == 0
-        return looked or count_writes(item.parameter) != self._writes[item.parameter]
 
     def _step_chunk(self, items: Sequence[Item], slot: _Slot, coefficient: Tensor | None) -> None:
         standing = {item: self._stand_in(item, slot) for item in items}
@@ -173,9 +166,8 @@ class HostSteps:
     def _stand_in(self, item: Item, slot: _Slot) -> nn.Parameter:
         if not item.is_mastered:
             return nn.Parameter(slot.parameters[item])
-        if self._may_be_written(item):
-            low, master = slot.parameters[item], item.key.detach()
-            master.copy_(torch.where(low != master.to(low.dtype), low.to(master.dtype), master))
+        if self._source.writes.possible(item.parameter):
+            self._source.writes.found(item.parameter, taken_over(item.key.detach(), slot.parameters[item]))
         return nn.Parameter(item.key.detach())
 
     def _bring_up(self, items: Sequence[Item], slot: _Slot, begin: Mark) -> None:

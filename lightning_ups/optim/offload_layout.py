@@ -103,9 +103,13 @@ class Block:
 
     def at(self, start: int, form: Form) -> Tensor:
         """Return the tensor of ``form`` that begins at ``start``."""
-        if self.resident or not form.nbytes:
+        if not form.nbytes:
             return view_of(self.raw, start, form)
-        # Each with a storage of its own: whoever saves a view of one storage saves all of that.
+        # Each with a storage of its own: whoever saves a view of one storage saves all of that, if it has one type.
+        if self.resident:
+            first = int(self.raw.storage_offset()) + start
+            part: Any = self.raw.untyped_storage()[first : first + form.nbytes]
+            return torch.empty(0, dtype=form.dtype, device=self.raw.device).set_(part, 0, form.size, form.stride)
         count = form.nbytes // form.dtype.itemsize
         flat = torch.frombuffer(self.raw.numpy(), dtype=form.dtype, count=count, offset=start)
         return flat.as_strided(form.size, form.stride)

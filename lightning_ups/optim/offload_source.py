@@ -7,13 +7,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups.optim.master_weights import MasteredOptimizer
+from lightning_ups.optim.master_weights import MasteredOptimizer, Writes
 
 __all__ = ["Mastered", "Plain", "Source"]
 
 
 class Source(Protocol):
-    """Parameters, and what is stepped for each: itself, or its master."""
+    """Parameters, and what is stepped for each: itself, or its master.
+
+    Attributes:
+        writes: What others may have written into parameters that have masters.
+    """
+
+    writes: Writes
 
     def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
         """Yield the index of a group, a parameter of the module, and what is stepped for it."""
@@ -36,7 +42,7 @@ class Plain:
     """The parameters of an optimizer, which are stepped themselves."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self.writes = optimizer, Writes()
 
     def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
         """See `Source`."""
@@ -80,6 +86,7 @@ class Mastered:
 
     def __init__(self, optimizer: MasteredOptimizer) -> None:
         self._optimizer, self._of, self._wrapper = optimizer, optimizer.masters.of, optimizer._wrapper
+        self.writes = optimizer.masters.writes
         for _, parameter, key in self.pairs():
             if key is not parameter:
                 gradient, key.grad = key.grad, None

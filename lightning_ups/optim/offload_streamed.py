@@ -1,6 +1,6 @@
 """Stepping on the device, with state that comes from the host and goes back, a chunk at a time."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ups._compat.tensors import local_of
+from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
+from lightning_ups.optim.master_weights import taken_over
 from lightning_ups.optim.offload_chunks import (
     MASTER,
     Chunk,
@@ -47,6 +49,10 @@ class StreamedSteps:
         state_bytes: The bytes of state that the optimizer keeps for each byte of a parameter.
         parted: Whether a parameter may be stepped in parts.
         resident: The share of the state that stays on the device.
+
+    Attributes:
+        allows_one_kernel: AdamW's step may be made for it, as `adamw_step` does. True where there are masters, whose
+            step would be made so without offloading.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class StreamedSteps:
         self._share = resident
         self._slots: list[_Slot] = []
         self._begin: Mark = None
+        self._kernels: dict[Chunk, OneKernel] = {}  # each keeps its tables: a chunk's addresses seldom change
+        self.allows_one_kernel = any(key is not p for _, p, key in source.pairs())
         self.chunks: list[Chunk] = []
         self.plan()
 
@@ -144,7 +152,8 @@ class StreamedSteps:
         due = [chunk for chunk in self.chunks if any(self._is_due(item, wanted) for item in chunk.items)]
         streamed = [chunk for chunk in due if not chunk.resident and chunk.nbytes]
         self._make_room(max((chunk.nbytes for chunk in streamed), default=0), count=min(SLOTS, len(streamed)))
-        options = Options(self._inner)
+        options, settings = Options(self._inner), self._one_kernel()
+        self._source.writes.begin()
         ahead = iter(streamed)
         slots: dict[Chunk, _Slot] = {}
         self._load(ahead, slots, count=max(len(self._slots) - 1, 1))
@@ -153,12 +162,27 @@ class StreamedSteps:
             if slot is not None:
                 self.memory.wait(slot.loaded)
             with options.once(item.group for item in chunk.items):
-                self._step_chunk(chunk, None if slot is None else slot.memory, wanted, coefficient)
+                self._step_chunk(chunk, None if slot is None else slot.memory, wanted, coefficient, settings)
             if slot is not None:
                 slot.free = chunk.stored
                 self._load(ahead, slots, count=1)
         options.keep()
-        self._source.spent(item.parameter for chunk in due for item in chunk.items if self._is_due(item, wanted))
+        self._source.writes.end()
+        stepped = [item for chunk in due for item in chunk.items if self._is_due(item, wanted)]
+        self._source.writes.note(item.parameter for item in stepped if item.is_mastered)
+        self._source.spent(item.parameter for item in stepped)
+
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether the step of a chunk is one pass over it: `adamw_step.settings_of` says when."""
+        return self._one_kernel() is not None
+
+    def _one_kernel(self) -> list[Settings] | None:
+        if not self.allows_one_kernel:
+            return None
+        settings = one_kernel(self._inner, device=self.memory.device)
+        copied = (p for _, p, key in self._source.pairs() if key is not p)
+        return settings if settings is not None and all(p.is_contiguous() for p in copied) else None
 
     def _is_due(self, item: Item, wanted: Collection[nn.Parameter]) -> bool:
         return item.parameter in wanted and self._source.gradient(item.parameter) is not None
@@ -177,22 +201,30 @@ class StreamedSteps:
             slot.loaded = self.memory.load(chunk.copies(slot.memory), after=[self._begin, slot.free, chunk.stored])
 
     def _step_chunk(
-        self, chunk: Chunk, slot: Tensor | None, wanted: Collection[nn.Parameter], coefficient: Tensor | None
+        self,
+        chunk: Chunk,
+        slot: Tensor | None,
+        wanted: Collection[nn.Parameter],
+        coefficient: Tensor | None,
+        settings: Sequence[Settings] | None,
     ) -> None:
         before = {item: chunk.state(item, slot) for item in chunk.items}
         standing = {item: self._stand_in(item, before[item]) for item in chunk.items if self._is_due(item, wanted)}
-        self._give_gradients(standing, coefficient)
         groups = {tensor: item.group for item, tensor in standing.items()}
         states = {t: {n: v for n, v in before[item].items() if n != MASTER} for item, t in standing.items()}
         with stepping(self._inner, groups, states):
-            self._inner.step()
+            if settings is None:
+                self._give_gradients(standing, coefficient)
+                self._inner.step()
+                self._write_copies(standing)
+            else:
+                used = [settings[group] for group in sorted({*groups.values()})]
+                self._step_in_one_kernel(chunk, standing, coefficient, used)
         fresh: dict[tuple[Item, str], Tensor] = {}
         for item, tensor in standing.items():
             after = {MASTER: before[item][MASTER]} if MASTER in before[item] else {}
             after.update(self._inner.state.pop(tensor, {}))
             fresh.update(chunk.take(item, after, before[item]))
-            if item.is_mastered:
-                item.of(item.parameter).copy_(tensor.detach())
         if slot is not None:
             back = [(kept, loaded) for loaded, kept in chunk.copies(slot)]
             chunk.stored = self.memory.store(back, after=[self.memory.mark()])
@@ -204,8 +236,9 @@ class StreamedSteps:
     def _stand_in(self, item: Item, state: Mapping[str, Any]) -> nn.Parameter:
         if item.is_mastered:
             master = state[MASTER]
-            low = item.of(item.parameter.detach())
-            master.copy_(torch.where(low != master.to(low.dtype), low.to(master.dtype), master))  # others may write
+            if self._source.writes.possible(item.parameter):
+                low = item.of(item.parameter.detach())
+                self._source.writes.found(item.parameter, taken_over(master, low))
             return nn.Parameter(master)
         return item.parameter if item.part is None else nn.Parameter(item.of(item.parameter.detach()))
 
@@ -218,6 +251,32 @@ class StreamedSteps:
             given.append(local_of(tensor.grad))
         if coefficient is not None and given:
             torch._foreach_mul_(given, coefficient)
+
+    def _write_copies(self, standing: Mapping[Item, nn.Parameter]) -> None:
+        for item, tensor in standing.items():
+            if item.is_mastered:
+                item.of(item.parameter).copy_(tensor.detach())
+
+    def _step_in_one_kernel(
+        self,
+        chunk: Chunk,
+        standing: Mapping[Item, nn.Parameter],
+        coefficient: Tensor | None,
+        settings: Sequence[Settings],
+    ) -> None:
+        items = {id(tensor): item for item, tensor in standing.items()}
+
+        def gradient(weight: Tensor) -> Tensor | None:
+            item = items[id(weight)]
+            found = self._source.gradient(item.parameter)
+            return None if found is None else item.of(found)
+
+        def copy(weight: Tensor) -> Tensor | None:
+            item = items[id(weight)]
+            return item.of(item.parameter) if item.is_mastered else None
+
+        kernel = self._kernels.setdefault(chunk, OneKernel(self._inner))
+        kernel.step(self._inner, settings, coefficient=coefficient, gradient=gradient, copy=copy)
 
     def settle(self) -> None:
         """Let the host wait until all state lies where it is kept."""

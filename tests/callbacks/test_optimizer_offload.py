@@ -4,7 +4,7 @@ from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_ups.callbacks import OptimizerOffload
-from lightning_ups.optim import MasteredOptimizer, OffloadedOptimizer
+from lightning_ups.optim import MasteredOptimizer, OffloadedOptimizer, adamw_step
 from lightning_ups.order import Declaration, Stage, applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy
@@ -59,6 +59,30 @@ def test_losses_are_those_without_it(tmp_path, masters, options, update):
     assert module.rates[0] != module.rates[-1]
     for name, value in right.state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("weights", ["autocast", "masters"])
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["accumulate and clip"]], ids=["plain", "all"])
+def test_where_there_is_one_kernel_chunks_are_stepped_by_it(tmp_path, monkeypatch, weights, options):
+    steps, step = [], adamw_step.reference_step
+    monkeypatch.setattr(adamw_step, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(adamw_step, "reference_step", lambda *a, **k: (steps.append(1), step(*a, **k)))
+    modules, counts = [], []
+    for callbacks in ([], [OptimizerOffload(chunk_mb=0.001)]):
+        module = Scheduled()
+        t = trainer(tmp_path, callbacks=callbacks, plugins=[BF16Precision(weights=weights)], **without_size(options))
+        t.fit(module, loader(options.get("size", 8)))
+        modules.append(module)
+        counts.append(len(steps))
+    assert 0 < counts[0] < counts[1] - counts[0], "each chunk is stepped by itself"
+    right, module = modules
+    assert torch.equal(torch.stack(module.losses), torch.stack(right.losses))
+    for name, value in right.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+
+
+def without_size(options):
+    return {name: value for name, value in options.items() if name != "size"}
 
 
 def test_it_is_undone_and_a_second_fit_works(tmp_path):

@@ -84,9 +84,9 @@ def grouped(kind, **options):
     return make
 
 
-def train(make, *, wrap=None, masters=False, steps=4, between=None, freeze_at=None):
+def train(make, *, wrap=None, masters=False, steps=4, between=None, freeze_at=None, model=Net):
     """Return the weights after some steps, and the optimizer that made them."""
-    model, held = Net(), None
+    model, held = model(), None
     optimizer = make(model)
     if masters:
         held = MasterWeights(model, dtype=torch.bfloat16)

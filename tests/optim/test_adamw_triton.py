@@ -37,6 +37,32 @@ for dtype, shapes in itertools.product((torch.float32, torch.bfloat16), (SHAPES,
         assert_close(ours, by_ours(others, steps=3, dtype=dtype, coefficient=coefficient), weights, others)
         for weight, low in copies.items():  # the interpreter cuts off where a GPU rounds
             torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=1e-30)
+
+# A step of masters in chunks, whose state is streamed: the launches of each chunk, for as many groups as it has.
+from lightning_ups.optim import OffloadedOptimizer, adamw_step
+from tests.optim.offloading import LateMemory, grouped, train
+
+def kernel(slots, settings, *, coefficient=None, skip=None):
+    launches.setdefault(tuple(slot.addresses for slot in slots), Launch())(slots, settings, coefficient=coefficient)
+
+launches, specification = {}, adamw_step.reference_step
+adamw_step._has_kernel = lambda device: True
+def given(step, model, optimizer):
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():  # those of a model would follow copies, which the interpreter cuts off
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.take_clip_coefficient(torch.tensor(0.3))
+
+ends = []
+for adamw_step.reference_step in (specification, kernel):
+    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), chunk_bytes=20_000)
+    ends.append(train(grouped(torch.optim.AdamW), masters=True, wrap=wrap, between=given, steps=3)[1])
+assert launches
+ours, theirs = ends
+for one, other in zip(ours._inner.masters.of.values(), theirs._inner.masters.of.values(), strict=True):
+    torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+for key, entries in ours.state_dict()["state"].items():
+    torch.testing.assert_close(entries, theirs.state_dict()["state"][key], rtol=2e-6, atol=2e-6)
 print("equal")
 """
 

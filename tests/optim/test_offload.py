@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, RMSprop
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer, adamw_step
 from lightning_ups.transforms.clip import TakesClipCoefficient
 from tests.optim.offloading import LateMemory, Net, assert_same, assert_same_state, grouped, train
 
@@ -37,6 +37,127 @@ def test_values_are_those_without_it(make, masters, way):
     assert_same(result, right)
     assert_same_state(ours.state_dict(), plain.state_dict())
     assert memory.loads + memory.stores > 0
+
+
+class Odd(nn.Module):
+    """Has a number, as models with a learned temperature do, and a parameter of no elements."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(64, 8), nn.Parameter(torch.tensor(2.0))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale + self.nothing.sum()
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+def test_a_number_and_nothing_are_parameters_too(masters, way):
+    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
+    right, plain = train(grouped(AdamW), masters=masters, model=Odd)
+    result, ours = train(grouped(AdamW), masters=masters, model=Odd, wrap=wrap)
+    assert_same(result, right)
+    assert_same_state(ours.state_dict(), plain.state_dict())
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Take every device for one that has AdamW's kernel; the specification stands in for it, and is counted."""
+    steps, step = [], adamw_step.reference_step
+    monkeypatch.setattr(adamw_step, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(adamw_step, "reference_step", lambda *a, **k: (steps.append(1), step(*a, **k)))
+    return steps
+
+
+def clip(step, model, optimizer):
+    optimizer.take_clip_coefficient(torch.tensor(0.3))
+
+
+def meddle(step, model, optimizer):
+    model[0].weight.data.clamp_(-0.05, 0.05)  # at every step, as a critic's weights are
+    if step == 2:
+        with torch.no_grad():
+            model[2].bias.fill_(0.25)
+
+
+def spread(step, model, optimizer):
+    parameter = model[0].weight
+    parameter.grad = parameter.grad[:, :1].expand_as(parameter)
+
+
+ONE_KERNEL = {"alone": None, "clip": clip, "others write": meddle, "gaps": spread}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS.values() if "update" not in way], ids=[*WAYS][:4])
+@pytest.mark.parametrize("between", ONE_KERNEL.values(), ids=ONE_KERNEL)
+def test_a_chunk_is_stepped_in_one_kernel_as_all_would_be(anywhere, between, way):
+    make, options = grouped(AdamW, weight_decay=0.1), {"masters": True, "freeze_at": 1, "steps": 6}
+    right, plain = train(make, between=between, **options)
+    count = len(anywhere)
+    memory = LateMemory()
+    result, ours = train(make, between=between, wrap=lambda o: OffloadedOptimizer(o, memory=memory, **way), **options)
+    assert ours.in_one_kernel
+    assert len(anywhere) - count >= count
+    assert_same(result, right)
+    assert_same_state(ours.state_dict(), plain.state_dict())
+    assert memory.loads > 0
+
+
+def test_what_the_kernel_does_not_do_the_optimizer_does_by_itself(anywhere):
+    for make in (grouped(AdamW, amsgrad=True), grouped(AdamW, fused=False), grouped(SGD, momentum=0.9)):
+        right, _ = train(make, masters=True)
+        result, ours = train(make, masters=True, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()))
+        assert not ours.in_one_kernel
+        assert_same(result, right)
+    assert not anywhere
+
+
+def test_without_masters_the_kernel_is_taken_where_it_would_be_without_offloading(anywhere):
+    make = grouped(AdamW)
+    for allowed in (False, True):
+        _, ours = train(make, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()), steps=0)
+        assert not ours.in_one_kernel
+        if allowed:
+            ours.allow_one_kernel()
+        assert ours.in_one_kernel == allowed
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_is_written_at_every_step_is_never_lost(way):
+    make, options = grouped(AdamW), {"masters": True, "steps": 8, "between": meddle}
+    right, _ = train(make, **options)
+    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
+    assert_same(train(make, wrap=wrap, **options)[0], right)
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+def test_state_that_stays_is_saved_as_what_it_is(masters):
+    class Mixed(SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["seen"], state["sum"] = torch.zeros_like(p, dtype=torch.uint8), torch.zeros_like(p).float()
+                state["seen"] += 1
+                state["sum"] += p.grad
+
+    def wrap(inner):
+        return OffloadedOptimizer(inner, memory=LateMemory(), resident=0.9, chunk_bytes=4096)
+
+    _, ours = train(grouped(Mixed), masters=masters, wrap=wrap)
+    assert ours.device_bytes > ours.host_bytes
+    saved = io.BytesIO()
+    torch.save(ours.state_dict(), saved)  # torch refuses one storage of two types
+    saved.seek(0)
+    assert_same_state(torch.load(saved), ours.state_dict())
+    for entries in ours.state_dict()["state"].values():
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in entries.values())
+    if masters:
+        for master in ours._inner.masters.of.values():
+            assert master.untyped_storage().nbytes() == master.nbytes  # a model's checkpoint has no more than weights
 
 
 def test_most_of_the_state_is_on_the_host_and_little_on_the_device():
