@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
-__all__ = ["move_all_but_parameters", "without_inference_mode"]
+__all__ = ["move_all_but_parameters", "tied_recurrent", "without_inference_mode"]
 
 
 @contextmanager
@@ -34,3 +35,13 @@ def move_all_but_parameters(module: LightningModule, device: torch.device) -> No
         if next(child.parameters(), None) is None:
             child.to(device)
     _update_properties(module, device=device)
+
+
+def tied_recurrent(module: nn.Module) -> bool:
+    """Return whether two recurrent layers in ``module`` share a weight.
+
+    Each keeps weak references to its weights, with which ``Module.to`` cannot move sharded ones of the other.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    weights = [id(p) for layer in layers for p in dict.fromkeys(layer.parameters(recurse=False))]
+    return len(weights) > len(set(weights))

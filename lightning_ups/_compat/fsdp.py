@@ -4,7 +4,8 @@ FSDP2 keeps a *state* for each sharded module and, in it, *groups* of parameters
 Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a version.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,9 +15,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.tensors import gradient_hooks
+
 __all__ = [
     "allocate",
     "begin_forward",
+    "carry_over",
     "end_forward",
     "expect_backward",
     "flattened",
@@ -44,6 +48,44 @@ def initialise(root: FSDPModule) -> None:
             types = {(held.orig_dtype, held.reduce_dtype) for held in group.fsdp_params}
             if group._orig_dtype is None and len(types) == 1:  # all frozen now; a callback may unfreeze them
                 ((group._orig_dtype, group._reduce_dtype),) = types
+            for held in group.fsdp_params:
+                held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
+
+
+def _accumulate_if_gathered(held: Any) -> None:
+    if hasattr(held, "_unsharded_param"):  # torch takes for granted that a block has run before the first backward ends
+        type(held).to_accumulated_grad_if_needed(held)
+
+
+def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> None:
+    """Give sharded parameters what the user hung on those that they replace: attributes, and hooks for gradients.
+
+    A hook sees the gradient whole and before it is reduced, as it does under DDP.
+
+    Args:
+        root: The outermost sharded module.
+        originals: By shard, what it was made of.
+    """
+    states = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
+    for held in (held for state in states for group in _groups(state) for held in group.fsdp_params):
+        if (original := originals.get(held.sharded_param)) is not None:
+            _copy_attributes(original, held.sharded_param)
+            if hooks := gradient_hooks(original):
+                held.init_unsharded_param = partial(_make_with_hooks, held, held.init_unsharded_param, hooks)
+
+
+def _copy_attributes(source: Tensor, target: Tensor) -> None:
+    for name, value in vars(source).items():
+        if not hasattr(target, name):
+            setattr(target, name, value)
+
+
+def _make_with_hooks(held: Any, make: Callable[[], None], hooks: Iterable[Callable[[Tensor], Any]]) -> None:
+    before = getattr(held, "_unsharded_param", None)
+    make()
+    if held._unsharded_param is not before and held._unsharded_param.requires_grad:
+        for hook in hooks:
+            held._unsharded_param.register_hook(hook)
 
 
 def begin_forward(root: FSDPModule) -> None:
@@ -172,10 +214,11 @@ def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:
     )
     if group._all_gather_result is not None:  # prefetched
         group.wait_for_unshard()
-    target = _group_of_root(root, like=group)
+    target = _group_of_root(root, like=group, handle=handle)
     group.fsdp_params.remove(handle)
     if not group.fsdp_params:
         _groups(state).remove(group)
+        group.unshard = _nothing_to_gather  # it may have run already, and backward gathers ahead what has
     if group.is_unsharded is False:
         alone = _empty_group(root, like=group)
         if group.is_sharded_post_forward:
@@ -189,12 +232,29 @@ def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:
     return handle._unsharded_param
 
 
-def _group_of_root(root: FSDPModule, *, like: Any) -> Any:
+def _nothing_to_gather(async_op: bool = False) -> None:  # noqa: FBT001, FBT002  (as torch calls it)
+    pass
+
+
+def _group_of_root(root: FSDPModule, *, like: Any, handle: Any) -> Any:
+    """Return a group of ``root`` that reduces gradients in the type of ``handle``, a new one if need be."""
     groups = _groups(root._get_fsdp_state())
-    if not groups:
-        groups.append(_empty_group(root, like=like))
-        groups[0]._training_state = TrainingState.FORWARD
-    return groups[0]
+    for group in groups:
+        if not (trained := [held for held in group.fsdp_params if held.sharded_param.requires_grad]):
+            return group
+        if trained[0].sharded_param.dtype == handle.sharded_param.dtype or not handle.sharded_param.requires_grad:
+            return group
+    if groups and isinstance(groups, _OnlyGroup):
+        raise RuntimeError(
+            f"{handle._param_fqn} is read outside the forward of its module, and is of"
+            f" {handle.sharded_param.dtype}, as others that are read so are not."
+            " This torch's FSDP2 gathers what a module holds in one group, of one type."
+            " Read parameters of one type outside their modules, or install torch 2.13."
+        )
+    made = _empty_group(root, like=like)
+    made._training_state = TrainingState.FORWARD
+    groups.append(made)
+    return made
 
 
 def _empty_group(root: FSDPModule, *, like: Any) -> Any:
@@ -241,7 +301,10 @@ def allocate(root: nn.Module, *, shards_on: torch.device, rest_on: torch.device)
             return tensor
         return torch.empty_like(tensor, device=shards_on if isinstance(tensor, DTensor) else rest_on)
 
+    before = dict(root.named_parameters())
     root._apply(real)
+    for name, parameter in root.named_parameters():
+        _copy_attributes(before[name], parameter)
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], into: str) -> DeviceMesh:

@@ -1,11 +1,12 @@
 """What a tensor is underneath: how often written, and what this rank has of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["count_writes", "local_of", "plain_memory", "whole_of"]
+__all__ = ["count_writes", "gradient_hooks", "has_hooks_after_accumulation", "local_of", "plain_memory", "whole_of"]
 
 
 def count_writes(tensor: Tensor) -> int:
@@ -26,3 +27,13 @@ def whole_of(tensor: Tensor) -> Tensor:
 def plain_memory(tensor: Tensor | None) -> Any:
     """Return the tensor whose memory ``tensor`` is: itself, but for weights that torchao gathers in float8."""
     return tensor._tensor if type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor" else tensor  # type: ignore[union-attr]
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return what ``tensor.register_hook`` was given."""
+    return [*(tensor._backward_hooks or {}).values()]
+
+
+def has_hooks_after_accumulation(tensor: Tensor) -> bool:
+    """Return whether ``tensor.register_post_accumulate_grad_hook`` was called, and not undone."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

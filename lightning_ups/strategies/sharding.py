@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.averages import averaged_copies
-from lightning_ups._compat.evaluation import move_all_but_parameters, without_inference_mode
+from lightning_ups._compat.evaluation import move_all_but_parameters, tied_recurrent, without_inference_mode
 from lightning_ups._compat.nccl import destroy_at_exit, prepare_nccl
 from lightning_ups._compat.recording import Recording, recording
 from lightning_ups._compat.sigterm import SigtermPoll
@@ -44,6 +44,7 @@ from lightning_ups.transforms.mixed_step import one_kind_at_a_time
 from lightning_ups.transforms.replicated import BufferSync, average_gradients
 from lightning_ups.transforms.shard import unsharded
 from lightning_ups.transforms.sharded_before import recall
+from lightning_ups.transforms.sharded_step import explaining_shards
 
 __all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
 
@@ -344,7 +345,7 @@ class ShardingStrategy(ModelParallelStrategy):
     def model_to_device(self) -> None:
         # Sharding moved parameters and buffers; what is left are metrics and the module's own idea of its device.
         assert self.lightning_module is not None
-        if self._offload:
+        if self._offload or tied_recurrent(self.lightning_module):
             move_all_but_parameters(self.lightning_module, self.root_device)
         else:
             self.lightning_module.to(self.root_device)
@@ -413,12 +414,14 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        if self._in_manual_step:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
         precision = self.precision_plugin
         assert isinstance(precision, PolicyPrecision)
-        precision.grad_norm = None
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self._in_manual_step:
+            precision.grad_norm = None
+        with explaining_shards(optimizer):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._in_manual_step:
+            return result
         if precision.grad_norm is not None and self.lightning_module is not None:
             # A tensor on the device: it is read where the logger writes, and not before.
             self.lightning_module.log("grad_norm", precision.grad_norm)
@@ -451,6 +454,8 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._buffers is not None:
+            self._buffers()  # any rank may be the one that writes what all have: it must be what the first has
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override

@@ -51,7 +51,9 @@ def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor
 
 
 def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    if gradients[0].dtype is torch.float32 or isinstance(gradients[0], DTensor):
+    if gradients[0].is_complex():  # kernels that take a type for the result want a complex one here
+        gradients = [gradient.abs() for gradient in gradients]
+    if gradients[0].dtype in (torch.float32, torch.float64) or isinstance(gradients[0], DTensor):
         # For sharded ones torch would take them one by one, which on a GPU is a launch or two for each.
         together = True if gradients[0].device.type == "cuda" else None
         return whole_of(get_total_norm(gradients, norm_type, foreach=together)).float()
@@ -76,6 +78,7 @@ def scale_gradients(gradients: Iterable[Tensor], coefficient: Tensor) -> None:
 
 def clip_by_value(gradients: Iterable[Tensor], *, limit: float) -> None:
     """Clamp every element of all ``gradients`` to ``[-limit, limit]``, in place."""
-    if local := [local_of(gradient) for gradient in gradients]:
+    local = [local_of(gradient) for gradient in gradients]
+    if local := [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in local]:
         torch._foreach_clamp_min_(local, -limit)
         torch._foreach_clamp_max_(local, limit)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_ups._compat.fsdp import gather_with_root, held_parameters
@@ -30,6 +31,7 @@ _SHAPES = frozenset((  # what they give is read next
 ))
 # fmt: on
 _VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # of all properties, those that compute
+_COPIES = frozenset(("clone", "zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "to"))
 
 
 class OutsideReads(TorchFunctionMode):
@@ -43,14 +45,21 @@ class OutsideReads(TorchFunctionMode):
 
     Args:
         root: The sharded model, within a step.
+
+    Attributes:
+        found: Names of what the model's group gathers from now on.
+        translates: Whether something that was computed from shards, without gradients, was gathered for the step, which
+            the next step needs again.
     """
 
     def __init__(self, root: FSDPModule) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.translates = False
         self._root = root
         self._homes: dict[Tensor, tuple[nn.Module, str, Any]] = {}
         self._running: list[nn.Module] = []
+        self._paused = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -66,9 +75,11 @@ class OutsideReads(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Look away, until the end of the context."""
         self.__exit__(None, None, None)
+        self._paused = True  # what runs again in a backward, to save memory, calls our hooks, too
         try:
             yield
         finally:
+            self._paused = False
             self.__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,11 +103,12 @@ class OutsideReads(TorchFunctionMode):
         if _gives_part(func):
             return func(*self._gathered(args), **self._gathered(kwargs))
         try:
-            return func(*args, **kwargs)  # a norm of a shard, say, needs nothing from us
+            result = func(*args, **kwargs)  # a norm of a shard, say, needs nothing gathered but itself
         except RuntimeError as error:
             if "DTensor" not in str(error):
                 raise
             return func(*self._gathered(args), **self._gathered(kwargs))
+        return result if _copies_or_writes(func) else self._translated(result)
 
     def _gathered(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter):
@@ -106,6 +118,12 @@ class OutsideReads(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(self._gathered(inner) for inner in value)
         return value
+
+    def _translated(self, value: Any) -> Any:
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            self.translates = True
+            return value.full_tensor()
+        return type(value)(map(self._translated, value)) if type(value) in (tuple, list) else value
 
     def _names(self, value: Any) -> list[str]:
         if isinstance(value, nn.Parameter):
@@ -118,7 +136,8 @@ class OutsideReads(TorchFunctionMode):
             self._learn()
         home, name, handle = self._homes.get(parameter, (self._root, "", None))
         if home is self._root or home in self._running:
-            return parameter
+            # The user may have got hold of the shard before its group was gathered.
+            return handle._unsharded_param if handle is not None and parameter is handle.sharded_param else parameter
         self.found.append(name)
         whole = gather_with_root(self._root, handle)
         for alias in [p for p, (_, _, its) in self._homes.items() if its is handle]:
@@ -136,11 +155,15 @@ class OutsideReads(TorchFunctionMode):
         inside = any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
 
         def enter(*_: Any) -> None:
+            if self._paused:
+                return
             self._running.append(module)
             if not inside:
                 self.__exit__(None, None, None)
 
         def leave(*_: Any) -> None:
+            if self._paused:
+                return
             if not inside:
                 self.__enter__()
             self._running.remove(module)
@@ -154,6 +177,11 @@ def _asks(func: Callable[..., Any]) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
     return name in _ASKS
+
+
+def _copies_or_writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _COPIES or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def _gives_part(func: Callable[..., Any]) -> bool:

@@ -30,7 +30,9 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
     for p in parameters:
         if p.grad is None and unused and p.requires_grad:
             p.grad = torch.zeros_like(p)
-        if p.grad is not None:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = _average_sparse(p.grad, group)
+        elif p.grad is not None:
             by_type.setdefault(p.dtype, []).append(p)
     for same in by_type.values():
         gradients = [local_of(p.grad) for p in same if p.grad is not None]
@@ -39,6 +41,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def _average_sparse(gradient: Tensor, group: ProcessGroup) -> Tensor:
+    total = gradient.coalesce()  # a device may have the same row in several places
+    dist.all_reduce(total, group=group)
+    return total / group.size()
 
 
 @torch.no_grad()

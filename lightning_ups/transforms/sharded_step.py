@@ -1,0 +1,45 @@
+"""Telling an optimizer that cannot step shards from one that fails for another reason."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
+
+from torch.optim import Optimizer
+
+__all__ = ["explaining_shards"]
+
+# What DTensor says where an operation has no way to be done part by part, in torch 2.11 to 2.13.
+_ABOUT_SHARDS = ("DTensor", "placement", "sharding strategy", "Sharding propagation", "sharded dimension")
+
+
+@contextmanager
+def explaining_shards(optimizer: Optimizer) -> Iterator[None]:
+    """Say why ``optimizer`` fails if it does, in this context, because what it steps is sharded.
+
+    Raises:
+        RuntimeError: If an operation of the optimizer cannot be done on shards.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # NotImplementedError is one, too
+        if not any(word in str(error) for word in _ABOUT_SHARDS) or not _of_optimizer(error):
+            raise
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name} cannot step parameters that are sharded: {str(error).splitlines()[0].rstrip('.')}."
+            " It computes with a parameter as a whole, or writes in place what only whole tensors take, and each device"
+            " has a part."
+            " Use an optimizer that goes element by element (SGD, Adam, AdamW, NAdam, Adamax, Adagrad), or train"
+            f" with strategy='ddp', where {name} sees whole parameters."
+        ) from error
+
+
+def _of_optimizer(error: BaseException) -> bool:
+    """Return whether it was raised in the step of an optimizer, and not in a closure that this called."""
+    inside = False
+    for frame, _ in walk_tb(error.__traceback__):
+        if "closure" in frame.f_code.co_name:
+            inside = False
+        elif frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            inside = True
+    return inside
