@@ -119,7 +119,8 @@ def reference_linear_cross_entropy(
     targets_N = targets.reshape(-1)
     loss_N = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="none")
     valid_N = targets_N != ignore_index
-    loss_N = loss_N + valid_N * z_loss * logits_NV.logsumexp(-1).square()
+    # Chosen and not multiplied: so a row that is ignored has no gradient even where the mean is not a number.
+    loss_N = torch.where(valid_N, loss_N + z_loss * logits_NV.logsumexp(-1).square(), 0.0)
     if reduction == "none":
         return loss_N.view(targets.shape)
     return loss_N.sum() / valid_N.sum() if reduction == "mean" else loss_N.sum()

@@ -174,14 +174,24 @@ def test_logits_are_computed_once_and_gradients_only_where_wanted():
     assert flops(grad=False) == 1
 
 
-def test_all_rows_ignored():
+@pytest.mark.parametrize("function", [linear_cross_entropy, reference_linear_cross_entropy])
+def test_all_rows_ignored(function):
     hidden, weight, targets = inputs(ignored=ROWS)
-    loss, *grads = results(linear_cross_entropy, hidden, weight, targets)
+    loss, *grads = results(function, hidden, weight, targets, z_loss=0.1)
     assert loss.isnan()
-    assert all(not grad.any() for grad in grads)
-    loss, *grads = results(linear_cross_entropy, hidden, weight, targets, reduction="sum")
+    assert all(not grad.any() for grad in grads), "as F.cross_entropy has it: such a batch must not spoil the others'"
+    loss, *grads = results(function, hidden, weight, targets, reduction="sum")
     assert loss == 0
     assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, reference_linear_cross_entropy])
+def test_the_z_loss_is_as_precise_as_the_rest(function):
+    hidden, weight, targets = inputs(torch.float64, rows=4, dim=3, vocab=5, ignored=0)
+    with_it = function(hidden, weight, targets, z_loss=0.01, reduction="none")
+    without = function(hidden, weight, targets, reduction="none")
+    wanted = 0.01 * torch.logsumexp(hidden @ weight.T, -1).square()
+    torch.testing.assert_close(with_it - without, wanted, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

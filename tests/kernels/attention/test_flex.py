@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from lightning_ups.kernels.attention import Documents
+from lightning_ups.kernels.attention import Documents, attention, reference_attention
 from lightning_ups.kernels.attention.flex import block_mask
 
 IDS = torch.tensor([[0] * 5 + [1] * 290 + [2] * 133, [3] * 256 + [4] * 128 + [5] * 44])
@@ -38,3 +38,10 @@ def test_costs_little_at_long_sequences():
     ids = Documents.from_ids(torch.arange(seq).unsqueeze(0) // 1000).ids
     mask = block_mask(seq, causal=True, window=None, ids_BS=ids, device=torch.device("cpu"))
     assert mask.sparsity() > 95
+
+
+def test_leaves_that_require_gradients_are_taken_where_none_are_made():
+    q, k, v = (torch.randn(1, 20, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    with torch.no_grad():
+        out = attention(q, k, v, window=7, backend="flex")
+        torch.testing.assert_close(out, reference_attention(q, k, v, causal=True, window=7))
