@@ -17,6 +17,7 @@ __all__ = [
     "has_values",
     "hidden_from_dynamo",
     "in_backward",
+    "keeps_graph",
     "outside_modes",
     "saves_seen_by",
     "storages",
@@ -30,6 +31,11 @@ _BUDGET_BEFORE = 1.0
 def in_backward() -> bool:
     """Return whether autograd calls: a forward that runs now is one of what is recomputed."""
     return torch._C._current_graph_task_id() != -1
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs now leaves its graph for another one, by ``retain_graph``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
 @contextmanager

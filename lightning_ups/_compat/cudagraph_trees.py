@@ -1,16 +1,35 @@
 """Inductor's recordings of CUDA graphs, which torch keeps as trees and does not count."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["recordings"]
+__all__ = ["marked_steps", "recordings"]
+
+_TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
+
+
+@contextmanager
+def marked_steps() -> Iterator[None]:
+    """Leave it to torch again, when the context closes, to tell where a step begins.
+
+    Once a step was marked, by ``torch.compiler.cudagraph_mark_step_begin``, torch waits for the next mark for as long
+    as the process lives: whatever replays CUDA graphs later and marks none would be recorded anew in each call.
+    """
+    before = trees.MarkStepBox.mark_step_counter if (trees := sys.modules.get(_TREES)) is not None else 0
+    try:
+        yield
+    finally:
+        if (trees := sys.modules.get(_TREES)) is not None:
+            trees.MarkStepBox.mark_step_counter = before
 
 
 def recordings(device: torch.device) -> int:
     """Return how many CUDA graphs inductor has recorded for ``device`` and keeps."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # imported by the first recording
+    trees = sys.modules.get(_TREES)
     if trees is None or device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -146,7 +146,9 @@ class Frame:
         self._kinds.add(kind)
 
 
-def frame_of(inner: Forward, module: nn.Module, compiler: Compiler, *, name: str, alone: bool) -> Frame:
+def frame_of(
+    inner: Forward, module: nn.Module, compiler: Compiler, *, name: str, alone: bool, phase: str = "training"
+) -> Frame:
     """Return the frame that ``module`` shares with equal modules, now and in later fits.
 
     Args:
@@ -155,8 +157,10 @@ def frame_of(inner: Forward, module: nn.Module, compiler: Compiler, *, name: str
         compiler: How to compile it.
         name: The name of the module.
         alone: Whether to share the frame only with a module of this name in later fits.
+        phase: In which calls the frame is used. Evaluation has one of its own: the many graphs that it may need, as
+            where it generates text, must leave room for those of training.
     """
-    alike = (structure(module), dynamo.configuration(), tuple(_PREPARING), name if alone else None)
+    alike = (structure(module), dynamo.configuration(), tuple(_PREPARING), name if alone else None, phase)
     for generation in count():
         frame = _frame(inner, compiler, type(module).__name__, *alike, generation)
         if frame.num_compiled == 0:
@@ -164,7 +168,7 @@ def frame_of(inner: Forward, module: nn.Module, compiler: Compiler, *, name: str
         if not frame.full:
             return frame
         if frame.differ:
-            return frame_of(inner, module, compiler, name=name, alone=True)
+            return frame_of(inner, module, compiler, name=name, alone=True, phase=phase)
     raise AssertionError("count() does not end")
 
 

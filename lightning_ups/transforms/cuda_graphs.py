@@ -4,14 +4,26 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ups._compat import dynamo
+from lightning_ups._compat.autograd import keeps_graph
 
-__all__ = ["COPIED_BYTES", "Forward", "OwnGradients", "begin_step", "copied", "outputs_owned", "owned", "size"]
+__all__ = [
+    "COPIED_BYTES",
+    "Backwards",
+    "Forward",
+    "OwnGradients",
+    "begin_step",
+    "copied",
+    "outputs_owned",
+    "owned",
+    "size",
+]
 
 COPIED_BYTES = 64 * 2**20  # of what a graph returns: a copy that takes a device some microseconds, and no more
 
@@ -32,9 +44,13 @@ def copied(outputs: Any, *, limit: int = 0) -> Any:
 
 def size(outputs: Any) -> int:
     """Return the bytes of the tensors in ``outputs``."""
-    sizes: list[int] = []
-    dynamo.tree_map(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor, outputs)
-    return sum(sizes)
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(outputs))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    dynamo.tree_map(lambda tensor: found.append(tensor) or tensor, tree)
+    return found
 
 
 def owned(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Tensor]:
@@ -44,12 +60,60 @@ def owned(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Tensor]:
 
 
 class Forward:
-    """A forward of a graph. It is alive as long as its backward may still come, and ``over`` when that has begun."""
+    """A forward of a graph. It is alive as long as its backward may still come.
 
-    __slots__ = ("__weakref__", "over")
+    Attributes:
+        over: The backward has begun, and will not come again.
+        stale: Another step has begun, in which graphs write to the memory that the backward reads.
+    """
+
+    __slots__ = ("__weakref__", "over", "stale")
 
     def __init__(self) -> None:
-        self.over = False
+        self.over = self.stale = False
+
+    def begin_backward(self, *_: Any) -> None:
+        """Take it that its backward begins.
+
+        Raises:
+            RuntimeError: If it comes too late.
+        """
+        if self.stale:
+            raise RuntimeError(
+                "A backward has come in a later step than its forward, which ran as a CUDA graph."
+                " In between, the memory of what the forward has kept for it may have been written to again, and the"
+                " gradients would be wrong."
+                " Go backward in the step of the forward, or use Compile(mode='auto') or Compile(mode='default'),"
+                " which know no such limit."
+            )
+        self.over = not keeps_graph()
+
+
+class Backwards:
+    """Sees to it that no backward reads what the CUDA graphs of a later step have written over.
+
+    Torch does not see that autograd holds on to what a replayed forward has saved.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[ref[Forward]] = []
+
+    def watch(self, outputs: Any, inputs: Any) -> None:
+        """Take it that graphs return ``outputs`` in this step, whose backward must come in it if it comes."""
+        given = {id(value) for value in _tensors(inputs)}
+        nodes = {value.grad_fn for value in _tensors(outputs) if value.grad_fn is not None and id(value) not in given}
+        if nodes:
+            forward = Forward()
+            for node in nodes:
+                node.register_prehook(forward.begin_backward)  # which keeps it alive as long as autograd keeps the node
+            self._waiting.append(ref(forward))
+
+    def begin_step(self) -> None:
+        """Take it that a step begins."""
+        for waiting in self._waiting:
+            if (forward := waiting()) is not None and not forward.over:
+                forward.stale = True
+        self._waiting.clear()
 
 
 class _Copy(torch.autograd.Function):
@@ -64,7 +128,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.of.over = True
+        ctx.of.begin_backward()
         return grad, None
 
 

@@ -8,6 +8,7 @@ from lightning_ups._compat.autograd import (
     activation_memory_budget,
     cached_by_selection,
     in_backward,
+    keeps_graph,
     saves_seen_by,
     storages,
 )
@@ -119,3 +120,12 @@ def test_backward_is_recognised():
     x.register_hook(lambda _: seen.append(in_backward()))
     x.sum().backward()
     assert (seen[2:], in_backward()) == ([True], False)
+
+
+def test_a_backward_that_keeps_its_graph_is_recognised():
+    seen, x = [], torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [True, False]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_ups._compat.cudagraph_trees import recordings
+from lightning_ups._compat.cudagraph_trees import marked_steps, recordings
 
 CUDA = torch.device("cuda", 0)
 
@@ -38,6 +38,28 @@ def test_where_nothing_was_recorded_nothing_is_imported(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
     assert recordings(CUDA) == 0
     assert "torch._inductor.cudagraph_trees" not in sys.modules
+
+
+def test_where_nothing_was_marked_nothing_is_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    with marked_steps():
+        pass
+    assert "torch._inductor.cudagraph_trees" not in sys.modules
+
+
+@pytest.mark.parametrize("before", [0, -3])
+def test_marks_are_taken_back(monkeypatch, before):
+    box = SimpleNamespace(mark_step_counter=before)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(MarkStepBox=box))
+
+    @marked_steps()
+    def run():
+        box.mark_step_counter -= 7
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+    assert box.mark_step_counter == before
 
 
 @pytest.mark.gpu

@@ -477,6 +477,45 @@ def test_graphs_that_are_asked_for_keep_what_the_model_returns_too(tmp_path, mon
     assert actual == expected
 
 
+def asked():
+    return Compile(scope="model", backend="ups_modes", mode="reduce-overhead")
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_backward_after_another_step_of_graphs_that_are_asked_for_is_an_error(tmp_path, monkeypatch, scope):
+    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Late, **LONG)
+    wrong = run(tmp_path, monkeypatch, asked(), module=Late, **LONG)  # a CPU has no graphs, but for this backend
+    assert wrong["grads"] != expected["grads"]
+    monkeypatch.setattr("lightning_ups.callbacks.compile._records", lambda device: True)
+    compile_ = Compile(scope=scope, backend="ups_modes", mode="reduce-overhead")
+    with pytest.raises(RuntimeError, match=r"in a later step than its forward.*Compile\(mode='auto'\)"):
+        run(tmp_path, monkeypatch, compile_, module=Late, **LONG)
+
+
+def test_torch_tells_steps_by_itself_again_after_a_run(tmp_path, monkeypatch):
+    trees = pytest.importorskip("torch._inductor.cudagraph_trees")
+    marks = []
+    module = Returned()
+    module.on_train_batch_end = lambda *_: marks.append(trees.MarkStepBox.mark_step_counter)
+    before = trees.MarkStepBox.mark_step_counter
+    run(tmp_path, monkeypatch, asked(), module=lambda: module)
+    assert min(marks) < before
+    assert trees.MarkStepBox.mark_step_counter == before
+
+
+class KeepsLosses(Returned):
+    def training_step(self, batch, index):
+        self.kept.append(loss := super().training_step(batch, index))  # with the graph that it came by
+        return loss
+
+
+@pytest.mark.parametrize("module", [Returned, KeepsLosses, Skips])
+def test_what_has_no_late_backward_is_no_error(tmp_path, monkeypatch, module):
+    monkeypatch.setattr("lightning_ups.callbacks.compile._records", lambda device: True)
+    options = {"module": module, "accumulate_grad_batches": 2}
+    run(tmp_path, monkeypatch, asked(), **options)
+
+
 def test_graphs_that_are_asked_for_say_which_outputs_are_too_large_to_copy(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_ups.transforms.compile.COPIED_BYTES", 30)
     asked = Compile(scope="model", backend="ups_modes", mode="reduce-overhead")

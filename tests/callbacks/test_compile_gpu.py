@@ -140,6 +140,7 @@ def test_a_forward_and_a_backward_are_recorded_once(monkeypatch, module):
     before = recordings(device)
     model, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), sizes=(4,) * 10, module=module)
     assert recordings(device) == before + 2
+    assert model.report["chosen"]["recorded"] == 2
     assert [buffer.item() for name, buffer in model.named_buffers() if "calls" in name] in ([], [20.0])
 
 
@@ -200,6 +201,24 @@ def test_a_forward_whose_backward_comes_in_a_later_step_is_not_overwritten(monke
     (expected, _), (actual, _) = both(monkeypatch, "auto", module=Late, sizes=(4,) * 6)
     assert actual.values == expected.values
     assert actual.norms == expected.norms
+
+
+def test_where_graphs_are_asked_for_such_a_backward_is_an_error(monkeypatch):
+    with pytest.raises(RuntimeError, match="in a later step than its forward"):
+        fit(monkeypatch, "reduce-overhead", module=Late, sizes=(4,) * 6)
+
+
+@GRAPHS
+def test_what_replays_graphs_after_a_run_is_not_recorded_in_each_call(monkeypatch, mode):
+    fit(monkeypatch, mode, clock=FixedClock(6.1, 5.2))
+    device = torch.device("cuda", torch.cuda.current_device())
+    linear = nn.Linear(8, 8, device=device)
+    run = torch.compile(linear, mode="reduce-overhead")
+    before = recordings(device)
+    with torch.no_grad():
+        kept = [run(torch.ones(2, 8, device=device)) for _ in range(8)]
+    assert len(kept) == 8
+    assert recordings(device) - before <= 2
 
 
 def test_a_second_fit_on_the_same_device(monkeypatch):

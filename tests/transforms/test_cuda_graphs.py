@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.cuda_graphs import OwnGradients, begin_step, copied, outputs_owned, owned, size
+from lightning_ups.transforms.cuda_graphs import Backwards, OwnGradients, begin_step, copied, outputs_owned, owned, size
 
 
 def test_gradients_survive_that_their_memory_is_overwritten():
@@ -167,6 +167,55 @@ def test_a_forward_is_alive_as_long_as_its_backward_may_come():
         kept = run(x)
     assert len(kept) == 3
     assert state() is None
+
+
+def test_a_forward_whose_graph_is_kept_waits_for_more():
+    x, last = torch.ones(2, requires_grad=True), []
+    (doubled,) = outputs_owned(lambda x: x * 2, ran=lambda forward: last.append(ref(forward)))(x)
+    doubled.sum().backward(retain_graph=True)
+    assert last[-1]().over is False
+    doubled.sum().backward()
+    assert last[-1]().over is True
+
+
+def steps(*backward_in):
+    """Run a forward in the first of three steps, with its backward in those of these numbers."""
+    x, backwards = torch.ones(2, requires_grad=True), Backwards()
+    outputs = {"out": x * 2, "view": (x * 3).view(2, 1), "plain": 1}
+    backwards.watch(outputs, x)
+    total = outputs["out"].sum() + outputs["view"].sum()
+    for step in range(3):
+        if step in backward_in:
+            total.backward(retain_graph=step != backward_in[-1])
+        backwards.begin_step()
+    return x.grad
+
+
+def test_a_backward_must_come_in_the_step_of_its_forward():
+    assert steps(0).tolist() == [5, 5]
+    assert steps() is None
+    for late in ((1,), (2,), (0, 1)):
+        with pytest.raises(RuntimeError, match=r"later step than its forward.*Compile\(mode='auto'\)"):
+            steps(*late)
+
+
+def test_what_a_graph_returns_as_it_was_given_may_come_from_an_earlier_step():
+    x, backwards = torch.ones(2, requires_grad=True), Backwards()
+    state = x * 2
+    backwards.watch((state, state * 2), (state,))
+    backwards.begin_step()
+    state.sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_what_nobody_can_go_backward_from_is_let_go():
+    x, backwards = torch.ones(2, requires_grad=True), Backwards()
+    out = x * 2
+    backwards.watch(out, x)
+    (forward,) = backwards._waiting
+    assert forward() is not None
+    del out
+    assert forward() is None
 
 
 @pytest.mark.gpu
