@@ -151,6 +151,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(config, self.rope, out_std=out_std) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size, draw=not config.tie)
+        self.criterion = CrossEntropy()
         self.tie_weights()
 
     @override
@@ -176,7 +177,7 @@ class GPT(nn.Module):
             return self.head(x_BTD)
         if self.config.loss == "chunked":
             return linear_cross_entropy(x_BTD, plain_weight(self.head), targets)
-        return F.cross_entropy(self.head(x_BTD).flatten(0, 1).float(), targets.flatten())
+        return self.criterion(self.head(x_BTD), targets)
 
     def init_weights(self) -> None:
         """Initialise every weight and table anew, from torch's global generator, as construction did."""
@@ -262,6 +263,18 @@ class FeedForward(nn.Module):
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class CrossEntropy(nn.Module):
+    """The mean cross-entropy in float32.
+
+    A module, so that it can be compiled where only blocks are: uncompiled, the logits are in memory several times in
+    float32, and read or written a dozen times.
+    """
+
+    @override
+    def forward(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
 class RotaryTable(nn.Module):

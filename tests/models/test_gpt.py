@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_ups._compat.rehearsal import partitioning_backend
+from lightning_ups.callbacks import Compile
 from lightning_ups.callbacks.progress import LeanProgressBar
 from lightning_ups.data import RandomTokens
 from lightning_ups.models.gpt import GPT, SIZES, Block, GPTConfig, GPTModule
+from lightning_ups.order import applied
 from lightning_ups.transforms.blocks import find_blocks
 from tests.callbacks.test_progress import CountReads
 from tests.toys import trainer
@@ -200,6 +203,40 @@ def test_initialising_anew_from_the_seed_gives_the_same_weights(tie):
     model.init_weights()
     for (name, anew), first in zip(model.named_parameters(), wanted.parameters(), strict=True):
         assert torch.equal(anew, first), name
+
+
+def kept_for_backward(function, *inputs):
+    """Return what a compiled ``function`` saves for its backward, as inductor would divide the two."""
+    graphs = []
+
+    def make(graph):
+        graphs.append(graph)
+        return lambda args: graph(*args)
+
+    compiled = torch.compile(function, backend=partitioning_backend(make))
+    compiled(*inputs).backward()
+    (outputs,) = (node.args[0] for node in graphs[0].graph.nodes if node.op == "output")
+    values = [node.meta["val"] for node in outputs[1:] if isinstance(node, torch.fx.Node)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def test_the_compiled_loss_has_its_logits_in_no_other_type():
+    logits = torch.randn(2, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept = kept_for_backward(built().criterion, logits, torch.randint(64, (2, 8)))
+    large = [value.dtype for value in kept if value.numel() >= logits.numel()]
+    assert large == [torch.bfloat16], "eager: two in float32"
+
+
+def test_the_loss_is_compiled_beside_the_blocks(tmp_path):
+    patterns = ["model.layers.*", "model.criterion"]
+    module, data = GPTModule(size="tiny", schedule="constant"), RandomTokens(vocab_size=256, seq_len=16, batch_size=2)
+    compile_blocks = Compile(blocks=patterns, backend="aot_eager")
+    ran = trainer(tmp_path, max_steps=2, callbacks=[compile_blocks])
+    reported = {}
+    compile_blocks.on_train_end = lambda *_: reported.update(applied(ran.strategy).report.parts["Compile"])
+    ran.fit(module, data)
+    assert reported["blocks"] == [f"model.layers.{layer}" for layer in range(4)] + ["model.criterion"]
+    assert reported["graphs"] == 4, "of the equal blocks one forward and one backward, of the loss too"
 
 
 def test_every_weight_has_its_own_reset():
