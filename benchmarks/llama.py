@@ -21,6 +21,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ import torch
 from cases import environment
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from processes import finished, result_of
+from processes import finished, portable, result_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -49,8 +50,11 @@ from lightning_ups.transforms.clip import clip_coefficient, total_norm
 from lightning_ups.transforms.float8 import convert_to_float8
 
 ON_GPU = torch.cuda.is_available()
+BACKEND = "inductor" if ON_GPU else "aot_eager"
 DENSE_BF16 = 989e12  # of an H100 or H200, in FLOP/s
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as torchtitan sets it; all sides have it
 POOL = 64  # different sequences of a rank, again and again
+CUT = 0.98658  # the spread of a normal distribution that is cut at three times its own, as torchtitan cuts the head's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,7 @@ def rows() -> dict[str, Row]:
         "8B": eight,
         "8B-float8": replace(eight, float8=True, goal=1.08, sides=("ours", "torchtitan", "bare")),
         "150M-32": small,
-        "150M-4": replace(small, batch=4, graphs=True, goal=1.1),
+        "150M-4": replace(small, batch=4, graphs=True, goal=1.1, sides=("ours", "bare", "bare, graphs")),
         "tiny": tiny,
         "tiny-2": replace(tiny, gpus=2),
     }
@@ -146,7 +150,7 @@ def drawn_like_torchtitan(model: GPT) -> GPT:
             assert isinstance(linear, Linear)
             linear.std = spread
     model.embedding.std = 1.0
-    model.head.std = model.config.dim**-0.5
+    model.head.std = CUT * model.config.dim**-0.5
     model.init_weights()  # on the meta device too: a strategy of ours repeats what happens to it there
     return model
 
@@ -186,7 +190,7 @@ def figures(row: Row, marks: Marks, losses: Mapping[int, Tensor], norm: Tensor |
     peak = torch.tensor(float(torch.cuda.max_memory_allocated()) if ON_GPU else 0.0)
     shown = {step: torch.as_tensor(loss).detach().float().cpu() for step, loss in losses.items()}
     if torch.distributed.is_initialized():
-        group = torch.distributed.new_group(backend="gloo")
+        group = _gloo()
         torch.distributed.all_reduce(milliseconds, torch.distributed.ReduceOp.MAX, group=group)
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
         for loss in shown.values():
@@ -206,6 +210,11 @@ def figures(row: Row, marks: Marks, losses: Mapping[int, Tensor], norm: Tensor |
         "losses": {step: round(loss.item(), 4) for step, loss in shown.items()},
         "step_ms_all": [round(value, 2) for value in milliseconds.tolist()],
     }
+
+
+def _gloo() -> Any:
+    """Return a group of all ranks whose collectives are of the host."""
+    return torch.distributed.new_group(backend="gloo")
 
 
 # --- the sides
@@ -267,12 +276,13 @@ def ours(row: Row) -> None:
     precision = BF16Precision()
     if row.float8:
         precision = Float8Precision(recipe="tensorwise", head=row.head, emulate=not ON_GPU)
-    compiled = Compile(scope="auto", mode="reduce-overhead" if row.graphs else "default") if ON_GPU else None
+    compiled = Compile(scope="auto", mode="reduce-overhead" if row.graphs else "default", backend=BACKEND)
     flags = AccelerationFlags(attention="auto", gc_interval=50)
     strategy: Any = "auto"
     if row.gpus > 1:
         strategy = FSDP2Strategy(reshard_after_forward="auto", meta_device=True, initialise_on="device")
-    callbacks = [flags, LeanProgressBar(refresh_rate=10), *([compiled] if compiled else [])]
+        compiled = Compile(blocks=["model.layers.*", "model.criterion"], backend=BACKEND)  # as torchtitan does
+    callbacks = [flags, LeanProgressBar(refresh_rate=10), compiled]
     fitted(row, Work(row), callbacks=callbacks, plugins=[precision], strategy=strategy)
 
 
@@ -311,8 +321,8 @@ def stock_sharded(row: Row) -> None:
     fitted(row, ByHand(row), callbacks=[], strategy=strategy, precision="32-true")
 
 
-def bare(row: Row) -> None:
-    """Run a loop by hand with our settings."""
+def bare(row: Row, *, graphs: bool = False) -> None:
+    """Run a loop by hand with our settings; CUDA graphs are a side of their own."""
     if row.gpus > 1:
         bare_sharded(row)
         return
@@ -328,7 +338,7 @@ def bare(row: Row) -> None:
     optimizer = MasteredOptimizer(inner, masters)
     forward: Callable[..., Tensor] = model
     if ON_GPU:
-        forward = torch.compile(model, mode="reduce-overhead" if row.graphs else None)
+        forward = torch.compile(model, mode="reduce-overhead" if graphs else None)
 
     def clipped() -> Tensor:
         norm = total_norm(optimizer.gradients())
@@ -336,7 +346,7 @@ def bare(row: Row) -> None:
         return norm
 
     with routed_attention("auto"):
-        looped(row, forward, clipped, optimizer, device=device)
+        looped(row, forward, clipped, optimizer, device=device, graphs=graphs)
 
 
 def bare_sharded(row: Row) -> None:
@@ -361,6 +371,8 @@ def bare_sharded(row: Row) -> None:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if ON_GPU:
+        model.criterion.compile()
     model.to_empty(device=device)
     model.init_weights()
     optimizer = torch.optim.AdamW(
@@ -386,6 +398,7 @@ def looped(
     optimizer: torch.optim.Optimizer,
     *,
     device: torch.device,
+    graphs: bool = False,
     afterwards: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the steps, and tell the figures."""
@@ -393,7 +406,7 @@ def looped(
     marks, losses, first = Marks(), {}, None
     for step in range(row.steps + 1):
         marks.set()
-        if row.graphs:
+        if graphs:
             torch.compiler.cudagraph_mark_step_begin()
         batch = pinned[step % len(pinned)].to(device, non_blocking=True)
         loss = forward(batch[:, :-1], batch[:, 1:])
@@ -412,6 +425,7 @@ def looped(
 SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,
     "bare": bare,
+    "bare, graphs": partial(bare, graphs=True),
     "stock": stock,
     "stock, compiled": partial(stock, compiled=True),
 }
@@ -437,7 +451,7 @@ def tell(found: Mapping[str, Any]) -> NoReturn:
     if int(os.environ.get("RANK", "0")) == 0:
         print("\nRESULT " + json.dumps(found), flush=True)
     if torch.distributed.is_initialized():
-        torch.distributed.barrier(group=torch.distributed.new_group(backend="gloo"))
+        torch.distributed.all_reduce(torch.zeros(1), group=_gloo())
     sys.stderr.flush()
     # Not by `return`: Lightning would bring the model and the optimizer's state to the host first.
     os._exit(0)
@@ -461,17 +475,21 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "env.txt").write_text(environment())
     sides = options.sides or row.sides
-    results = [*run(options.row, sides, options)]
+    results: list[dict[str, Any]] = []
+    for result in run(options.row, sides, options):
+        results.append(result)
+        (options.output / "table.md").write_text(table(options.row, results) + "\n")
     print(table(options.row, results))
 
 
 def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterable[dict[str, Any]]:
     """Run the sides in turn, round after round, while the budget lasts, and yield what each found."""
-    start, longest = time.monotonic(), {}
+    start, longest = time.monotonic(), dict[str, float]()
+    first = 45 if rows()[name].gpus == 1 else 80  # seconds, of a side that has not run yet
     for turn in range(1, options.rounds + 1):
         for side in sides:
             left = options.budget - (time.monotonic() - start)
-            if left < longest.get(side, 45):
+            if left < longest.get(side, first):
                 print(f"{side}, round {turn}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
             began = time.monotonic()
@@ -490,8 +508,7 @@ def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterabl
 def child(name: str, side: str, timeout: float) -> tuple[dict[str, Any], str]:
     """Run one side in a process of its own, or in one for each GPU."""
     command = [sys.executable, __file__, "--row", name, "--side", side]
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    text = finished(command, timeout=timeout, ranks=rows()[name].gpus, environment=environment)
+    text = finished(command, timeout=timeout, ranks=rows()[name].gpus, environment=ALLOCATOR)
     return result_of(text), text
 
 
@@ -501,9 +518,13 @@ def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[s
     words += ["--warmup", str(row.warmup), "--log-freq", "10"]
     if row.float8:
         words += ["--float8", "tensorwise", *(["--float8-filter", ""] if row.head else [])]
-    environment = {"OUT": str(options.output.resolve()), "BT_TIMEOUT": str(round(timeout))}
     command = ["bash", str(options.titan / "bench_titan.sh"), *words]
-    text = finished(command, timeout=timeout + 30, environment=environment)
+    with tempfile.TemporaryDirectory() as folder:
+        # Its runner ends its own processes, which are no children of ours, and needs a little time for that.
+        environment = {"OUT": folder, "BT_TIMEOUT": str(max(round(timeout - 20), 1))}
+        text = finished(command, timeout=timeout, environment=environment)
+        if (log := Path(folder) / "titan.log").exists():
+            text += portable(log.read_text(errors="replace"))
     for line in text.splitlines():
         if line.startswith("RESULT_JSON "):
             found = json.loads(line.removeprefix("RESULT_JSON "))
@@ -514,17 +535,16 @@ def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[s
                 "step_ms": found["step_ms"],
                 "mfu": round(100 * found["tok_s_gpu"] * SIZES[row.size].flops_per_token(row.seq) / DENSE_BF16, 2),
                 "peak_gib": found["peak_alloc_gib"],
-                "norm_first": first_norm(options.output / "titan.log"),
+                "norm_first": first_norm(text),
                 "losses": found["losses"],
                 "all": found,
             }, text
     return {"error": text.strip()[-800:]}, text
 
 
-def first_norm(log: Path) -> float | None:
-    """Return the norm that torchtitan's last run printed at its first step."""
-    last = log.read_text(errors="replace").rpartition("#####")[2] if log.exists() else ""
-    for line in last.splitlines():
+def first_norm(said: str) -> float | None:
+    """Return the norm that torchtitan printed at its first step."""
+    for line in said.splitlines():
         if "step:  1 " in line and "grad_norm:" in line:
             return float(line.partition("grad_norm:")[2].split()[0])
     return None
@@ -546,6 +566,10 @@ def table(name: str, results: Iterable[Mapping[str, Any]]) -> str:
         spread, last = (max(runs) - min(runs)) / median, kept[side]
         cells = (f"{median:.0f}", f"{spread:.1%}", f"{last['mfu']} %", last["peak_gib"], last["norm_first"], ratio)
         lines.append(f"| {side} | {' | '.join(map(str, cells))} |")
+    norms = [last["norm_first"] for last in kept.values() if last["norm_first"]]
+    if len(norms) > 1:
+        apart = max(norms) / min(norms) - 1
+        lines.append(f"\nThe first norms are {apart:.2%} apart{'' if apart < 0.01 else ': the sides differ'}.")
     if mine and row.against in speeds:
         ratio = mine / statistics.median(speeds[row.against])
         verdict = "reached" if ratio >= row.goal else "missed"

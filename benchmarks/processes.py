@@ -6,16 +6,19 @@ and keep the pipe open that its parent reads. What the ranks print goes to a fil
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["finished", "result_of"]
+__all__ = ["finished", "portable", "result_of"]
 
 QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -25,7 +28,7 @@ def finished(
 ) -> str:
     """Run ``command``, once or as so many ranks, and return all that was printed; all end after ``timeout`` seconds.
 
-    When a rank fails, the others are given ten seconds, since they wait for it.
+    The text is `portable`. When a rank fails, the others are given ten seconds, since they wait for it.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         processes = [
@@ -52,13 +55,32 @@ def finished(
             for process in processes:
                 _end(process)
         output.seek(0)
-        return output.read() + said
+        return portable(output.read()) + said
 
 
 def result_of(text: str) -> dict[str, Any]:
     """Return what a script printed as its RESULT, a line of JSON, or the end of all that it printed as its error."""
     found = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
     return json.loads(found[-1]) if found else {"error": text.strip()[-1500:]}
+
+
+def portable(text: str) -> str:
+    """Return ``text`` without this machine's folders, as raw output keeps it: files by where the project has them."""
+    paths = sysconfig.get_paths()
+    folders = {
+        str(Path(__file__).parent.parent): ".",
+        paths["purelib"]: "site-packages",
+        paths["platlib"]: "site-packages",
+        paths["stdlib"]: "python",
+        sys.prefix: "prefix",
+        sys.base_prefix: "prefix",
+        tempfile.gettempdir(): "tmp",
+        str(Path.home()): "~",
+    }
+    for folder in sorted(folders, key=len, reverse=True):
+        if len(folder) > 1:
+            text = re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w.-])", folders[folder], text)
+    return text
 
 
 def _rank(rank: int, ranks: int) -> dict[str, str]:

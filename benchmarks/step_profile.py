@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from llama import SIDES, Row, Watch, rows, work
+from llama import ALLOCATOR, SIDES, Row, Watch, rows, work
 from processes import finished
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
@@ -114,7 +114,7 @@ class Profiled(Callback):
 
     def __init__(self, row: Row, path: Path) -> None:
         self._row, self._path = row, path
-        self._profile = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+        self._profile = profile(activities=[ProfilerActivity.CUDA])  # the host's own events would slow the host down
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -134,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", choices=rows(), required=True)
     parser.add_argument("--output", type=Path, default=Path("runs/step_profile"))
+    parser.add_argument("--budget", type=float, default=300, help="seconds")
     parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     row = rows()[options.row]
@@ -151,7 +152,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         command = [sys.executable, __file__, "--row", options.row, "--trace", str(path)]
-        said = finished(command, timeout=300, ranks=row.gpus)
+        said = finished(command, timeout=options.budget, ranks=row.gpus, environment=ALLOCATOR)
+        (options.output / "log.txt").write_text(said)
         if not path.exists():
             sys.exit(f"no trace was made:\n{said[-3000:]}")
         trace = json.loads(path.read_text())["traceEvents"]

@@ -67,6 +67,29 @@ def test_what_runs_is_ended_when_the_benchmark_is_interrupted(processes, monkeyp
         os.kill(int(begun.read_text().rstrip(".")), 0)
 
 
+def test_what_was_printed_names_no_folder_of_the_machine(finished):
+    code = (
+        "import json, tempfile, pathlib; print(json.__file__, tempfile.gettempdir() + '/x', pathlib.Path.home() / 'y')"
+    )
+    stdlib, temporary, home = run(finished, code, timeout=60)[0].split()
+    assert stdlib == str(Path("python", "json", "__init__.py"))
+    assert temporary == "tmp/x"
+    assert home == "~/y"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f'File "{Path(__file__).parents[2]}/lightning_ups/cli.py", line 1', 'File "./lightning_ups/cli.py", line 1'),
+        (f"{Path(pytest.__file__).parents[1]}/x.py:1", "site-packages/x.py:1"),
+        (f"{Path(__file__).parents[2]}_2/x", f"{Path(__file__).parents[2]}_2/x"),  # another folder
+        ("a/tmp/b 1/2", "a/tmp/b 1/2"),
+    ],
+)
+def test_only_whole_folders_are_taken_away(processes, text, wanted):
+    assert processes.portable(text) == wanted
+
+
 def test_a_result_is_the_last_one_told_and_an_error_what_was_said(processes):
     assert processes.result_of('x\nRESULT {"a": 1}\ny\nRESULT {"a": 2}\nz') == {"a": 2}
     assert processes.result_of(" no memory\n") == {"error": "no memory"}
