@@ -5,30 +5,37 @@
 Parts run in processes of their own, each with a share of the time, so that one that fails costs only itself: the
 ``correct`` ones, all at once, compare outputs and gradients with the reference in float64; ``32`` to ``256``
 time the table's shapes and the held-out ones for that width of heads; ``masked`` times windows and documents. Every
-measurement is a line of JSON in DIR/attention.jsonl. From them come the table that `auto` reads, DIR/<device>.json
-(``--install`` also puts it into the package), and auto's regret: its time over the best time, on shapes that are in
-the table and on others. The whole report is DIR/attention.txt, its short form is printed.
+measurement is a line of JSON in DIR/attention.jsonl as soon as it is made. From them come the table that `auto` reads,
+DIR/<device>.json (``--install`` also puts it into the package), and auto's regret: its time over the best time, on
+shapes that are in the table and on others. The whole report is DIR/attention.txt, its short form is printed. Both are
+written anew after each part; ``--minutes 0`` writes them from the measurements that DIR has.
 
 Times are the device's, medians over rounds in which the backends take turns: a sleeping kernel goes first, so that the
 host has queued everything before the first call begins. TFLOP/s count causal attention as half, and forward plus
 backward as 3.5 times the forward pass.
+
+On a CPU all shapes are tiny, so that the script can be tried.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
+import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
+from processes import finished
 
 from lightning_ups.kernels.attention import Documents, attention, reference_attention
 from lightning_ups.kernels.attention import auto as selection
@@ -41,8 +48,13 @@ CHECKED: dict[str, tuple[KernelName, ...]] = {
     "correct-flex": ("flex",),
 }
 SHARES = {**dict.fromkeys(CHECKED, 0.24), "32": 0.09, "64": 0.19, "128": 0.2, "256": 0.19, "masked": 0.09}
-TIMED: tuple[KernelName, ...] = ("cudnn", "flash", "fa3", "fa4")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TOGETHER = (tuple(CHECKED), ("32",), ("64",), ("128",), ("256",), ("masked",))
+TIMED: tuple[KernelName, ...] = ("cudnn", "flash", "fa3", "fa4") if ON_GPU else ("math", "flash")
 ROUNDS = 3
+END_S = 18  # of a part's time, in which it starts, and ends what it has begun
+ODD, EVEN, LONG = (1001, 512, 8192) if ON_GPU else (101, 64, 128)
 TOLERANCE = 1.5e-2  # bfloat16 has 8 bits
 
 
@@ -60,6 +72,9 @@ class Shape(NamedTuple):
 
 def shapes(head_dim: int) -> Iterator[Shape]:
     """Yield what is timed for one width of heads: the table's shapes, then those held out."""
+    if not ON_GPU:
+        yield from (Shape(head_dim, 4, 2, 32, 2), Shape(head_dim, 4, 2, 48, 1, held=True))
+        return
     if head_dim == 32:  # small models, such as the quickstart's
         for seq in (256, 512, 1024):
             yield Shape(32, 4, 2, seq, 131072 // seq)
@@ -89,77 +104,74 @@ def shapes(head_dim: int) -> Iterator[Shape]:
 def main() -> None:
     """Run one part, or all of them in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
+    parser.add_argument(
+        "--out", "--output", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")), dest="out"
+    )
     parser.add_argument("--install", action="store_true", help="put the table into the package")
     parser.add_argument("--minutes", type=float, default=7.8)
     parser.add_argument("--part", choices=SHARES)
     parser.add_argument("--seconds", type=float, default=100.0, help="of one part")
+    parser.add_argument("--log", type=Path, help="where one part writes its lines")
     options = parser.parse_args()
     if options.part:
-        run_part(options.part, deadline=time.monotonic() + options.seconds)
+        run_part(options.part, deadline=time.monotonic() + options.seconds, log=options.log)
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    lines = run_all(seconds=options.minutes * 60, log=options.out / "attention.jsonl")
+    if options.minutes:
+        (options.out / "attention.jsonl").write_text("")
+        for _ in run_all(seconds=options.minutes * 60, folder=options.out):
+            keep(options.out, install=options.install, show=False)
+    keep(options.out, install=options.install, show=True)
+
+
+def keep(folder: Path, *, install: bool, show: bool) -> None:
+    """Write the table and the report of what was measured by now."""
+    lines = [json.loads(line) for line in (folder / "attention.jsonl").read_text().splitlines()]
+    if not any(line["part"] == "device" for line in lines):
+        print("nothing was measured: log.txt has the reason", flush=True)
+        return
     table = make_table(lines)
-    folders = [options.out]
-    if options.install:
-        folders.append(Path(selection.__file__).parent / "measured")
-    for folder in folders:
-        folder.mkdir(exist_ok=True)
-        (folder / f"{table['device'].replace(' ', '_')}.json").write_text(dump(table))
-    with (options.out / "attention.txt").open("w") as file:
-        report(lines, table, file)
+    for place in [folder, *([Path(selection.__file__).parent / "measured"] if install else [])]:
+        (place / f"{table['device'].replace(' ', '_')}.json").write_text(dump(table))
+    with (folder / "attention.txt").open("w") as file:
+        report(lines, table, file, show=show)
 
 
-def run_all(*, seconds: float, log: Path) -> list[dict[str, Any]]:
-    """Run each part in a process of its own and return all their measurements."""
-    lines = []
-    with log.open("w") as file:
-        for together in (list(CHECKED), ["32"], ["64"], ["128"], ["256"], ["masked"]):
-            begun = time.monotonic()
-            processes = {part: start(part, seconds=seconds * SHARES[part]) for part in together}
-            for part, process in processes.items():
-                found, trouble = outcome(process, seconds=seconds * SHARES[part] - (time.monotonic() - begun))
-                took = round(time.monotonic() - begun)
-                lines += found
-                print(f"part {part}: {len(found)} measurements in {took} s{trouble}", flush=True)
-                file.writelines(json.dumps(line) + "\n" for line in found)
-                file.flush()
-    return lines
+def run_all(*, seconds: float, folder: Path) -> Iterator[None]:
+    """Run each part in a process of its own, which writes its measurements itself, and stop at every end of some."""
+    for together in TOGETHER:
+        begun = time.monotonic()
+        with ThreadPoolExecutor() as beside:
+            run = partial(part_in_process, seconds=seconds * SHARES[together[0]], log=folder / "attention.jsonl")
+            said = dict(zip(together, beside.map(run, together), strict=True))
+        for part, text in said.items():
+            print(f"part {part}: {time.monotonic() - begun:.0f} s {text.strip()[-600:]}", flush=True)
+            with (folder / "log.txt").open("a") as file:
+                file.write(f"===== {part}\n{text}\n")
+        yield
 
 
-def start(part: str, *, seconds: float) -> subprocess.Popen[str]:
-    """Start one part, which ends by itself before ``seconds`` are over."""
-    command = [sys.executable, __file__, "--part", part, "--seconds", str(seconds - 18)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def part_in_process(part: str, *, seconds: float, log: Path) -> str:
+    """Run one part, which ends by itself before ``seconds`` are over, and return what it says beside measurements."""
+    command = [sys.executable, __file__, "--part", part, "--seconds", str(max(seconds - END_S, 1)), "--log", str(log)]
+    return finished(command, timeout=seconds)
 
 
-def outcome(process: subprocess.Popen[str], *, seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """Wait for a part; return its measurements and, where it did not end well, how."""
-    try:
-        out, err = process.communicate(timeout=max(seconds, 1))
-        trouble = "" if process.returncode == 0 else f", exit code {process.returncode}: {err[-1500:]}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        trouble = f", stopped after {seconds:.0f} s: {err[-300:]}"
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")], trouble
-
-
-def run_part(part: str, *, deadline: float) -> None:
-    """Print the measurements of one part as lines of JSON."""
-    say(part="device", **device())
+def run_part(part: str, *, deadline: float, log: Path | None) -> None:
+    """Write the measurements of one part as lines of JSON, each when it is made."""
     if part in CHECKED:
-        correct(CHECKED[part], deadline=deadline)
+        lines = correct(CHECKED[part], deadline=deadline)
     elif part == "masked":
-        masked(deadline=deadline)
+        lines = masked(deadline=deadline)
     else:
-        timed(list(shapes(int(part))), deadline=deadline)
-
-
-def say(**line: Any) -> None:
-    """Print one measurement."""
-    print(json.dumps(line), flush=True)
+        lines = timed(list(shapes(int(part))), deadline=deadline)
+    for line in itertools.chain([{"part": "device", **device()}], lines):
+        text = json.dumps(line)
+        if log is None:
+            print(text, flush=True)
+        else:
+            with log.open("a") as file:  # as one piece: other parts write there too
+                file.write(text + "\n")
 
 
 def device() -> dict[str, Any]:
@@ -170,38 +182,40 @@ def device() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
+    name, capability = (torch.cuda.get_device_name(), torch.cuda.get_device_capability()) if ON_GPU else ("cpu", (0, 0))
     return {
-        "device": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "versions": versions,
+        "device": name,
+        "capability": list(capability),
+        "versions": versions | {"python": platform.python_version()},
     }
 
 
 # --- correctness
 
 CASES: dict[str, dict[str, Any]] = {
-    "causal, odd length": {"seq": 1001},
-    "window 100": {"seq": 1001, "window": 100},
-    "documents": {"seq": 1001, "documents": True},
-    "documents, window 100": {"seq": 1001, "documents": True, "window": 100},
-    "full": {"seq": 1001, "causal": False},
-    "softcap 30": {"seq": 512, "softcap": 30.0},
-    "8 query heads to 1": {"seq": 512, "kv_heads": 1},
-    "multi-head": {"seq": 512, "kv_heads": 8},
+    "causal, odd length": {"seq": ODD},
+    "window": {"seq": ODD, "window": ODD // 10},
+    "documents": {"seq": ODD, "documents": True},
+    "documents, window": {"seq": ODD, "documents": True, "window": ODD // 10},
+    "full": {"seq": ODD, "causal": False},
+    "softcap 30": {"seq": EVEN, "softcap": 30.0},
+    "8 query heads to 1": {"seq": EVEN, "kv_heads": 1},
+    "multi-head": {"seq": EVEN, "kv_heads": 8},
 }
 
 
-def correct(backends: Sequence[KernelName], *, deadline: float) -> None:
+def correct(backends: Sequence[KernelName], *, deadline: float) -> Iterator[dict[str, Any]]:
     """Compare backends with the reference in float64."""
     for backend in backends:
         for name, case in CASES.items():
             for head_dim in (128, 64, 256):
                 if head_dim != 128 and name != "causal, odd length":
                     continue
-                if time.monotonic() > deadline:
-                    say(part="correct", backend=backend, case=name, head_dim=head_dim, skipped="no time left")
-                    continue
-                say(part="correct", backend=backend, case=name, head_dim=head_dim, **compare(backend, head_dim, **case))
+                found = {"skipped": "no time left"}
+                if time.monotonic() < deadline:
+                    torch.compiler.reset()  # FlexAttention is compiled for each case, and torch allows eight
+                    found = compare(backend, head_dim, **case)
+                yield {"part": "correct", "backend": backend, "case": name, "head_dim": head_dim, **found}
 
 
 def compare(
@@ -216,23 +230,23 @@ def compare(
     softcap: float | None = None,
 ) -> dict[str, Any]:
     """Return the largest errors of output and gradients, relative to the largest true value."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     q, k, v = (
-        torch.randn(2, seq, heads, head_dim, device="cuda", generator=generator).bfloat16().requires_grad_()
+        torch.randn(2, seq, heads, head_dim, device=DEVICE, generator=generator).bfloat16().requires_grad_()
         for heads in (8, kv_heads, kv_heads)
     )
     packed = None
     if documents:
         ids = torch.zeros(2, seq, dtype=torch.int64)
-        ids[0, 300:] = 1
-        ids[0, 301:] = 2
-        ids[1, 900:] = 1
-        packed = Documents.from_ids(ids).to("cuda")
+        ids[0, seq * 3 // 10 :] = 1
+        ids[0, seq * 3 // 10 + 1 :] = 2
+        ids[1, seq * 9 // 10 :] = 1
+        packed = Documents.from_ids(ids).to(DEVICE)
     options: dict[str, Any] = {"causal": causal, "window": window, "documents": packed, "softcap": softcap}
     kind = kind_of(q, k, v, causal=causal, window=window is not None, documents=documents, softcap=softcap is not None)
     if refused := refusal(backend, kind):
         return {"refused": refused[0]}
-    weight = torch.randn(q.shape, device="cuda", generator=generator)
+    weight = torch.randn(q.shape, device=DEVICE, generator=generator)
     doubles = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     wanted = with_gradients(lambda *tensors: reference_attention(*tensors, **options), doubles, weight.double())
     try:
@@ -252,37 +266,35 @@ def with_gradients(function: Callable[..., Any], tensors: Sequence[Any], weight:
 # --- speed
 
 
-def timed(these: Iterable[Shape], *, deadline: float) -> None:
+def timed(these: Iterable[Shape], *, deadline: float) -> Iterator[dict[str, Any]]:
     """Time each shape by each backend, forward alone and with backward."""
     for shape in these:
-        if time.monotonic() > deadline:
-            say(part="speed", **shape._asdict(), skipped="no time left")
-            continue
-        say(part="speed", **shape._asdict(), **measure(shape, TIMED))
+        found = measure(shape, TIMED) if time.monotonic() < deadline else {"skipped": "no time left"}
+        yield {"part": "speed", **shape._asdict(), **found}
 
 
-def masked(*, deadline: float) -> None:
+def masked(*, deadline: float) -> Iterator[dict[str, Any]]:
     """Time windows and documents, FlexAttention among them."""
-    among: tuple[KernelName, ...] = ("flash", "fa4", "fa3", "flex")
-    ids = (torch.arange(2 * 8192) // 1111).view(2, 8192)
-    for name, options in {
-        "window 1024": {"window": 1024},
-        "documents of 1111": {"documents": Documents.from_ids(ids).to("cuda")},
+    among: tuple[KernelName, ...] = ("flash", "fa4", "fa3", "flex") if ON_GPU else ("math", "flash")
+    window, length = LONG // 8, LONG * 1111 // 8192
+    ids = (torch.arange(2 * LONG) // length).view(2, LONG)
+    masks: dict[str, dict[str, Any]] = {
+        f"window {window}": {"window": window},
+        f"documents of {length}": {"documents": Documents.from_ids(ids).to(DEVICE)},
         "causal": {},
-    }.items():
+    }
+    for name, options in masks.items():
         for head_dim in (128, 64):
-            shape = Shape(head_dim, 32, 8, 8192, 2)
-            if time.monotonic() > deadline:
-                say(part="masked", mask=name, **shape._asdict(), skipped="no time left")
-                continue
-            say(part="masked", mask=name, **shape._asdict(), **measure(shape, among, **options))
+            shape = Shape(head_dim, 32, 8, LONG, 2)
+            found = measure(shape, among, **options) if time.monotonic() < deadline else {"skipped": "no time left"}
+            yield {"part": "masked", "mask": name, **shape._asdict(), **found}
 
 
 def measure(shape: Shape, among: Sequence[KernelName], **options: Any) -> dict[str, Any]:
     """Return the milliseconds of each backend."""
     torch.cuda.empty_cache()
     q, k, v = (
-        torch.randn(shape.batch, shape.seq, heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+        torch.randn(shape.batch, shape.seq, heads, shape.head_dim, device=DEVICE, dtype=torch.bfloat16)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
     tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -310,7 +322,7 @@ def measure(shape: Shape, among: Sequence[KernelName], **options: Any) -> dict[s
         try:
             train(backend)
             evaluate(backend)
-            torch.cuda.synchronize()
+            wait()
             able.append(backend)
             first[backend] = round(time.monotonic() - begun, 2)
         except Exception as error:  # noqa: BLE001  (a backend that fails is a result)
@@ -318,6 +330,12 @@ def measure(shape: Shape, among: Sequence[KernelName], **options: Any) -> dict[s
     training = rounds({backend: lambda b=backend: train(b) for backend in able})
     forwards = rounds({backend: lambda b=backend: evaluate(b) for backend in able})
     return {"training": training, "forward": forwards, "first_call_s": first, "trouble": trouble}
+
+
+def wait() -> None:
+    """Wait until the device has done all its work."""
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
 def rounds(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
@@ -332,6 +350,11 @@ def rounds(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 def burst(call: Callable[[], None], repeats: int) -> float:
     """Return the device's milliseconds for one of ``repeats`` calls, all queued behind a sleep."""
+    if not ON_GPU:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begun) / repeats * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(int(2e6 * repeats))  # about a millisecond for each call that the host queues
     begin.record()
@@ -391,12 +414,12 @@ def teraflops(line: dict[str, Any], milliseconds: float, part: str) -> float:
     return products * (3.5 if part == "training" else 1) / milliseconds / 1e9
 
 
-def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextIO) -> None:
-    """Write correctness, speed and regret to ``file``, and print them without the rows where all is well."""
+def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextIO, *, show: bool) -> None:
+    """Write correctness, speed and regret to ``file``, and ``show`` them without the rows where all is well."""
 
     def write(text: str, *, short: bool = True) -> None:
         file.write(text + "\n")
-        if short:
+        if short and show:
             print(text)
 
     write(json.dumps({name: content[name] for name in ("device", "versions", "date")}))

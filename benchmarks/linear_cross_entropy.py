@@ -1,12 +1,13 @@
 """A language model's head and loss on this GPU: time, peak memory and error, with and without all logits in memory.
 
-    python benchmarks/linear_cross_entropy.py --out DIR
+    python benchmarks/linear_cross_entropy.py --out DIR [--budget 300]
 
 For rows x dim x vocab of a Llama head, forward and backward of hidden states and weight in bfloat16: the usual way
 (logits in bfloat16, loss in float32), eager and compiled, ours with several chunks, and torch's own where this torch
-has it. Milliseconds are medians by CUDA events, memory is what was allocated on top of the inputs at the highest, the
-error is that of the gradients against float32 products. Each line is JSON in DIR/linear_cross_entropy.jsonl; a table
-follows. It takes about two minutes.
+has it. Milliseconds are medians by CUDA events of rounds in which the ways take turns, after all that compiles has been
+compiled; memory is what was allocated on top of the inputs at the highest, the error is that of the gradients against
+float32 products. Each line is JSON in DIR/linear_cross_entropy.jsonl as soon as it is known. It takes about two minutes
+for three shapes; what the budget has no time for is left out. On a CPU all is tiny, so that the script can be tried.
 """
 
 import argparse
@@ -14,19 +15,23 @@ import gc
 import json
 import os
 import statistics
-from collections.abc import Callable
-from importlib.metadata import version
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from cases import environment
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
 
-SHAPES = ((16384, 2048, 128256), (16384, 4096, 128256), (32768, 768, 50304))
-CHUNKS: tuple[int | Literal["auto"], ...] = ("auto", 1024, 2048, 4096, 8192)
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SHAPES = ((16384, 2048, 128256), (16384, 4096, 128256), (32768, 768, 50304)) if ON_GPU else ((200, 16, 300),)
+CHUNKS: tuple[int | Literal["auto"], ...] = ("auto", 1024, 2048, 4096, 8192) if ON_GPU else ("auto", 64)
+ROUNDS = 8 if ON_GPU else 2
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -45,67 +50,86 @@ def by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return linear_cross_entropy(hidden, weight, targets, backend="torch")
 
 
+def ways() -> dict[str, Loss]:
+    """Return what is compared, by worth."""
+    found: dict[str, Loss] = {"usual, eager": usual, "ours, chunk auto": ours("auto")}
+    if ON_GPU:
+        found["usual, compiled"] = torch.compile(usual, dynamic=False)
+        found["ours, auto, compiled"] = torch.compile(ours("auto"), dynamic=False, fullgraph=True)
+    if hasattr(F, "linear_cross_entropy"):
+        found["torch's own"] = by_torch
+    return found | {f"ours, chunk {chunk}": ours(chunk) for chunk in CHUNKS}
+
+
 def main() -> None:
     """Measure every way for every shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
+    parser.add_argument(
+        "--out", "--output", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")), dest="out"
+    )
+    parser.add_argument("--budget", type=float, default=300, help="seconds: what comes later is left out")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    ways: dict[str, Loss] = {"usual, eager": usual, "usual, compiled": torch.compile(usual, dynamic=False)}
-    ways |= {f"ours, chunk {chunk}": ours(chunk) for chunk in CHUNKS}
-    ways["ours, auto, compiled"] = torch.compile(ours("auto"), dynamic=False, fullgraph=True)
-    if hasattr(F, "linear_cross_entropy"):
-        ways["torch's own"] = by_torch
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": version("torch")}))
-    with (options.out / "linear_cross_entropy.jsonl").open("w") as log:
+    (options.out / "env.txt").write_text(environment())
+    end = time.monotonic() + options.budget
+    with (options.out / "linear_cross_entropy.jsonl").open("w", buffering=1) as log:
         for shape in SHAPES:
             print("\nrows {} x dim {}, vocab {}".format(*shape))
-            for name, way in ways.items():
-                line = {"way": name, "rows": shape[0], "dim": shape[1], "vocab": shape[2], **measure(way, *shape)}
+            for name, found in measured(shape, end=end).items():
+                line = {"way": name, **dict(zip(("rows", "dim", "vocab"), shape, strict=True)), **found}
                 log.write(json.dumps(line) + "\n")
                 print(f"  {name:22s} {told(line)}", flush=True)
 
 
 def told(line: dict[str, Any]) -> str:
     """Return the line of the table."""
-    if "error" in line:
+    if "milliseconds" not in line:
         return line["error"]
     return (
-        f"{line['milliseconds']:7.2f} ms {line['teraflops']:6.0f} TFLOP/s  {line['peak_gib']:6.2f} GiB"
-        f"  loss {line['loss']:.5f}  error hidden {line['error_hidden']:.1e} weight {line['error_weight']:.1e}"
+        f"{line['milliseconds']:7.2f} ms ({line['fastest']:.2f} to {line['slowest']:.2f}) {line['teraflops']:6.0f}"
+        f" TFLOP/s  {line['peak_gib']:6.2f} GiB  loss {line['loss']:.5f}"
+        f"  error hidden {line['error_hidden']:.1e} weight {line['error_weight']:.1e}"
     )
 
 
-def measure(way: Loss, rows: int, dim: int, vocab: int) -> dict[str, Any]:
-    """Return time, memory and error of one way."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-    generator = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(rows, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
-    weight = (torch.randn(vocab, dim, device="cuda", generator=generator) * dim**-0.5).bfloat16().requires_grad_()
-    targets = torch.randint(0, vocab, (rows,), device="cuda", generator=generator)
+def measured(shape: tuple[int, int, int], *, end: float) -> dict[str, dict[str, Any]]:
+    """Return time, memory and error of each way; what fails, or comes too late, says so."""
+    rows, dim, vocab = shape
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(rows, dim, device=DEVICE, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(vocab, dim, device=DEVICE, generator=generator) * dim**-0.5).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), device=DEVICE, generator=generator)
 
-    def run() -> tuple[Tensor, ...]:
+    def run(way: Loss) -> tuple[Tensor, ...]:
         loss = way(hidden, weight, targets)
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
-    try:
-        for _ in range(2):
-            run()
-        found = run()
-        errors = compare(found, hidden, weight, targets)
-        del found
-        return {**errors, **resources(run), "teraflops": 0.0} | speed(run, 6 * rows * dim * vocab)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    torch.compiler.reset()
+    found: dict[str, dict[str, Any]] = {}
+    able: dict[str, Callable[[], Any]] = {}
+    for name, way in ways().items():
+        if time.monotonic() > end:
+            found[name] = {"error": "left out: the budget is spent"}
+            continue
+        try:
+            run(way)  # which compiles: the first rows
+            run(way)  # and, where the last rows are fewer, they
+            found[name] = {**compare(run(way), hidden, weight, targets), **resources(lambda w=way: run(w))}
+            able[name] = lambda w=way: run(w)
+        except Exception as error:  # noqa: BLE001  (a way that fails is a result)
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    for name, times in timed(able).items():
+        median = statistics.median(times)
+        figures = {"milliseconds": median, "fastest": min(times), "slowest": max(times)}
+        found[name] |= figures | {"teraflops": 6 * rows * dim * vocab / median / 1e9}
+    return found
 
 
 def compare(found: tuple[Tensor, ...], hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, float]:
     """Return loss and errors of the gradients, for the first rows and the weight as a whole."""
     precise = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
     step = 4096  # rows at a time: float32 logits of all would not leave room
-    total = torch.zeros((), device="cuda")
+    total = torch.zeros((), device=DEVICE)
     for start in range(0, len(targets), step):
         part = slice(start, start + step)
         loss = reference_linear_cross_entropy(precise[0][part], precise[1], targets[part], reduction="sum")
@@ -122,7 +146,10 @@ def compare(found: tuple[Tensor, ...], hidden: Tensor, weight: Tensor, targets: 
 
 def resources(run: Callable[[], Any]) -> dict[str, float]:
     """Return the highest memory on top of the inputs."""
+    if not ON_GPU:
+        return {"peak_gib": 0.0}
     gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -131,18 +158,28 @@ def resources(run: Callable[[], Any]) -> dict[str, float]:
     return {"peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30}
 
 
-def speed(run: Callable[[], Any], operations: int) -> dict[str, float]:
-    """Return the median milliseconds, and what they mean for three products."""
-    times = []
-    for _ in range(8):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+def timed(runs: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Return the milliseconds of each run; they take turns, so that clock and heat are alike."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            run()  # without the memory that another one has left, this one's first asks for its own
+            times[name].append(milliseconds(run))
+    return times
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Return the time of ``run``."""
+    if not ON_GPU:
+        begun = time.perf_counter()
         run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    milliseconds = statistics.median(times)
-    return {"milliseconds": milliseconds, "teraflops": operations / milliseconds / 1e9}
+        return (time.perf_counter() - begun) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 if __name__ == "__main__":
