@@ -1,8 +1,9 @@
 """For how many seconds does a save block training, synchronous and in the background?
 
 The 1.5 B GPT under FSDP2Strategy on every visible GPU, with AdamW's state in float32: 18 GB in all. Each way saves
-three times; the first save in the background also pins its host memory. Then the run resumes from the second save, and
-the losses of the steps in between are compared.
+three times; the first save in the background also pins its host memory. Between saves a run has time to write: what a
+save waits for the one before is told apart, as `waited_s`. Then the run resumes from the second save, and the losses of
+the steps in between are compared. The first checkpoint is deleted in between: two lie in --folder at most, 36 GB.
 
     python benchmarks/checkpoint_blocking.py --output benchmarks/results/DATE_checkpoint_blocking
 """
@@ -21,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import left_on_device
+from cases import environment, left_on_device
 from processes import finished
 
 STEPS, EVERY = 24, 8
@@ -42,11 +43,12 @@ def main() -> None:
         print("\nRESULT " + json.dumps(_measure(asked)), flush=True)
         return
     asked.output.mkdir(parents=True, exist_ok=True)
+    (asked.output / "env.txt").write_text(environment())
     results = []
     with (asked.output / "log.txt").open("w") as log:
         for way in ("sync", "async"):
             results += _in_processes(asked, way, log)
-    (asked.output / "result.json").write_text(json.dumps(results, indent=1) + "\n")
+            (asked.output / "result.json").write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
 
 
@@ -54,12 +56,12 @@ def _in_processes(asked: argparse.Namespace, way: str, log: Any) -> list[dict[st
     import torch
 
     number = torch.cuda.device_count() if asked.accelerator == "gpu" else 1
-    folder = Path(tempfile.mkdtemp(dir=asked.folder))
-    command = [sys.executable, __file__, "--way", way, "--size", asked.size, "--seq", str(asked.seq)]
-    command += ["--accelerator", asked.accelerator, "--folder", str(folder)]
-    output = finished(command, timeout=asked.timeout, ranks=number)
-    log.write(output)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        command = [sys.executable, __file__, "--way", way, "--size", asked.size, "--seq", str(asked.seq)]
+        command += ["--accelerator", asked.accelerator, "--folder", folder]
+        output = finished(command, timeout=asked.timeout, ranks=number)
+    log.write(f"===== {way}\n{output}\n")
+    log.flush()
     found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
     if len(found) != number:
         print(output[-4000:], file=sys.stderr)
@@ -83,9 +85,11 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
             self.losses: dict[int, float] = {}
             self.times: list[float] = []
 
-        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
             self.losses[trainer.global_step] = outputs["loss"].item()  # waits, so that a step's time is a step's time
             self.times.append(time.monotonic())
+            if trainer.global_step == 2 * EVERY + EVERY // 2 and trainer.is_global_zero:
+                shutil.rmtree(asked.folder / f"step={EVERY}.ckpt", ignore_errors=True)  # whole, or the next had failed
 
     def fit(ckpt_path: Path | None, *, save: bool) -> tuple[Watch, list[dict[str, Any]]]:
         options: dict[str, Any] = {"meta_device": True, "initialise_on": "device"}
@@ -93,11 +97,14 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
         stock = strategy.save_checkpoint
 
         def noted(*args: Any, **kwargs: Any) -> None:
+            began = time.monotonic()
+            strategy.checkpoints.saver.wait()  # steps here are fewer than a run has between saves
             started = time.monotonic()
             stock(*args, **kwargs)
             times = strategy.checkpoints.saver.last
             assert times is not None
-            saves.append({"blocked_s": time.monotonic() - started, "staging_s": times.staging_s})
+            blocked = time.monotonic() - started
+            saves.append({"blocked_s": blocked, "staging_s": times.staging_s, "waited_s": started - began})
 
         strategy.save_checkpoint = noted  # type: ignore[method-assign]
         savers = [ModelCheckpoint(asked.folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)]
@@ -119,7 +126,8 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
         module = GPTModule(size=asked.size, warmup_steps=1, schedule="constant")
         gc.collect()  # what the first run held is not in the way of the second
         with left_on_device(module):
-            trainer.fit(module, DataLoader(tokens, batch_size=1, shuffle=True), ckpt_path=ckpt_path)
+            data: Any = DataLoader(list(tokens), batch_size=1, shuffle=True)
+            trainer.fit(module, data, ckpt_path=ckpt_path)
         last = strategy.checkpoints.saver.last
         if last is not None and saves:
             saves[-1]["total_s"] = last.total_s
@@ -129,7 +137,7 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
     resumed, _ = fit(asked.folder / f"step={2 * EVERY}.ckpt", save=False)
     later = [step for step in resumed.losses if step > 2 * EVERY]
     gaps = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)]
-    folder = asked.folder / f"step={EVERY}.ckpt"
+    folder = asked.folder / f"step={2 * EVERY}.ckpt"
     return {
         "way": asked.way,
         "rank": rank,

@@ -1,24 +1,27 @@
 """FSDP2Strategy beside Lightning's own ways to shard, on our GPT: speed, memory and parity of losses.
 
-    python benchmarks/fsdp2.py --set parity          # 1B on one and on two GPUs: the same losses
-    python benchmarks/fsdp2.py --set 8B              # 8B on four GPUs, seq 8192, batch 1 and 2
-    python benchmarks/fsdp2.py --set tiny            # the same code on CPUs, in a minute
+    python benchmarks/fsdp2.py --set parity --output DIR     # 1B on one and on two GPUs: the same losses
+    python benchmarks/fsdp2.py --set 8B --output DIR         # 8B on four GPUs, seq 8192, batch 1 and 2, best first
+    python benchmarks/fsdp2.py --set tiny                    # the same code on CPUs, in a minute
 
 Each configuration runs in processes of its own, one for each GPU, for at most --timeout seconds, and prints one line of
-JSON; the table comes last. Time is taken by CUDA events, and nothing waits for the device between the first timed step
-and the last. All ranks see the same batches whatever their number: losses can be compared.
+JSON; the table comes last. With --rounds they take turns. Time is taken by CUDA events, and nothing waits for the
+device between the first timed step and the last. All ranks see the same batches whatever their number: losses can be
+compared, and the table says how far each configuration's are from the first one's.
 """
 
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from cases import left_on_device
+from cases import environment, left_on_device
 from processes import finished
 
 
@@ -45,14 +48,15 @@ def _sets() -> dict[str, list[Config]]:
     one = Config(name="1B ours, 1 GPU, batch 4", how="ours", size="1B", gpus=1, seq=4096, batch=4, steps=60, warmup=10)
     eight = Config(name="", how="ours", size="8B", gpus=4, seq=8192, batch=2)
     tiny = Config(name="", how="ours", size="tiny", gpus=2, seq=64, batch=2, steps=6, warmup=2, compile=False)
-    ways = {
+    ways: dict[str, dict[str, Any]] = {  # by worth, since time may be short
         "ours": {},
+        "stock ModelParallel, by hand": {"how": "stock-mp"},
         "ours, gradients": {"strategy": (("sharding", "gradients"),)},
         "ours, prefetch 2": {"strategy": (("prefetch", 2),)},
-        "stock ModelParallel, by hand": {"how": "stock-mp"},
-        "stock ModelParallel, by hand, no compile": {"how": "stock-mp", "compile": False},
         "stock FSDP1": {"how": "stock-fsdp1", "compile": False},
+        "stock ModelParallel, by hand, no compile": {"how": "stock-mp", "compile": False},
     }
+    too_large = ("stock FSDP1", "stock ModelParallel, by hand, no compile")  # at batch 2, for 139 GiB
     return {
         "parity": [
             one,
@@ -65,7 +69,7 @@ def _sets() -> dict[str, list[Config]]:
             replace(eight, name=f"8B {way}, batch {batch}", batch=batch, **options)
             for batch in (2, 1)
             for way, options in ways.items()
-            if not (batch == 2 and way == "stock FSDP1")  # does not fit
+            if not (batch == 2 and way in too_large)
         ],
         "tiny": [
             replace(tiny, name="tiny ours, 1 rank, batch 4", gpus=1, batch=4, precision="32-true"),
@@ -85,29 +89,55 @@ def main() -> None:
     parser.add_argument("--set", choices=[*_sets()], default="8B")
     parser.add_argument("--only", help="run the configurations whose name contains this")
     parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--budget", type=float, default=540, help="seconds for everything: later runs are left out")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="keep the raw output in this folder")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         _work(Config(**{**json.loads(arguments.worker), "strategy": _pairs(arguments.worker)}))
         return
     chosen = [c for c in _sets()[arguments.set] if (arguments.only or "") in c.name]
-    results = [_launch(config, arguments.timeout) for config in chosen]
-    _print_table(results)
+    results: list[dict[str, Any]] = []
+    start, longest = time.monotonic(), dict[str, float]()
+    for _ in range(arguments.rounds):
+        for config in chosen:
+            left = arguments.budget - (time.monotonic() - start)
+            if left < longest.get(config.name, 20.0 if config.size == "tiny" else 60.0):
+                print(f"{config.name}: left out, {left:.0f} s of the budget are left", flush=True)
+                continue
+            result, text = _launch(config, min(arguments.timeout, left))
+            longest[config.name] = 1.1 * result["wall_s"]
+            results.append(result)
+            if arguments.output:
+                _keep(arguments.output, result, text, table=_table(results))
+    print("\n" + _table(results))
+
+
+def _keep(folder: Path, result: dict[str, Any], text: str, *, table: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "env.txt").write_text(environment())
+    (folder / "table.md").write_text(table + "\n")
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    with (folder / "log.txt").open("a") as file:
+        file.write(f"===== {result['name']}\n{text}\n")
 
 
 def _pairs(text: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in json.loads(text)["strategy"])
 
 
-def _launch(config: Config, timeout: float) -> dict[str, Any]:
+def _launch(config: Config, timeout: float) -> tuple[dict[str, Any], str]:
     command = [sys.executable, __file__, "--worker", json.dumps(asdict(config))]
     began = time.monotonic()
-    out = finished(command, timeout=timeout, ranks=config.gpus)
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # one side needs 136 of 139 GiB
+    out = finished(command, timeout=timeout, ranks=config.gpus, environment=allocator)
     lines = [line for line in out.splitlines() if line.startswith('{"name"')]
-    result = json.loads(lines[-1]) if lines else {"name": config.name, "error": out[-6000:]}
+    result: dict[str, Any] = json.loads(lines[-1]) if lines else {"name": config.name, "error": out[-6000:]}
     result["wall_s"] = round(time.monotonic() - began, 1)
     print(json.dumps(result), flush=True)
-    return result
+    return result, out
 
 
 def _work(config: Config) -> None:
@@ -226,9 +256,8 @@ def _batches(config: Config) -> Any:
     different = [torch.randint(vocabulary, (rows, config.seq + 1), generator=generator) for _ in range(4)]
     mine = [batch[rank * config.batch : (rank + 1) * config.batch] for batch in different]
     count = config.steps * config.accumulate
-    return DataLoader(
-        [mine[i % len(mine)] for i in range(count)], batch_size=None, pin_memory=torch.cuda.is_available()
-    )
+    several: Any = [mine[i % len(mine)] for i in range(count)]
+    return DataLoader(several, batch_size=None, pin_memory=torch.cuda.is_available())
 
 
 def _watch(config: Config) -> Any:
@@ -264,17 +293,25 @@ def _watch(config: Config) -> Any:
     return Watch()
 
 
-def _print_table(results: list[dict[str, Any]]) -> None:
-    print("\n| configuration | tok/s per GPU | ms per step | peak GiB | first and last loss |\n|---|---|---|---|---|")
-    for result in results:
-        if "error" in result:
-            lines = result["error"].strip().splitlines() or ["no output"]
-            reason = next((line.strip() for line in reversed(lines) if "Error" in line or "ended" in line), lines[-1])
-            print(f"| {result['name']} | {reason[:100]} | | | |")
+def _table(results: list[dict[str, Any]]) -> str:
+    columns = "configuration | tok/s per GPU | spread | ms per step | peak GiB | first and last loss | losses off by"
+    lines = [f"| {columns} |", "|---" * 7 + "|"]
+    good = [result for result in results if "error" not in result]
+    for name in dict.fromkeys(result["name"] for result in results):
+        runs = [result for result in good if result["name"] == name]
+        if not runs:
+            said = next(result["error"] for result in results if result["name"] == name).strip().splitlines()
+            reason = next((line.strip() for line in reversed(said) if "Error" in line or "ended" in line), "")
+            lines.append(f"| {name} | {(reason or ' '.join(said[-1:]) or 'no output')[:100]} | | | | | |")
             continue
-        losses = result["losses"]
-        speed = f"{result['tokens_per_s_per_gpu']:.0f} | {result['ms_per_step']:.1f} | {result['peak_gib']:.1f}"
-        print(f"| {result['name']} | {speed} | {losses[0]:.4f}, {losses[-1]:.4f} |")
+        speeds = [run["tokens_per_s_per_gpu"] for run in runs]
+        median, milliseconds = statistics.median(speeds), statistics.median(run["ms_per_step"] for run in runs)
+        spread, peak = (max(speeds) - min(speeds)) / median, max(run["peak_gib"] for run in runs)
+        losses, base = runs[0]["losses"], good[0]["losses"]
+        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, base, strict=False))
+        speed = f"{median:.0f} | {spread:.1%} | {milliseconds:.1f} | {peak:.1f}"
+        lines.append(f"| {name} | {speed} | {losses[0]:.4f}, {losses[-1]:.4f} | {apart:.1e} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

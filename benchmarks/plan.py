@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -261,31 +261,34 @@ def main() -> None:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print("RESULT " + json.dumps(figures), flush=True)
         return
-    results = _recorded(options) if options.recorded else _all(options)
-    table = _table(results)
-    print(table)
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-        (options.output / "env.txt").write_text(environment())
-        (options.output / "table.md").write_text(table + "\n")
+    results: list[dict[str, Any]] = []
+    for result in _recorded(options) if options.recorded else _all(options):
+        print(json.dumps(result), flush=True)
+        results.append(result)
+        if options.output:
+            _keep(options.output, results)
+    print(_table(results))
 
 
-def _recorded(options: argparse.Namespace) -> list[dict[str, Any]]:
-    results = []
+def _keep(folder: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / "env.txt").write_text(environment())
+    (folder / "table.md").write_text(_table(results) + "\n")
+
+
+def _recorded(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, (config, peak) in recorded().items():
         if options.only in name:
             found = _child("plan", config, timeout=options.budget)
-            results.append({"name": name, "measured_gib": peak, "tuned": name in TUNED, **found})
-            print(json.dumps(results[-1]), flush=True)
-    return results
+            yield {"name": name, "measured_gib": peak, "tuned": name in TUNED, **found}
 
 
-def _all(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     import torch
 
     size = os.environ.get("UPS_BENCH_SIZE")
-    gpus, start, results = torch.cuda.device_count(), time.monotonic(), []
+    gpus, start = torch.cuda.device_count(), time.monotonic()
     for config in CONFIGURATIONS:
         if options.only not in config.name or (gpus and config.devices > gpus):
             continue
@@ -302,9 +305,7 @@ def _all(options: argparse.Namespace) -> list[dict[str, Any]]:
             peak = _child("measure", config, timeout=left) if gpus or size else {}
         result = {"name": config.name, "tuned": False, **plan.result(), **peak}
         result["seconds"] = round(time.monotonic() - began, 1)
-        results.append(result)
-        print(json.dumps(result), flush=True)
-    return results
+        yield result
 
 
 def _child(what: str, config: Configuration, *, timeout: float, gpu: bool = True) -> dict[str, Any]:
