@@ -2,19 +2,29 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.te import autocast, checkpoint_by, engine, make_recipe, why_not
+from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
+from lightning_ups._compat.te import autocast, checkpoint_by, engine, forget_scales, make_recipe, why_not
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.transforms.advise import Advice
+from lightning_ups.transforms.advise_agree import agreed
+from lightning_ups.transforms.advise_engine import engine_layers, engine_name, modules_of, read_first
+from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
+from lightning_ups.transforms.advise_table import Timer, obtain_table
+from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
 from lightning_ups.transforms.mesh import DATA, TENSOR
 from lightning_ups.transforms.recompute import checkpointing_by
@@ -28,6 +38,7 @@ __all__ = ["TEPrecision"]
 Recipe = Literal["delayed", "current", "block", "mxfp8"]
 Format = Literal["hybrid", "e4m3"]
 AmaxCompute = Literal["max", "most_recent"]
+Filter = Literal["all", "auto"]
 
 
 class TEPrecision(PolicyPrecision):
@@ -52,6 +63,10 @@ class TEPrecision(PolicyPrecision):
             blocks that are known: our GPT's and transformers' Llama, Mistral and Qwen2. ``"auto"`` leaves out, under a
             sharding strategy, what would join weights of several layers.
         fusions: Further ones, by patterns.
+        filter: ``"all"`` converts what it can; ``"auto"`` only products, with what is fused with them, that are faster
+            so on this GPU: each is timed once, with its casts, and the times are kept for later runs.
+        tokens: For ``"auto"``: how many rows linear layers get. None: what a training step with the first batch shows.
+        table: For ``"auto"``: a file of times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
         evaluate: Also evaluate in float8, whose products need batches whose rows are multiples of 8.
         fp8_attention: Also compute causal attention in float8.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
@@ -80,6 +95,9 @@ class TEPrecision(PolicyPrecision):
         norms: bool = True,
         fuse: Fuse = "auto",
         fusions: Sequence[Fusion] = (),
+        filter: Filter = "all",
+        tokens: int | None = None,
+        table: str | Path | None = None,
         evaluate: bool = False,
         fp8_attention: bool = False,
         weights: Weights = "masters",
@@ -90,6 +108,8 @@ class TEPrecision(PolicyPrecision):
         _check_known("number_format", number_format, (*get_args(Format), None))
         _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
         _check_known("fuse", fuse, get_args(Fuse))
+        _check_known("filter", filter, get_args(Filter))
+        _check_filter(filter, recipe, fp8_attention=fp8_attention)
         _check_recipe(recipe, number_format, amax_history, amax_compute, margin, fp8_attention=fp8_attention)
         self.recipe: Recipe | None = recipe
         self.number_format, self.margin = number_format, margin
@@ -98,6 +118,10 @@ class TEPrecision(PolicyPrecision):
         self.exclude, self.head, self.norms = as_patterns(exclude), head, norms
         self.fuse: Fuse = fuse
         self.fusions = tuple(fusions)
+        self.filter: Filter = filter
+        self.tokens, self.table = tokens, table
+        self.timer: Timer | None = None  # None: on the device
+        self.advice: Advice | None = None
         self.evaluate, self.fp8_attention = evaluate, fp8_attention
         self.conversion: TEConversion | None = None
         self._made: Any = None  # Transformer Engine's recipe
@@ -141,18 +165,8 @@ class TEPrecision(PolicyPrecision):
     def _convert(self, module: nn.Module) -> None:
         self._check_place(module)
         self._last_scales, self._proven = {}, False
-        conversion = self.conversion = convert_to_te(
-            module,
-            include=self.include,
-            exclude=self.exclude,
-            head=self.head,
-            norms=self.norms,
-            fuse=self.fuse,
-            fusions=self.fusions,
-            sharded=self._sharded,
-            multiple=32 if self.recipe == "mxfp8" else MULTIPLE if self.recipe else 1,
-            once=self.recipe == "delayed",
-        )
+        losers = self._losers(module) if self.filter == "auto" else None
+        conversion = self.conversion = self._converted(module, losers)
         self._undo.callback(self._end, conversion)
         if self.recipe is None:
             return
@@ -168,6 +182,69 @@ class TEPrecision(PolicyPrecision):
         self._undo.enter_context(checkpointing_by(checkpoint_by(self._made)))
         if self.fp8_attention:
             self._attention = self._undo.enter_context(engine_attention(find_blocks(module)))
+
+    def _converted(self, module: nn.Module, losers: dict[str, str] | None) -> TEConversion:
+        return convert_to_te(
+            module,
+            include=self.include,
+            exclude=self.exclude,
+            head=self.head,
+            norms=self.norms,
+            fuse=self.fuse,
+            fusions=self.fusions,
+            sharded=self._sharded,
+            multiple=32 if self.recipe == "mxfp8" else MULTIPLE if self.recipe else 1,
+            once=self.recipe == "delayed",
+            losers=losers,
+        )
+
+    def planned(self, module: nn.Module) -> TEConversion:
+        """Return what would be converted if all of it were, or nothing; it is undone again."""
+        conversion = self._converted(module, {})
+        conversion.undo()
+        return conversion
+
+    def _losers(self, module: nn.Module) -> dict[str, str]:
+        """Return why modules stay as they are that could be converted; the same on every rank, and in a later fit."""
+        if is_sharded(module):
+            return _known_losers(module)
+        losers = _DECIDED[module] = agreed(lambda: self._found_slower(module), by="TEPrecision(filter='auto')")
+        return losers
+
+    def _found_slower(self, module: nn.Module) -> dict[str, str]:
+        plan = self.planned(module)
+        if not plan.converted:
+            self._converted(module, None)  # which says so
+        if not isinstance(module, LightningModule) or module.trainer.state.fn != TrainerFn.FITTING:
+            return dict.fromkeys(plan.converted, "only training was measured")
+        layers, others = self._layers(module, plan)
+        self.advice = self._advise(module, layers)
+        if not plan.theirs:  # which would be forgotten with those that were timed
+            forget_scales()
+        winners = {layer.name for layer in self.advice.winners}
+        losers = dict.fromkeys(plan.converted, "only products were timed, and what is fused with them")
+        for unit, names in modules_of(plan).items():
+            for name in names:
+                losers.pop(name, None)
+            if unit not in winners:
+                losers |= dict.fromkeys(names, (others | self.advice.losers)[unit])
+        return losers
+
+    def _layers(self, module: LightningModule, plan: TEConversion) -> tuple[list[Layer], dict[str, str]]:
+        linears: dict[str, Any] = {name: module.get_submodule(name) for name in read_first(plan).values()}
+        if self.tokens is not None:
+            calls = {n: {Product(self.tokens, m.in_features, m.out_features): 1} for n, m in linears.items()}
+            return engine_layers(plan, [Layer(name, called) for name, called in calls.items()])
+        batch = first_batch(module.trainer)
+        with fake_twin(module) as twin:
+            fakes: Any = {name: twin.get_submodule(name) for name in linears}
+            return engine_layers(plan, layers_of(fakes, lambda: fake_step(twin, batch)))
+
+    def _advise(self, module: LightningModule, layers: Sequence[Layer]) -> Advice:
+        device, name = module.trainer.strategy.root_device, engine_name(str(self.recipe))
+        timer = self.timer or (timer_on(device) if device.type == "cuda" else None)
+        table = obtain_table(products_of(layers), [name], device=device, path=self.table, timer=timer)
+        return Advice(recipe=name, layers=layers, table=table)
 
     def _end(self, conversion: TEConversion) -> None:
         self._last_scales = conversion.scales() if self.recipe == "delayed" else {}
@@ -200,6 +277,8 @@ class TEPrecision(PolicyPrecision):
             fp8_attention=self.fp8_attention,
             evaluates_in_float8=self.evaluate,
         )
+        if self.advice is not None:
+            report.note("Precision", f"by times of these products: {self.advice.verdict()}", filter=self.filter)
 
     @override
     @contextmanager
@@ -240,7 +319,8 @@ class TEPrecision(PolicyPrecision):
 
     def _check_effect(self, calls: int, attention: int) -> None:
         assert self.conversion is not None
-        if self.conversion.calls.total == calls and not self.conversion.theirs:
+        nothing = self.filter == "auto" and not self.conversion.converted  # and that was decided by times
+        if self.conversion.calls.total == calls and not self.conversion.theirs and not nothing:
             some = ", ".join([*self.conversion.converted][:3])
             raise RuntimeError(
                 f"TEPrecision computed nothing in a training step: none of {some} and the others ran."
@@ -294,6 +374,30 @@ class TEPrecision(PolicyPrecision):
                 " 'block' 9.0 with CUDA 12.9; 'mxfp8' 10.0, Blackwell."
                 " Use another recipe, recipe=None for bfloat16, or BF16Precision."
             )
+
+
+# What is faster, for modules that a fit has left sharded: they cannot be looked at as they were.
+_DECIDED: "WeakKeyDictionary[nn.Module, dict[str, str]]" = WeakKeyDictionary()
+
+
+def _known_losers(module: nn.Module) -> dict[str, str]:
+    if module not in _DECIDED:
+        raise RuntimeError(
+            f"TEPrecision(filter='auto') cannot look at {type(module).__name__}, which an earlier fit has sharded."
+            " What is faster is found out before weights are split."
+            " Use filter='all', the precision of that fit, or a module built anew."
+        )
+    return _DECIDED[module]
+
+
+def _check_filter(filter: str, recipe: str | None, *, fp8_attention: bool) -> None:
+    if filter == "auto" and (recipe is None or fp8_attention):
+        wrong = "recipe=None" if recipe is None else "fp8_attention=True"
+        raise ValueError(
+            f"TEPrecision(filter='auto', {wrong}) cannot be."
+            " By times is decided which products are computed in float8, and nothing else."
+            " Use filter='all', or leave the other out."
+        )
 
 
 def _check_known(name: str, value: str | None, known: tuple[str | None, ...]) -> None:

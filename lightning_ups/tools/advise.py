@@ -1,21 +1,26 @@
 """Whether float8 would make a configuration faster on this GPU, layer by layer, and by how much; nothing is trained."""
 
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from lightning_ups._compat.fake import fake_step, fake_twin
-from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups._compat.te import engine, why_not
+from lightning_ups.order import Stage
+from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.tools.trial import StepClock, Trial
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice, best_recipe
+from lightning_ups.transforms.advise_engine import ENGINE, engine_layers, engine_recipe, is_engine, read_first
 from lightning_ups.transforms.advise_shapes import Layer, layers_of, names_of, products_of
-from lightning_ups.transforms.advise_table import Timer, cache_path, obtain_table, where
+from lightning_ups.transforms.advise_table import Table, Timer, cache_path, obtain_table, where
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.float8 import Recipe, fitting_linears
+from lightning_ups.transforms.te import TEConversion
 
 __all__ = ["TRIES", "advise", "own_options", "show"]
 
@@ -33,7 +38,7 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         allow_abbrev=False,
         epilog="All options of fit are taken as well, such as --config run.yaml.",
     )
-    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="float8 recipes; all that this GPU knows")
+    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="float8 recipes, such as rowwise or te-current")
     parser.add_argument("--steps", type=int, help=f"steps in bfloat16 to time a whole one by; {STEPS} on a GPU")
     parser.add_argument("--table", type=Path, help="a file of times from another run, instead of timing anything")
     parser.add_argument("--head", action="store_true", help="consider layers outside the blocks too")
@@ -48,8 +53,10 @@ def show(trial: Trial, **asked: Any) -> int:
     if not choices:
         return 0
     best = best_recipe(choices)
-    _print_table([*best.rows([advice.recipe for advice in choices])])
-    print("\nforward + gradient of the input + gradient of the weight, casts included; x: times as fast as bfloat16")
+    for family in _families(choices):
+        _print_table([*best_recipe(family).rows([advice.recipe for advice in family])])
+        print()
+    print("forward + gradient of the input + gradient of the weight, casts included; x: times as fast as bfloat16")
     if best.step_ms is not None:
         share = best.products_ms / best.step_ms
         print(f"a step in bfloat16 takes {best.step_ms:.1f} ms, and these products {share:.0%} of it")
@@ -57,6 +64,12 @@ def show(trial: Trial, **asked: Any) -> int:
         print(f"{advice.recipe:20} {advice.verdict()}")
     print(*_cure(best), sep="\n")
     return 0
+
+
+def _families(choices: Sequence[Advice]) -> list[list[Advice]]:
+    """Return those of torchao and those of Transformer Engine, which computes other products as one."""
+    families = ([c for c in choices if not is_engine(c.recipe)], [c for c in choices if is_engine(c.recipe)])
+    return [family for family in families if family]
 
 
 def advise(
@@ -73,7 +86,8 @@ def advise(
 
     Args:
         trial: What is asked for.
-        recipes: Float8 recipes. None: all that the device knows.
+        recipes: Float8 recipes, Transformer Engine's with ``te-`` in front. None: all of torchao's that the device
+            knows, and Transformer Engine's where the run has its precision.
         steps: For how many steps to train in bfloat16, to time a whole one. None: some on a GPU, else none.
         table: A file of times. None: the user's cache, and what it lacks is timed.
         head: Consider layers outside the blocks too.
@@ -92,28 +106,79 @@ def advise(
             " Whether float8 is faster is a matter of the GPU, so it is measured on the one that will train."
             " Run it there; or bring the times from there by --table FILE; or see the products alone by --dry."
         )
-    names = [*(recipes or _known(device))]
-    layers = _layers(trial, names[0], head=head)
+    names = [*_possible(trial, recipes or _wanted(trial, device), device=device, here=can_time)]
+    considered = _layers(trial, names, head=head)
+    if not considered:
+        raise ValueError(
+            f"No linear layer of {type(trial.module).__name__} can compute in float8."
+            " Layers outside the blocks that repeat are left out, and so are dimensions that are no multiples of 16."
+            " Try --head, or name layers by include=[...] in the precision."
+        )
     if dry:
-        _print_table([*_shares(layers)])
+        for name in _one_of_each(considered):
+            _print_table([*_shares(considered[name])])
         return []
     if timer is None and can_time:
         timer = timer_on(device)
-    times = obtain_table(products_of(layers), names, device=device, path=table, timer=timer)
+    times = Table(where(device))
+    for name, layers in considered.items():
+        found = obtain_table(products_of(layers), [name], device=device, path=table, timer=timer)
+        times = Table(found.place, times.times | found.times)
     if table is None:
         print(f"times are kept in {cache_path(where(device))}")
     step_ms = _step_ms(trial, steps if steps is not None else STEPS if can_time else 0)
     microbatches = trial.settings.get("accumulate_grad_batches") or 1
     return [
-        Advice(
-            recipe=name,
-            layers=_fit(trial, layers, name, head=head),
-            table=times,
-            step_ms=step_ms,
-            microbatches=microbatches,
-        )
-        for name in names
+        Advice(recipe=name, layers=layers, table=times, step_ms=step_ms, microbatches=microbatches)
+        for name, layers in considered.items()
     ]
+
+
+def _one_of_each(names: Iterable[str]) -> list[str]:
+    return [*{is_engine(name): name for name in reversed([*names])}.values()][::-1]
+
+
+def _wanted(trial: Trial, device: torch.device) -> Sequence[str]:
+    return (*_known(device), *(ENGINE if isinstance(trial.precision, TEPrecision) else ()))
+
+
+def _possible(trial: Trial, names: Sequence[str], *, device: torch.device, here: bool) -> Iterator[str]:
+    """Yield the recipes that can run, and print in a line why the others cannot; raise if none can."""
+    reasons: dict[str, Exception | str | None] = {
+        name: _why_not(trial, engine_recipe(name), device if here else None) if is_engine(name) else None
+        for name in names
+    }
+    if (known := {*RECIPES, "mxfp8", *ENGINE}) and (wrong := [name for name in names if name not in known]):
+        raise ValueError(
+            f"advise knows no recipe {wrong[0]!r}."
+            " Its recipes are torchao's, and with te- in front those of Transformer Engine."
+            f" Use some of {', '.join((*RECIPES, 'mxfp8', *ENGINE))}."
+        )
+    left_out = {name: why for name, why in reasons.items() if why is not None}
+    if len(left_out) == len(names) and isinstance(error := next(iter(left_out.values())), Exception):
+        raise error
+    said = {name: _in_a_line(why) for name, why in left_out.items()}
+    for why in dict.fromkeys(said.values()):
+        print(f"left out: {', '.join(name for name, other in said.items() if other == why)}, since {why}")
+    yield from (name for name in names if name not in left_out)
+
+
+def _in_a_line(why: Exception | str) -> str:
+    if isinstance(why, ModuleNotFoundError):
+        return "Transformer Engine is not installed here"
+    return str(why).splitlines()[0].partition(". ")[0].rstrip(".")
+
+
+def _why_not(trial: Trial, recipe: str, device: torch.device | None) -> Exception | str | None:
+    try:
+        engine()
+    except ImportError as error:
+        return error
+    run = trial.run
+    compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
+    if recipe == "delayed" and compiled:
+        return "it cannot run with Compile"
+    return why_not(recipe, device) if device is not None else None
 
 
 def _known(device: torch.device) -> Sequence[str]:
@@ -122,25 +187,37 @@ def _known(device: torch.device) -> Sequence[str]:
     return RECIPES
 
 
-def _layers(trial: Trial, recipe: str, *, head: bool) -> list[Layer]:
+def _layers(trial: Trial, names: Sequence[str], *, head: bool) -> dict[str, list[Layer]]:
+    """Return what a step multiplies in the layers that each recipe would compute; those that have none are left out."""
     batch = trial.batch()
-    linears = fitting_linears(trial.module, **_selection(trial, recipe, head=head))
+    plans = {name: _engine_plan(trial, name, head=head) for name in names if is_engine(name)}
+    fitting = {
+        name: [*read_first(plans[name]).values()]
+        if is_engine(name)
+        else [*fitting_linears(trial.module, **_selection(trial, name, head=head))]
+        for name in names
+    }
+    linears = dict.fromkeys(linear for found in fitting.values() for linear in found)
     if not linears:
-        raise ValueError(
-            f"No linear layer of {type(trial.module).__name__} can compute in float8."
-            " Layers outside the blocks that repeat are left out, and so are dimensions that are no multiples of 16."
-            " Try --head, or name layers by include=[...] in a Float8Precision."
-        )
+        return {}
     with fake_twin(trial.module) as twin:
-        fakes = cast("dict[str, Any]", {name: twin.get_submodule(name) for name in linears})
-        layers = layers_of(fakes, lambda: fake_step(twin, batch))
+        fakes: dict[str, Any] = {name: twin.get_submodule(name) for name in linears}
+        called = layers_of(fakes, lambda: fake_step(twin, batch))
     trial.module._trainer = None
-    return layers
+    layers = {name: [layer for layer in called if layer.name in fitting[name]] for name in names}
+    for name, plan in plans.items():
+        layers[name], others = engine_layers(plan, called)
+        for why in dict.fromkeys(others.values()):
+            which = [unit for unit, other in others.items() if other == why]
+            print(f"{name} leaves out {which[0]}{f' and {len(which) - 1} more' if which[1:] else ''}: {why}")
+    return {name: found for name, found in layers.items() if found}
 
 
-def _fit(trial: Trial, layers: Sequence[Layer], recipe: str, *, head: bool) -> list[Layer]:
-    names = fitting_linears(trial.module, **_selection(trial, recipe, head=head))
-    return [layer for layer in layers if layer.name in names]
+def _engine_plan(trial: Trial, recipe: str, *, head: bool) -> TEConversion:
+    asked = trial.precision
+    chosen = copy(asked) if isinstance(asked, TEPrecision) else TEPrecision()
+    chosen.recipe, chosen.head = cast("Any", engine_recipe(recipe)), head or chosen.head
+    return chosen.planned(trial.module)
 
 
 def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:
@@ -180,5 +257,6 @@ def _cure(best: Advice) -> Iterator[str]:
         return
     everything = len(best.winners) == len(best.layers)
     rest = "" if everything else ", filter: auto"
-    yield "\nTo do:\ntrainer:\n  plugins:\n    - class_path: Float8Precision"
-    yield f"      init_args: {{recipe: {best.recipe}{rest}}}"
+    precision = "TEPrecision" if is_engine(best.recipe) else "Float8Precision"
+    yield f"\nTo do:\ntrainer:\n  plugins:\n    - class_path: {precision}"
+    yield f"      init_args: {{recipe: {engine_recipe(best.recipe)}{rest}}}"

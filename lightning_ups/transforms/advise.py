@@ -94,7 +94,9 @@ class Advice:
             base = times[BFLOAT16].total_ms
             row = {"rows x in x out": str(product), "a step": str(count * self.microbatches)}
             for name in (BFLOAT16, *recipes):
-                each = times[name]
+                if (each := times.get(name)) is None:
+                    row[name] = "does not fit"
+                    continue
                 parts = f"{each.forward_ms:.3f} + {each.dgrad_ms:.3f} + {each.wgrad_ms:.3f} ms"
                 row[name] = parts if name == BFLOAT16 else f"{parts}, x{base / each.total_ms:.2f}"
             yield row | {"in": names_of(self.layers, product)}

@@ -13,25 +13,44 @@ __all__ = ["Layer", "Product", "layers_of", "names_of", "products_of"]
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """The shape of what one call of a linear layer multiplies.
+    """The shape of what one call of a linear layer multiplies, or of several that Transformer Engine computes as one.
 
     Args:
         rows: Of the input: tokens, mostly.
         in_features: Columns of the input.
-        out_features: Columns of the output.
+        out_features: Columns of the output; of layers that are one product, all together.
+        norm: What is computed with it, before: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: Of a whole feed-forward network, up to ``out_features`` and back, by Transformer Engine's name.
+        split: The columns of each of several layers that are one product.
     """
 
     rows: int
     in_features: int
     out_features: int
+    norm: str = ""
+    activation: str = ""
+    split: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is that of a linear layer, and nothing else."""
+        return not (self.norm or self.activation or self.split)
+
+    @property
+    def gated(self) -> bool:
+        """Whether it is a feed-forward network of three layers, of which one is a gate."""
+        return self.activation.endswith("glu")
 
     @property
     def flops(self) -> int:
         """Operations of forward, the gradient of the input and that of the weight."""
-        return 6 * self.rows * self.in_features * self.out_features
+        count = 1 if not self.activation else 3 if self.gated else 2
+        return 6 * count * self.rows * self.in_features * self.out_features
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.in_features} x {self.out_features}"
+        whole = f"{self.rows} x {self.in_features} x {self.out_features}"
+        network = f" by {self.activation} and back" if self.activation else ""
+        return f"{whole}{network}{f' after {self.norm}' if self.norm else ''}"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Table:
             if tree["format"] != _FORMAT:
                 raise ValueError(tree["format"])
             times = {
-                Product(*row["shape"]): {name: Times(**parts) for name, parts in row["times"].items()}
+                _product(row["shape"]): {name: Times(**parts) for name, parts in row["times"].items()}
                 for row in tree["products"]
             }
             return cls(tree["place"], times)
@@ -75,7 +75,7 @@ class Table:
     def write(self, path: str | Path) -> None:
         """Write it, whole or not at all."""
         products = [
-            {"shape": [p.rows, p.in_features, p.out_features], "times": {name: vars(t) for name, t in by.items()}}
+            {"shape": _shape(p), "times": {name: vars(t) for name, t in by.items()}}
             for p, by in sorted(self.times.items())
         ]
         text = json.dumps({"format": _FORMAT, "place": dict(self.place), "products": products}, indent=1)
@@ -97,6 +97,16 @@ class Table:
         for product, name in missing:
             self.times.setdefault(product, {})[name] = timer(product, name)
         return len(missing)
+
+
+def _shape(product: Product) -> list[Any]:
+    shape: list[Any] = [product.rows, product.in_features, product.out_features]
+    return shape if product.is_plain else [*shape, product.norm, product.activation, [*product.split]]
+
+
+def _product(shape: Sequence[Any]) -> Product:
+    rows, wide, narrow, *fused = shape
+    return Product(rows, wide, narrow, *fused[:2], split=tuple(fused[2]) if fused else ())
 
 
 def obtain_table(

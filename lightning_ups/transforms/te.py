@@ -51,6 +51,11 @@ class TEConversion:
     _undo: ExitStack = field(repr=False)
 
     @property
+    def borrowers(self) -> Mapping[str, Borrower]:
+        """The modules of Transformer Engine, by the name of what each computes, or of the first that it does."""
+        return self._borrowers
+
+    @property
     def kinds(self) -> Counter[str]:
         """How many modules of each class of Transformer Engine there are."""
         return Counter(borrower.kind for borrower in self._borrowers.values())
@@ -108,6 +113,7 @@ def convert_to_te(
     sharded: bool = False,
     multiple: int = MULTIPLE,
     once: bool = False,
+    losers: Mapping[str, str] | None = None,
 ) -> TEConversion:
     """Let Transformer Engine compute linear layers, norms and networks of ``module``, in place; nothing is renamed.
 
@@ -127,6 +133,8 @@ def convert_to_te(
         sharded: Whether FSDP2 gathers the parameters.
         multiple: Of what the dimensions of weights must be multiples.
         once: Whether each module may run once only in a training step.
+        losers: Modules that stay as they are since they would be slower, and the reason, by name. That nothing is left
+            to convert is then no error.
 
     Raises:
         ValueError: If a pattern matches nothing, or if nothing can be converted.
@@ -139,12 +147,13 @@ def convert_to_te(
         )
     work = _Work(module, sharded=sharded, calls=Calls(rows=32 if multiple > MULTIPLE else 8, once=once))
     work.choose(include=include, exclude=exclude, head=head, multiple=multiple)
+    work.leave(losers or {})
     asked = [*fusions]
     with ExitStack() as undo:
         work.fuse(asked, ready=fuse != "none", joining=fuse == "all" or not sharded, undo=undo)
         work.convert_rest(norms=norms, undo=undo)
         theirs = holds_engine_modules(module)
-        if not work.converted and not theirs:
+        if not work.converted and not theirs and losers is None:
             some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
             raise ValueError(
                 f"Nothing of {type(module).__name__} can be computed by Transformer Engine."
@@ -169,6 +178,7 @@ class _Work:
         self._root, self._sharded, self.calls = module, sharded, calls
         self._modules = {name: m for name, m in module.named_modules() if name}
         self._candidates = {name: m for name, m in self._modules.items() if _is_candidate(m)}
+        self._losers: Mapping[str, str] = {}
         self.converted: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
         self.apart: dict[str, str] = {}
@@ -189,9 +199,16 @@ class _Work:
             if name not in self.skipped and (why := _unfit(m, multiple=multiple)):
                 self.skipped[name] = why
 
+    def leave(self, losers: Mapping[str, str]) -> None:
+        """Leave out what would be slower, and its fusions; that some of these were asked for is no error."""
+        self._losers = losers
+        self.skipped |= {name: losers[name] for name in self._candidates if name in losers and name not in self.skipped}
+
     def fuse(self, asked: Sequence[Fusion], *, ready: bool, joining: bool, undo: ExitStack) -> None:
         """Make the fusions, first those asked for."""
         for fusion in [*fusions_in(self._root, asked, ready=False)]:
+            if any(name in self._losers for name in (fusion.norm, *fusion.parts)):
+                continue
             if why := self._unfusable(fusion, joining=True):
                 raise ValueError(
                     f"The fusion of {fusion.norm} with {', '.join(fusion.parts)} cannot be made."
@@ -334,6 +351,8 @@ def _unfit(module: nn.Module, *, multiple: int) -> str | None:
         return "nn.MultiheadAttention reads its weight and never calls it"
     if type(module).forward is not nn.Linear.forward:
         return "has a forward of its own"
+    if not isinstance(vars(module)["_parameters"].get("weight"), nn.Parameter):
+        return "its weight is made of others, by a parametrization, a norm of the weight or pruning"
     if any(size % multiple for size in (module.in_features, module.out_features)):
         return f"{module.in_features} x {module.out_features} is no multiple of {multiple}"
     return None

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_ups.transforms.blocks import as_patterns, select_names
 
@@ -111,8 +112,9 @@ def fusions_in(module: nn.Module, asked: Iterable[Fusion], *, ready: bool) -> It
     for fusion in asked:
         yield from _matches(fusion, modules, of=type(module).__name__)
     for name, block in modules.items() if ready else ():
-        kind = f"{type(block).__module__}.{type(block).__qualname__}"
-        for fusion in READY.get(kind, ()):
+        # FSDP2 has given those that an earlier fit sharded a class of its own.
+        plain = next(kind for kind in type(block).__mro__ if not issubclass(kind, FSDPModule))
+        for fusion in READY.get(f"{plain.__module__}.{plain.__qualname__}", ()):
             found = fusion.named(lambda part, name=name: f"{name}.{part}" if name else part)
             if found.needs is None or found.needs in _activations(modules[found.mlp or ""]):
                 yield found

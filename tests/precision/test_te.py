@@ -1,4 +1,5 @@
 import contextlib
+import os
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import Placement, Run, applied, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.advise_table import Times
 from lightning_ups.transforms.te_fusions import Fusion
 from tests import fake_te
 from tests.toys import trainer
@@ -188,6 +190,107 @@ class TestOneDevice:
         fit(tmp_path, TEPrecision(recipe=None, fusions=own), model=model)
         assert seen == [{"LayerNormLinear": 2, "Linear": 8, "RMSNorm": 2}]
         near(model.losses, fit(tmp_path, BF16Precision()).losses, rel=1e-2)
+
+
+class Kept(Net):
+    """Looks at no value in a training step."""
+
+    def training_step(self, batch, _):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class TestAuto:
+    """`filter="auto"`, by times that are given."""
+
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def auto(self, factor, **options):
+        """Return the precision, and what it asked the times of; ``factor`` says how much longer a product takes."""
+        precision, asked = TEPrecision(filter="auto", **options), []
+
+        def timer(product, recipe):
+            asked.append((str(product), recipe))
+            total = 1.0 if recipe == "bfloat16" else factor(product)
+            return Times(forward_ms=total, dgrad_ms=total, wgrad_ms=total)
+
+        precision.timer = timer
+        return precision, asked
+
+    def test_what_is_faster_is_converted_whole_and_the_rest_says_why_not(self, tmp_path):
+        precision, asked = self.auto(lambda product: 0.5 if product.norm else 1.2, recipe="delayed")
+        model, seen = Kept(), []
+        model.on_train_start = lambda: seen.append((precision.conversion, applied(model.trainer.strategy).report))
+        fit(tmp_path, precision, model=model, callbacks=[ActivationCheckpoint(save="nothing")])
+        conversion, report = seen[0]
+        assert conversion.kinds == {"LayerNormLinear": 2, "LayerNormMLP": 2}
+        names = ["32 x 32 x 32", "32 x 32 x 64 after RMSNorm", "32 x 32 x 64 by swiglu and back after RMSNorm"]
+        assert asked == [(name, recipe) for name in names for recipe in ("bfloat16", "te-delayed")]
+        assert "is not faster: 3 ms in bfloat16, 3.6 ms" in conversion.skipped["model.layers.0.attention.out"]
+        assert any("convert 4 of 6 layers by te-delayed" in line for line in report.lines())
+        near(
+            [float(loss) for loss in model.losses],
+            [float(loss) for loss in fit(tmp_path, BF16Precision(), model=Kept()).losses],
+            rel=5e-2,
+        )
+
+    def test_where_nothing_is_faster_it_is_bfloat16(self, tmp_path):
+        precision, _ = self.auto(lambda product: 1.1)
+        model, seen = Kept(), []
+        model.on_train_start = lambda: seen.append((precision.conversion.converted, precision.advice.verdict()))
+        fit(tmp_path, precision, model=model)
+        assert seen[0][0] == {}
+        assert seen[0][1].startswith("leave bfloat16")
+        assert model.losses == fit(tmp_path, BF16Precision(), model=Kept()).losses
+
+    def test_a_fusion_that_was_asked_for_and_is_slower_is_not_made(self, tmp_path):
+        own = [Fusion(norm="model.layers.*.attention_norm", linears=["model.layers.*.attention.qkv"])]
+        precision, _ = self.auto(lambda product: 0.5 if product.activation else 1.5, fusions=own)
+        model, seen = Kept(), []
+        model.on_train_start = lambda: seen.append(precision.conversion.kinds)
+        fit(tmp_path, precision, model=model, epochs=1)
+        assert seen == [{"LayerNormMLP": 2}]
+
+    def test_rows_that_do_not_fit_stay_in_bfloat16(self, tmp_path):
+        precision, asked = self.auto(lambda product: 0.5)
+        model, seen = Kept(), []
+        model.on_train_start = lambda: seen.append(precision.conversion)
+        fit(tmp_path, precision, model=model, data=loader(length=8), epochs=1)
+        assert not asked
+        assert "14 rows, which is no multiple of 8" in seen[0].skipped["model.layers.0.attention.qkv"]
+
+    def test_a_number_of_tokens_stands_for_a_step(self, tmp_path):
+        precision, asked = self.auto(lambda product: 0.5, tokens=4096)
+        fit(tmp_path, precision, model=Kept(), epochs=1)
+        assert {name.partition(" ")[0] for name, _ in asked} == {"4096"}
+
+    def test_what_was_timed_is_timed_once(self, tmp_path):
+        precision, asked = self.auto(lambda product: 0.5)
+        fit(tmp_path, precision, model=Kept(), epochs=1)
+        assert asked
+        again, more = self.auto(lambda product: 0.5)
+        fit(tmp_path, again, model=Kept(), epochs=1)
+        assert not more
+
+    def test_outside_of_fit_nothing_is_timed(self, tmp_path):
+        precision, asked = self.auto(lambda product: 0.5)
+        model = Net()
+        run = trainer(tmp_path, plugins=[precision])
+        run.validate(model, loader(), verbose=False)
+        assert model.validated
+        assert not asked
+
+    def test_without_a_gpu_and_a_table_it_says_what_to_do(self, tmp_path):
+        with pytest.raises(RuntimeError, match=r"Nothing can be timed on this device: cpu.*give a table"):
+            fit(tmp_path, TEPrecision(filter="auto"), model=Kept())
+
+    @pytest.mark.parametrize("options", [{"recipe": None}, {"fp8_attention": True}], ids=str)
+    def test_it_decides_about_products_in_float8_alone(self, options):
+        with pytest.raises(ValueError, match=r"filter='auto', .*Use filter='all'"):
+            TEPrecision(filter="auto", **options)
 
 
 class TestCheckpoints:
@@ -637,6 +740,11 @@ class TestFSDP2:
     def test_a_second_fit_converts_again(self, ranks, tmp_path):
         assert ranks(two_fits, tmp_path) == [[True] * 8, True, [True] * 8]
 
+    def test_what_is_faster_is_found_on_rank_0_and_kept_for_a_second_fit(self, ranks, tmp_path):
+        first, second, everywhere = ranks(decided_by_times, tmp_path)
+        assert first == second == {"LayerNormLinear": 2, "Linear": 2}
+        assert everywhere
+
     def test_tensor_parallelism_is_refused(self, ranks, tmp_path):
         text = ranks(tensor_parallel, tmp_path)
         assert "TEPrecision is given with tensor parallelism over 2 devices" in text
@@ -681,6 +789,34 @@ def two_fits(folder):
             ran.clear()
             seen.append("__reduce_ex__" not in vars(type(model.model.layers[0].ffn.up)))
         return seen[:3]
+
+
+def decided_by_times(folder):
+    """Return what was converted in two fits of one module, and whether ranks agree; rank 1 has no times."""
+
+    def timer(product, recipe):
+        assert rank == 0
+        total = 1.0 if recipe == "bfloat16" else 0.5
+        return Times(forward_ms=total, dgrad_ms=total, wgrad_ms=total)
+
+    rank, seen = torch.distributed.get_rank(), []
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache of {rank}")
+    try:
+        with fake_te.installed():
+            model = Kept()
+            model.on_train_start = lambda: seen.append(dict(model.trainer.precision_plugin.conversion.kinds))
+            for _ in range(2):
+                precision = TEPrecision(filter="auto", exclude=["model.layers.*.ffn.*"])
+                precision.timer = timer
+                trainer(
+                    folder, plugins=[precision], epochs=1, strategy=FSDP2Strategy(), devices=2,
+                    use_distributed_sampler=False,
+                ).fit(model, loader())  # fmt: skip
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+    both = [None, None]
+    torch.distributed.all_gather_object(both, seen)
+    return *seen, both[0] == both[1]
 
 
 def tensor_parallel(folder):

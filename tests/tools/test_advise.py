@@ -1,14 +1,19 @@
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_ups.__main__ import main
-from lightning_ups.precision import Float8Precision
+from lightning_ups._compat.optional import has
+from lightning_ups.callbacks import Compile
+from lightning_ups.models.gpt import GPT, GPTConfig
+from lightning_ups.precision import Float8Precision, TEPrecision
 from lightning_ups.tools import advise
 from lightning_ups.tools.advise import own_options, show
 from lightning_ups.tools.asked import run_of
 from lightning_ups.tools.trial import Trial
 from lightning_ups.transforms.advise_table import Table, Times
+from tests import fake_te
 from tests.cli_toys import Data, Toy
 from tests.tools.test_asked import DEFAULTS
 
@@ -105,6 +110,86 @@ def test_dry_lists_the_products_on_any_machine(capsys):
 def test_a_module_without_a_fitting_layer_says_what_to_try():
     with pytest.raises(ValueError, match=r"No linear layer of Toy can compute in float8.*--head"):
         show(trial(Toy()), dry=True)
+
+
+class Network(LightningModule):
+    """Two blocks of our GPT's, which Transformer Engine computes fused."""
+
+    def __init__(self):
+        super().__init__()
+        shape = GPTConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, vocab_size=32, max_seq_len=16)
+        self.model = GPT(shape)
+
+    def training_step(self, batch, _):
+        return self.model(batch[:, :-1], batch[:, 1:])
+
+    def train_dataloader(self):
+        torch.manual_seed(1)
+        return torch.utils.data.DataLoader(torch.randint(0, 32, (8, 17)), batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def engine_timer(product, recipe):
+    """Transformer Engine wins where a norm is computed with the product, by current scaling most."""
+    factor = {"bfloat16": 1.0, "te-delayed": 0.8, "te-current": 0.6}.get(recipe, 1.2)
+    total = 4.0 * (factor if product.norm or recipe == "bfloat16" else 1.2)
+    return Times(forward_ms=total / 4, dgrad_ms=total / 4, wgrad_ms=total / 2)
+
+
+def engine_trial(*callbacks):
+    settings = {"plugins": [TEPrecision()], "callbacks": [*callbacks]}
+    settings = DEFAULTS | {"accelerator": "cpu", "precision": None} | settings
+    module = Network()
+    run = run_of(module, settings, [])
+    return Trial(module=module, data=None, settings=settings, callbacks=[], run=run, seed=3)
+
+
+def test_transformer_engine_is_considered_where_the_run_has_it(capsys, monkeypatch):
+    monkeypatch.setattr(advise, "_step_ms", lambda trial, steps: 64.0)
+    with fake_te.installed():
+        assert show(engine_trial(), timer=engine_timer) == 0
+    out = capsys.readouterr().out
+    assert "32 x 32 x 64 by swiglu and back after RMSNorm" in out
+    assert "model.layers.*.ffn" in out
+    assert "te-current           convert 4 of 6 layers by te-current: +11.1% steps a second" in out
+    assert "te-delayed           convert 4 of 6 layers by te-delayed: +5.3% steps a second" in out
+    assert "rowwise              leave bfloat16" in out  # torchao's are compared with it
+    assert "class_path: TEPrecision" in out
+    assert "init_args: {recipe: current, filter: auto}" in out
+
+
+def test_what_the_compiler_cannot_do_is_left_out_beside_compile(capsys):
+    with fake_te.installed():
+        show(engine_trial(Compile()), timer=engine_timer, steps=0)
+    out = capsys.readouterr().out
+    assert "left out: te-delayed, since it cannot run with Compile" in out
+    assert "te-delayed  " not in out
+    assert "te-current  " in out
+
+
+@pytest.mark.skipif(has("transformer_engine"), reason="it is there")
+def test_without_transformer_engine_it_says_so_in_a_line_and_goes_on(capsys):
+    assert show(engine_trial(), timer=engine_timer, steps=0) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = [line for line in lines if "left out" in line]
+    assert said.endswith("te-current, te-block, te-mxfp8, since Transformer Engine is not installed here")
+    assert any(line.startswith("tensorwise  ") for line in lines)
+    with pytest.raises(ModuleNotFoundError, match="TEPrecision needs transformer-engine"):
+        show(engine_trial(), recipes=["te-current"], timer=engine_timer)
+
+
+def test_its_recipes_may_be_asked_for_by_name(capsys):
+    with fake_te.installed():
+        show(engine_trial(), recipes=["tensorwise", "te-current"], dry=True)
+        assert capsys.readouterr().out.count("rows x in x out") == 2
+        show(trial(), recipes=["tensorwise", "te-current"], dry=True)
+        assert "te-current leaves out blocks.0.1 and 3 more: gets 4 rows, which is no multiple of 8" in (
+            capsys.readouterr().out
+        )
+        with pytest.raises(ValueError, match=r"knows no recipe 'current'.*te-current"):
+            show(trial(), recipes=["current"], dry=True)
 
 
 def test_options_of_its_own_are_taken_out():

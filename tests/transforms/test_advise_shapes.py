@@ -27,6 +27,15 @@ def test_shapes_are_counted_over_layers():
     assert str(Product(2, 3, 5)) == "2 x 3 x 5"
 
 
+def test_what_is_computed_as_one_says_so():
+    network = Product(2, 4, 8, norm="RMSNorm", activation="swiglu")
+    assert str(network) == "2 x 4 x 8 by swiglu and back after RMSNorm"
+    assert network.flops == 3 * Product(2, 4, 8).flops
+    assert Product(2, 4, 8, norm="LayerNorm", activation="gelu").flops == 2 * Product(2, 4, 8).flops
+    assert not network.is_plain
+    assert Product(2, 4, 8).is_plain
+
+
 def test_names_are_generalised_where_they_differ():
     shape, other = Product(2, 4, 4), Product(2, 4, 8)
     layers = [Layer(f"layers.{i}.{j}", {shape: 1}) for i in range(3) for j in (1,)] + [Layer("head", {other: 1})]

@@ -38,6 +38,16 @@ def test_each_product_is_timed_once_and_kept_in_a_file_for_this_device_and_these
     assert versions()["torch"] in name
 
 
+def test_products_that_are_computed_as_one_are_kept_too(tmp_path):
+    path = tmp_path / "table.json"
+    fused = Product(64, 32, 96, norm="RMSNorm", split=(64, 16, 16))
+    network = Product(64, 32, 128, norm="LayerNorm", activation="swiglu")
+    table = Table({"device": "cpu"})
+    table.fill([SMALL, fused, network], ["te-current"], timer([]))
+    table.write(path)
+    assert Table.read(path).times == table.times
+
+
 def test_other_versions_have_another_file():
     place = where(CPU)
     assert cache_path(place) != cache_path({**place, "torch": "9.9"})

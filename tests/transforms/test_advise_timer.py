@@ -1,11 +1,19 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from lightning_ups.transforms.advise_engine import Modules, engine_forward
 from lightning_ups.transforms.advise_shapes import Product
 from lightning_ups.transforms.advise_table import BFLOAT16
 from lightning_ups.transforms.advise_timer import timer_on
+from tests import fake_te
 
 PRODUCT = Product(32, 64, 48)
+
+
+def _parts(value):
+    return value if isinstance(value, tuple) else (value,)
 
 
 def measure(results, shapes):
@@ -25,6 +33,64 @@ def test_the_parts_add_up_to_forward_and_backward():
     assert shapes == [[(32, 64), (48, 64)], (32, 48), [(32, 64)]]  # both gradients, forward, that of the input
 
 
+FUSED = {
+    "a norm and a layer": (Product(32, 64, 48, norm="LayerNorm"), [(64,), (64,), (48, 64)], [(32, 48)]),
+    "a norm and three layers": (
+        Product(32, 64, 96, norm="RMSNorm", split=(64, 16, 16)),
+        [(64,), (64, 64), (16, 64), (16, 64)],
+        [(32, 64), (32, 16), (32, 16)],
+    ),
+    "a gated network": (
+        Product(32, 64, 128, norm="RMSNorm", activation="swiglu"),
+        [(64,), (128, 64), (128, 64), (64, 128)],
+        [(32, 64)],
+    ),
+    "a network": (
+        Product(32, 64, 128, norm="LayerNorm", activation="gelu"),
+        [(64,), (64,), (128, 64), (64, 128)],
+        [(32, 64)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("product", "weights", "results"), FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("recipe", [BFLOAT16, "te-delayed", "te-current", "te-block"])
+def test_what_is_computed_as_one_is_timed_as_one(product, weights, results, recipe):
+    found = []
+
+    def run(call):
+        value = call()
+        found.append([tuple(part.shape) for part in _parts(value)])
+        return [6.0, 1.5, 3.5][len(found) - 1]
+
+    with fake_te.installed():
+        times = timer_on(torch.device("cpu"), measure=run, backend="eager")(product, recipe)
+        entered = fake_te.FP8GlobalStateManager.quantization_state.entered
+    assert (times.forward_ms, times.dgrad_ms, times.wgrad_ms) == (1.5, 2.0, 2.5)
+    assert found == [[(32, 64), *weights], results, [(32, 64)]]
+    assert len(entered) == (recipe != BFLOAT16)  # once: what ends a step is no part of a product
+
+
+@pytest.mark.parametrize("product", [PRODUCT, *(product for product, _, _ in FUSED.values())], ids=str)
+def test_both_compute_the_same(product):
+    torch.manual_seed(0)
+    modules = Modules(product, device=torch.device("cpu"))
+    x = torch.randn(product.rows, product.in_features, dtype=torch.bfloat16)
+    with fake_te.installed():
+        engine = engine_forward(modules)(x)
+    for found, wanted in zip(*(_parts(value) for value in (engine, modules(x))), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+
+
+def test_a_layer_by_transformer_engine_is_timed_with_what_precedes_it():
+    shapes = []
+    with fake_te.installed():
+        timer = timer_on(torch.device("cpu"), measure=measure([6.0, 1.5, 3.5], shapes), backend="eager")
+        times = timer(PRODUCT, "te-current")
+    assert times.total_ms == 6.0
+    assert shapes == [[(32, 64), (48, 64)], (32, 48), [(32, 64)]]
+
+
 def test_noise_makes_no_part_negative():
     timer = timer_on(torch.device("cpu"), measure=measure([6.0, 2.0, 7.0], []), backend="eager")
     times = timer(PRODUCT, BFLOAT16)
@@ -37,6 +103,25 @@ def test_many_shapes_are_each_compiled_and_draw_no_random_number_of_the_run():
     for rows in range(16, 16 * 11, 16):  # more than Dynamo keeps for one function
         timer(Product(rows, 16, 16), BFLOAT16)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu(capability=(8, 9))
+@pytest.mark.parametrize("product", [product for product, _, _ in FUSED.values()], ids=FUSED)
+@pytest.mark.parametrize("recipe", ["te-delayed", "te-current"])
+def test_transformer_engine_is_timed_on_a_gpu(product, recipe):
+    pytest.importorskip("transformer_engine.pytorch")
+    large = replace(
+        product,
+        rows=4096,
+        in_features=2048,
+        out_features=product.out_features * 32,
+        split=tuple(size * 32 for size in product.split),
+    )
+    timer = timer_on(torch.device("cuda", 0))
+    found = {name: timer(large, name) for name in (BFLOAT16, recipe)}
+    for times in found.values():
+        assert 20 < large.flops / times.total_ms / 1e9 < 5000  # TFLOP/s
+        assert min(times.forward_ms, times.dgrad_ms) > 0
 
 
 @pytest.mark.gpu(capability=(8, 9))
