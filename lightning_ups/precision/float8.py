@@ -1,12 +1,11 @@
 """Float8 matrix products over bfloat16 computation and float32 masters."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,6 +18,7 @@ from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
+from lightning_ups.transforms.advise_agree import agreed
 from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
@@ -149,24 +149,7 @@ class Float8Precision(PolicyPrecision):
 
     def _losers(self, module: nn.Module) -> dict[str, str]:
         """Return why layers stay in bfloat16 that could be converted; the same on every rank."""
-        found: list[dict[str, str] | None] = [None]
-        failure: Exception | None = None
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                found = [self._found_slower(module)]
-            except (ValueError, RuntimeError, OSError) as error:
-                failure = error
-        if dist.is_initialized():
-            dist.broadcast_object_list(found)  # times differ, and ranks must not
-        if failure is not None:
-            raise failure
-        if found[0] is None:
-            raise RuntimeError(
-                "Float8Precision(filter='auto') could not be decided on rank 0."
-                " It times the layers there, for all ranks, and says in its own error what failed."
-                " See the error of rank 0."
-            )
-        return found[0]
+        return agreed(lambda: self._found_slower(module), by="Float8Precision(filter='auto')")
 
     def _found_slower(self, module: nn.Module) -> dict[str, str]:
         linears = fitting_linears(module, **self._selection)
@@ -214,7 +197,8 @@ class Float8Precision(PolicyPrecision):
         super().note(report)
         if (done := self.conversion) is None:
             return
-        gathered = ", gathered in float8" if self._gathers else ""
+        apart = f" but for {len(done.shared)} that other layers have too" if done.shared else ""
+        gathered = f", gathered in float8{apart}" if self._gathers else ""
         report.note(
             "Precision",
             f"{len(done.converted)} linear layers multiply in float8, {self.recipe}{gathered};"
@@ -223,6 +207,7 @@ class Float8Precision(PolicyPrecision):
             not_float8=dict(done.skipped),
             recipe=self.recipe,
             gathered_in_float8=self._gathers,
+            gathered_as_they_are=[*done.shared],
         )
         if self.advice is not None:
             report.note("Precision", f"by times of these layers: {self.advice.verdict()}", filter=self.filter)
@@ -255,7 +240,8 @@ class Float8Precision(PolicyPrecision):
     def forward_context(self) -> Iterator[None]:
         if self._scales is not None:
             self._scales.refresh()
-        with super().forward_context(), _autocast_as_torchao_asks(self.policy.param):
+        advice = _advice_on_gathers() if self._gathers else nullcontext()
+        with advice, super().forward_context(), _autocast_as_torchao_asks(self.policy.param):
             yield
 
     def _check_device(self, module: nn.Module) -> None:
@@ -306,6 +292,20 @@ def _some(done: Float8Conversion) -> str:
     named = [f"{name} ({done.skipped[name]})" for name in done.misfits[:3]]
     more = [f"{len(done.misfits) - 3} more"] if len(done.misfits) > 3 else []
     return f", among them {', '.join(named + more)}" if named else ""
+
+
+@contextmanager
+def _advice_on_gathers() -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if any(words in str(error) for words in ("Float8TrainingTensor", "Invalid scalar type")):
+            error.add_note(
+                "A weight that is gathered in float8 was read outside of the forward of its layer."
+                " What reads it there, such as F.linear with layer.weight, cannot multiply by it."
+                " Set all_gather=False in Float8Precision, or exclude=[...] the layer."
+            )
+        raise
 
 
 @contextmanager

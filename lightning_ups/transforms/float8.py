@@ -1,5 +1,6 @@
 """Matrix products of linear layers in float8, by torchao."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -45,11 +46,13 @@ class Float8Conversion:
         converted: Names of the layers that compute in float8.
         skipped: Why the others do not, by name.
         misfits: Those of ``skipped`` that were asked for, and whose shape, type or class does not allow it.
+        shared: Those of ``converted`` whose weights are not gathered in float8, since others have them too.
     """
 
     converted: tuple[str, ...]
     skipped: Mapping[str, str]
     misfits: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     _originals: Sequence[tuple[nn.Module, str, nn.Linear]] = field(default=(), repr=False)
 
     def undo(self) -> None:
@@ -97,7 +100,8 @@ def convert_to_float8(
         losers: Layers that stay as they are since they would be slower, and the reason, by name. That nothing is
             left to convert is then no error.
         tensor_size: Over how many devices tensor parallelism will split a layer.
-        all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter.
+        all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter; one that several layers
+            have stays what it is, and is gathered so.
         emulate: Compute in high precision what float8 would, on any device.
 
     Raises:
@@ -116,10 +120,20 @@ def convert_to_float8(
         )
     losing = {name: why for name, why in (losers or {}).items() if name in fitting}
     chosen = {name: linear for name, linear in fitting.items() if name not in losing}
-    swap = float8_swap(recipe, all_gather=all_gather, emulate=emulate) if chosen else None
-    originals = [_put(module, name, linear, swap(linear)) for name, linear in chosen.items()] if swap else []
+    shared = _with_shared_weights(module, chosen) if all_gather else ()
+    originals = [
+        place
+        for name, linear in chosen.items()
+        for place in _put(
+            module, linear, float8_swap(recipe, all_gather=all_gather and name not in shared, emulate=emulate)(linear)
+        )
+    ]
     done = Float8Conversion(
-        converted=tuple(chosen), skipped=reasons | losing, misfits=tuple(misfits), _originals=originals
+        converted=tuple(chosen),
+        skipped=reasons | losing,
+        misfits=tuple(misfits),
+        shared=tuple(shared),
+        _originals=originals,
     )
     _CONVERSIONS[module] = done
     return done
@@ -215,13 +229,21 @@ def _multiple(recipe: Recipe) -> int:
     return 32 if recipe == "mxfp8" else 16
 
 
-def _put(module: nn.Module, name: str, linear: nn.Linear, float8: nn.Module) -> tuple[nn.Module, str, nn.Linear]:
-    parent_name, _, last = name.rpartition(".")
-    parent = module.get_submodule(parent_name)
+def _put(module: nn.Module, linear: nn.Linear, float8: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Put ``float8`` wherever ``linear`` is, and return these places."""
     float8.train(linear.training)
     _take_over(float8, linear)
-    setattr(parent, last, float8)
-    return parent, last, linear
+    places = [(m, name) for m in module.modules() for name, child in m._modules.items() if child is linear]
+    for parent, name in places:
+        setattr(parent, name, float8)
+    return [(parent, name, linear) for parent, name in places]
+
+
+def _with_shared_weights(module: nn.Module, chosen: Mapping[str, nn.Linear]) -> list[str]:
+    """Return which layers have a weight that is in another place too: it must remain one, and is read there."""
+    places = [child for m in module.modules() for child in m._modules.values() if child is not None]
+    owners = Counter(id(p) for m in (module, *places) for p in m._parameters.values() if p is not None)
+    return [name for name, linear in chosen.items() if owners[id(linear.weight)] > 1]
 
 
 def _take_over(float8: nn.Module, linear: nn.Linear) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.function_modes import outside_function_modes
 from lightning_ups._compat.optional import require
 from lightning_ups._compat.tensors import local_of, plain_memory
 
@@ -34,7 +35,8 @@ class Scales:
         """Compute all of them; every rank must."""
         if self._layers:
             torchao = require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature="Float8Precision")
-            torchao.precompute_float8_dynamic_scale_for_fsdp(self._layers)
+            with outside_function_modes():  # what watches for weights that are read takes DTensors for theirs
+                torchao.precompute_float8_dynamic_scale_for_fsdp(self._layers)
             self._of = self._versions()
 
     def refresh(self) -> None:

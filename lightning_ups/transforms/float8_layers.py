@@ -34,13 +34,13 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # By its name a pickle would look for a class that is made here. By an older protocol, that insists on no class.
         make, arguments, *state = plain.__reduce_ex__(self, min(protocol, 1))
-        return _remade, (plain, by_rows, make, tuple(plain if a is type(self) else a for a in arguments)), *state
+        return _remade, (by_rows, make, tuple(plain if a is type(self) else a for a in arguments)), *state
 
     Float8Linear.__doc__, Float8Linear.__reduce_ex__ = plain.__doc__, reduce  # type: ignore[method-assign]
     return Float8Linear
 
 
-def _remade(plain: type[nn.Module], by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module:  # noqa: FBT001
+def _remade(by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module:  # noqa: FBT001
     return adapted(make(*arguments), by_rows=by_rows)
 
 
@@ -59,11 +59,11 @@ def once_differentiable(value: Tensor) -> Tensor:
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ARG004
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "A gradient through a linear layer in float8 is to be differentiated again, by create_graph=True."

@@ -1,8 +1,12 @@
 """Float8 under FSDP2 on two ranks: gathers in float8, scales, tensor parallelism, and checkpoints that move."""
 
+from types import MethodType
+
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
@@ -304,3 +308,77 @@ def test_a_module_that_its_user_sharded_is_refused(ranks, tmp_path):
 def test_precisions_are_what_they_say():
     assert isinstance(wide.precision(None), BF16Precision)
     assert isinstance(wide.precision({}), Float8Precision)
+
+
+class Reused(wide.Wide):
+    """One layer in both blocks, and one weight in two layers."""
+
+    def build(self):
+        super().build()
+        first, second = self.layers
+        second.down = first.down
+        first.gate, second.gate = nn.Linear(32, 32), nn.Linear(32, 32)
+        second.gate.weight = first.gate.weight
+        for layer in self.layers:
+            layer.forward = MethodType(gated, layer)
+
+
+def gated(self, x):
+    return x + torch.tanh(self.gate(x)) * self.down(torch.tanh(self.up(x)))
+
+
+cases.CASES["Reused"] = Reused
+
+
+def reused(tmp_path, options):
+    found, chosen = [], wide.precision(options)
+    _, _, result = cases.train(
+        "Reused", tmp_path, strategy=FSDP2Strategy(), ranks=2, plugins=[chosen], steps=4, data_ranks=None,
+        prepare=lambda model: setattr(model, "on_train_end", lambda: found.append(facts(model))),
+    )  # fmt: skip
+    return result["losses"], found[0]
+
+
+def facts(model):
+    parts = applied(model.trainer.strategy).report.parts["Precision"]
+    tied = model.layers[0].gate.weight is model.layers[1].gate.weight
+    return parts.get("gathered_as_they_are"), tied, len([*model.parameters()])
+
+
+def test_what_is_in_two_places_stays_one_thing(ranks, tmp_path):
+    """A layer of two blocks computes in float8 in both; a weight of two layers is stepped once, as in bfloat16."""
+    losses, (apart, tied, number) = ranks(reused, tmp_path, {})
+    wanted, (_, _, expected) = ranks(reused, tmp_path, None)
+    assert apart == ["layers.0.down", "layers.0.gate", "layers.1.gate"]
+    assert tied
+    assert number == expected
+    assert losses == pytest.approx(wanted, rel=3e-2)
+    assert losses != wanted
+
+
+class Outside(wide.Wide):
+    """Multiplies by the weight of a layer that it does not call."""
+
+    def run(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(torch.tanh(F.linear(x.bfloat16(), self.layers[0].up.weight))[:, :32])
+
+
+cases.CASES["Outside"] = Outside
+
+
+def read_outside(tmp_path, options):
+    try:
+        chosen = wide.precision(options)
+        cases.train("Outside", tmp_path, strategy=FSDP2Strategy(), ranks=2, plugins=[chosen], steps=2, data_ranks=None)
+    except (AssertionError, RuntimeError) as error:
+        return getattr(error, "__notes__", [str(error)])
+    return None
+
+
+def test_a_weight_gathered_in_float8_and_read_elsewhere_says_what_to_set(ranks, tmp_path):
+    notes = ranks(read_outside, tmp_path, {})
+    assert any("Set all_gather=False in Float8Precision" in note for note in notes)
+    assert ranks(read_outside, tmp_path, {"all_gather": False}) is None

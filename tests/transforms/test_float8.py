@@ -11,6 +11,7 @@ from lightning_ups.transforms.float8 import (
     fitting_linears,
     float8_linears,
 )
+from lightning_ups.transforms.float8_gather import gathers_in_float8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
@@ -106,6 +107,37 @@ def test_undo_puts_the_layers_back_with_the_weights_of_now():
     done.undo()
     assert dict(model.named_modules()) == originals
     assert torch.equal(model.layers[0][0].weight, torch.ones(64, 32))
+
+
+class Reused(nn.Module):
+    """One layer in two places, and one weight in two layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers = nn.Linear(32, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.again, self.layers[1].weight = self.first, self.layers[0].weight
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_in_two_places_is_converted_in_both(recipe):
+    model = Reused()
+    done = convert_to_float8(model, recipe=recipe, include=["*", "layers.*"], emulate=True)
+    assert done.converted == ("first", "layers.0", "layers.1", "layers.2")
+    assert model.again is model.first
+    assert "first" in float8_linears(model)
+    done.undo()
+    assert model.again is model.first
+    assert type(model.first) is nn.Linear
+
+
+def test_a_weight_in_two_places_stays_one_and_is_gathered_as_it_is():
+    model = Reused()
+    done = convert_to_float8(model, recipe="tensorwise", include=["*", "layers.*"], all_gather=True, emulate=True)
+    assert model.layers[1].weight is model.layers[0].weight
+    gathered = {name: gathers_in_float8(layer) for name, layer in float8_linears(model).items()}
+    assert gathered == {"first": False, "layers.0": False, "layers.1": False, "layers.2": True}
+    assert done.shared == ("first", "layers.0", "layers.1")
 
 
 def test_a_copy_is_independent():
