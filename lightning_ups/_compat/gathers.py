@@ -19,12 +19,27 @@ _GROUP = "lightning_ups_group"
 
 
 def gathers(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the two nodes of each gather in ``graph``, and in the checkpointed regions inside it."""
-    for part in graph.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            source = node.args[0] if node.args else None
-            if _calls(node, "to_local") and isinstance(source, fx.Node) and _calls(source, "redistribute"):
-                yield source, node
+    """Yield the two nodes of each gather in ``graph``, in the order in which they run.
+
+    Those in checkpointed regions inside it are among them, at the places of these.
+    """
+    for node in _in_order(graph, set()):
+        source = node.args[0] if node.args else None
+        if _calls(node, "to_local") and isinstance(source, fx.Node) and _calls(source, "redistribute"):
+            yield source, node
+
+
+def _in_order(graph: fx.GraphModule, seen: set[fx.GraphModule]) -> Iterator[fx.Node]:
+    for node in graph.graph.nodes:
+        inner = graph.get_submodule(node.target) if _names_module(graph, node) else None
+        if isinstance(inner, fx.GraphModule) and inner not in seen:
+            seen.add(inner)
+            yield from _in_order(inner, seen)
+        yield node
+
+
+def _names_module(graph: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(getattr(graph, str(node.target), None), fx.GraphModule)
 
 
 def _calls(node: fx.Node, method: str) -> bool:

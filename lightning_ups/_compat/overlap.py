@@ -17,8 +17,10 @@ import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from lightning_ups._compat import reduce_input
 from lightning_ups._compat.gathers import group_of
 from lightning_ups._compat.optional import has
+from lightning_ups._compat.reduce_input import cast_where_copied
 
 __all__ = ["GraphCollectives", "bucketing", "collectives_of", "missing"]
 
@@ -30,6 +32,7 @@ _KINDS = {
     "all_reduce": "all-reduces",
     "all_reduce_": "all-reduces",
 }
+_COPIED_AT_ONCE = 2**26  # bytes: enough for the full rate of a link, and few enough to begin early
 
 
 @dataclass(frozen=True)
@@ -110,32 +113,36 @@ class _Bucket(CustomGraphPass):
         if self.together and groups and module is not None and function is not None:
             with _without_estimates():
                 function(module, **_arguments(function, groups))
+            cast_where_copied(graph)
         backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
+        if self.together and backward:
+            _reduce_copies(graph)
         self.told(GraphCollectives(backward, before, collectives_of(graph), len(groups)))
 
     def uuid(self) -> Any:
         others = tuple(other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others)
         if None in others:
             return None  # no caching, as without ours
-        return get_hash_for_files((__file__,)), self.together, self.key, others
+        return get_hash_for_files((__file__, reduce_input.__file__)), self.together, self.key, others
 
 
 def _reduce_sums(graph: fx.Graph) -> None:
     """Reduce the sum of two gradients of one parameter, which is tied, and not each of them."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+    sums = list(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor))
+    for node in sums:  # to which what is found adds: copies of shards are reduced twice
         waits = [arg for arg in node.args if isinstance(arg, fx.Node) and len(arg.users) == 1]
         reductions = [wait.args[0] for wait in waits if _name(wait) == "wait_tensor"]
         first, second = reductions if len(reductions) == 2 and not node.kwargs else (None, None)
         if not (isinstance(first, fx.Node) and isinstance(second, fx.Node) and first is not second):
             continue
         alone = len(first.users) == 1 and len(second.users) == 1
-        reduces = _name(first) == _name(second) == "reduce_scatter_tensor" and first.args[1:] == second.args[1:]
+        reduces = _name(first) == _name(second) in ("reduce_scatter_tensor", "all_reduce")
         gradients = (first.args[0], second.args[0])
-        if alone and reduces and all(isinstance(g, fx.Node) for g in gradients):
-            _reduce_sum(graph, node, waits, first, second)
+        if alone and reduces and first.args[1:] == second.args[1:] and all(isinstance(g, fx.Node) for g in gradients):
+            sums.append(_reduce_sum(graph, node, waits, first, second))
 
 
-def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.Node, second: fx.Node) -> None:
+def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.Node, second: fx.Node) -> fx.Node:
     with graph.inserting_before(node):
         total = graph.call_function(torch.ops.aten.add.Tensor, (first.args[0], second.args[0]))
         reduced = graph.call_function(second.target, (total, *second.args[1:]))  # type: ignore[arg-type]
@@ -146,6 +153,44 @@ def _reduce_sum(graph: fx.Graph, node: fx.Node, waits: list[fx.Node], first: fx.
     node.replace_all_uses_with(waited)
     for gone in (node, *waits, first, second):
         graph.erase_node(gone)
+    return total
+
+
+def _reduce_copies(graph: fx.Graph) -> None:
+    """Put all-reduces of gradients into few, and wait for them at the end, where alone their results are needed."""
+    merge = getattr(importlib.import_module("torch._inductor.fx_passes.bucketing"), "merge_all_reduce_bucket", None)
+    for nodes in _reductions_of_copies(graph):
+        made = merge(graph, nodes)[0] if merge is not None and len(nodes) > 1 else nodes
+        for node in [node for node in made if _name(node) == "all_reduce"]:
+            *results, output = _after(node)
+            for result in results:
+                output.prepend(result)
+
+
+def _reductions_of_copies(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return all-reduces whose results are only returned: by group, and without one (nothing was split) by size."""
+    found: dict[Any, list[fx.Node]] = {}
+    filled = 0
+    for node in graph.nodes:
+        if _name(node) != "all_reduce" or not (after := _after(node)) or after[-1].op != "output":
+            continue
+        value, place = node.meta["val"], _place(node)
+        if place is None:
+            filled += value.numel() * value.element_size()
+            place = filled // _COPIED_AT_ONCE
+        found.setdefault((place, *node.args[1:], value.dtype), []).append(node)
+    return [*found.values()]
+
+
+def _after(node: fx.Node) -> list[fx.Node]:
+    """Return what is computed from ``node``, in order and at last the output, if it is computed from nothing else."""
+    found = {node}
+    for other in node.graph.nodes:
+        if not found.isdisjoint(other.all_input_nodes):
+            if other.op != "output" and len(other.all_input_nodes) != 1:
+                return []
+            found.add(other)
+    return [other for other in node.graph.nodes if other in found and other is not node]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What becomes of gathers of parameters in a graph: by which block they are grouped, and whether they are kept."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -22,11 +23,13 @@ class GatherPlan:
             the key of inductor's cache, and a set's differs from process to process.
         recompute: Whether the backward gathers anew.
         key: Whatever else tells two models apart that may not share graphs.
+        rules: Which groups are made of blocks, as a number: graphs on disk are found by the text of a plan.
     """
 
     blocks: tuple[str, ...]
     recompute: bool
     key: str = ""
+    rules: int = 2
 
     @classmethod
     def of(cls, blocks: Iterable[str], roots: Iterable[str], *, recompute: bool, key: str = "") -> Self:
@@ -41,11 +44,16 @@ class GatherPlan:
         Raises:
             RuntimeError: If it writes to what it gathered.
         """
-        for redistribute, local in gathers(graph):
-            group = self._group(local)
+        found = list(gathers(graph))
+        groups = _by_runs(self._place(local) for _, local in found)
+        # Backward begins with what forward ended with: gathering that anew would free nothing, and have it waited for.
+        kept = {
+            redistribute.args[0] for (redistribute, _), group in zip(found, groups, strict=True) if _last(group, groups)
+        }
+        for (redistribute, local), group in zip(found, groups, strict=True):
             for node in (redistribute, local):
                 set_group(node, group)
-                if self.recompute:
+                if self.recompute and redistribute.args[0] not in kept:
                     recompute(node)
             if written(graph, local):
                 where = (module_path(local) or ["the model"])[-1]
@@ -55,5 +63,24 @@ class GatherPlan:
                     " Write outside the step, such as in on_train_batch_end, or use FSDP2Strategy."
                 )
 
-    def _group(self, node: fx.Node) -> str:
+    def _place(self, node: fx.Node) -> str:
         return next((path for path in module_path(node) if path in self.blocks), REST)
+
+
+def _by_runs(places: Iterable[str]) -> list[str]:
+    """Return a name for each run of equal ``places``: what is read far apart is no group.
+
+    An embedding and a head that were gathered at once would have every gather between them start with theirs.
+    """
+    groups: list[str] = []
+    runs: Counter[str] = Counter()
+    before = None
+    for place in places:
+        runs[place] += place != before
+        groups.append(place if runs[place] == 1 else f"{place}, {runs[place]}")
+        before = place
+    return groups
+
+
+def _last(group: str, groups: list[str]) -> bool:
+    return group == groups[-1] != groups[0]

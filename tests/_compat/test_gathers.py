@@ -29,10 +29,20 @@ def test_what_only_looks_like_one_is_none():
     assert [list(gathers(graph)) for graph in (alone, other)] == [[], []]
 
 
-def test_gathers_in_a_checkpointed_region_are_found():
-    outer = fx.GraphModule(nn.Module(), fx.Graph())
-    outer.body = graph_of(lambda g, x: g.call_method("to_local", (g.call_method("redistribute", (x,)),)))
-    assert len(list(gathers(outer))) == 1
+def test_gathers_in_a_checkpointed_region_are_found_at_its_place():
+    def gather(graph, shard):
+        return graph.call_method("to_local", (graph.call_method("redistribute", (shard,)),))
+
+    graph = fx.Graph()
+    shard = graph.placeholder("shard")
+    before, body = gather(graph, shard), graph.get_attr("body")
+    after = gather(graph, shard)
+    graph.output((before, body, after))
+    module = nn.Module()
+    module.body = graph_of(gather)
+    found = [local for _, local in gathers(fx.GraphModule(module, graph))]
+    assert [found[0].name, found[2].name] == [before.name, after.name]
+    assert found[1].graph is not found[0].graph
 
 
 def test_a_mark_leaves_other_marks():

@@ -16,6 +16,7 @@ from lightning_ups.transforms.blocks import find_blocks, roots
 from lightning_ups.transforms.compile import compiled
 from lightning_ups.transforms.compile_frame import Compiler, prepared
 from lightning_ups.transforms.gather_graph import GatherPlan
+from lightning_ups.transforms.mesh import MeshSizes, build_mesh
 from tests.transforms.test_parametrise import done
 
 
@@ -46,8 +47,12 @@ class Model(nn.Module):
         return self.last(x * self.gains.mean(0))
 
 
+GRAPHS = []  # after the passes
+
+
 def passed(graph, inputs):
     inductor_config.post_grad_custom_post_pass(graph.graph)
+    GRAPHS.append(graph)
     for node in graph.graph.nodes:
         if str(node.target) == "control_deps":  # an order for inductor, which torch 2.11 cannot run by itself
             node.target = lambda after, function, *args: function(*args)
@@ -61,13 +66,14 @@ def register():
     register_backend(lambda graph, inputs: aot(graph, inputs), name="ups_passes")
 
 
-def trained(*, together, tie=False, recompute=True):
+def run(*, together, tie=False, recompute=True, **options):
     register()
-    model, plain, seen = nn.Module(), Model(tie=tie), []
+    GRAPHS.clear()
+    model, seen = nn.Module(), []
     model.root = Model(tie=tie)
     names, blocks = [name for name, _ in roots(model)], find_blocks(model)
-    gathering = done(model).gathering
-    plan = GatherPlan.of(blocks, names, recompute=recompute, key=f"{together}")
+    gathering = done(model, **options).gathering
+    plan = GatherPlan.of(blocks, names, recompute=recompute, key=f"{together} {options}")
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     with (
         overlap.bucketing(together=together, key=str(plan), told=seen.append),
@@ -77,6 +83,12 @@ def trained(*, together, tie=False, recompute=True):
     ):
         loss = model.root(x).square().mean()
         loss.backward()
+    return model, x, loss, seen
+
+
+def trained(*, tie=False, **options):
+    model, x, loss, seen = run(tie=tie, **options)
+    plain = Model(tie=tie)
     right = plain(x).square().mean()
     right.backward()
     assert loss.item() == pytest.approx(right.item(), rel=1e-6)
@@ -86,14 +98,14 @@ def trained(*, together, tie=False, recompute=True):
     return [(g.backward, g.before, g.after, g.groups) for g in seen]
 
 
-# Three blocks of four parameters, and three outside them, which are one group.
+# Three blocks of four parameters, and three outside them: one before, two after, which the backward still has.
 @pytest.mark.slow
 def test_a_block_gathers_once_and_reduces_once_in_each_direction(ranks):
     forward, backward = ranks(_told_together)
-    assert forward == (False, {"gathers": 15}, {"gathers": 4}, 4)
+    assert forward == (False, {"gathers": 15}, {"gathers": 5}, 5)
     assert backward[0] is True
     assert backward[1]["reduce-scatters"] == 15
-    assert backward[2] == {"gathers": 4, "reduce-scatters": 4}
+    assert backward[2] == {"gathers": 3, "reduce-scatters": 5}
 
 
 def _told_together():
@@ -102,9 +114,9 @@ def _told_together():
 
 def test_a_tied_parameter_is_reduced_once(ranks):
     forward, backward = ranks(_told_tied)
-    assert forward[2] == {"gathers": 4}
+    assert forward[2] == {"gathers": 5}
     assert backward[1]["reduce-scatters"] == 15
-    assert backward[2] == {"gathers": 4, "reduce-scatters": 4}
+    assert backward[2] == {"gathers": 3, "reduce-scatters": 5}
 
 
 def _told_tied():
@@ -114,12 +126,89 @@ def _told_tied():
 @pytest.mark.slow
 def test_what_is_kept_is_not_gathered_again(ranks):
     forward, backward = ranks(_told_kept)
-    assert forward[2] == {"gathers": 4}
-    assert backward[2] == {"reduce-scatters": 4}
+    assert forward[2] == {"gathers": 5}
+    assert backward[2] == {"reduce-scatters": 5}
 
 
 def _told_kept():
     return trained(together=True, recompute=False)
+
+
+def test_a_block_is_gathered_while_the_one_before_computes(ranks):
+    forward, backward = ranks(_told_order)
+    assert forward == ["gather"] * 3 + ["tanh", "gather", "tanh", "gather", "tanh"]
+    # What forward ended with is still there, and the last reduction waits for nothing else.
+    assert backward == [
+        "gather", "reduce", "gather", "tanh", "reduce", "gather", "tanh", "reduce", "tanh", "reduce", "reduce",
+    ]  # fmt: skip
+
+
+def _told_order():
+    trained(together=True)
+    words = {"all_gather": "gather", "reduce_scatter_tensor": "reduce", "tanh": "tanh"}
+    return [
+        [
+            word
+            for node in graph.graph.nodes
+            for part, word in words.items()
+            if node.op == "call_function" and part in str(node.target) and "bucket" not in str(node.target)
+        ]
+        for graph in GRAPHS
+    ]
+
+
+def test_gradients_are_cast_as_they_are_copied_together(ranks):
+    casts, kinds, bits = ranks(_told_casts)
+    assert casts == {True: 0, False: 15}
+    assert kinds == {torch.float32}
+    assert bits
+
+
+def _told_casts():
+    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    models, casts = [], {}
+    for fused in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not fused:
+                patch.setattr(overlap, "cast_where_copied", lambda graph: None)
+            models.append(run(together=True, **options)[0])
+        casts[fused] = sum(
+            node.meta["val"].dtype == torch.float32 and "_to_copy" in str(node.target)
+            for node in GRAPHS[1].graph.nodes
+            if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
+        )
+        torch._dynamo.reset()  # noqa: TID251
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    kinds = {p.grad.dtype for model in models for p in model.parameters()}
+    return casts, kinds, all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_gradients_of_copies_are_reduced_a_few_at_once_and_waited_for_at_the_end(ranks, num):
+    ((backward, before, after, _),), order = ranks(_told_copies, num, False)
+    assert backward
+    assert (before, after) == ({"all-reduces": 15}, {"all-reduces": num})
+    first = order.index("wait")
+    assert order[first:] == ["wait"] * num
+    assert order[:first].count("mm") > 5
+
+
+@pytest.mark.slow
+def test_a_tied_parameter_of_copies_is_reduced_once(ranks):
+    ((*_, after, _),), order = ranks(_told_copies, 1, True)
+    assert after == {"all-reduces": 1}
+    assert order[-1] == "wait"
+
+
+def _told_copies(num, tie):
+    mesh = build_mesh("cpu", MeshSizes(replicate=2, shard=1, tensor=1))
+    size = sum(p.numel() * p.element_size() for p in Model().parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "_COPIED_AT_ONCE", size // num + 1)
+        told = trained(together=True, tie=tie, mesh=mesh)
+    torch.compiler.reset()
+    names = [str(node.target) for node in GRAPHS[1].graph.nodes if node.op == "call_function"]
+    return told, [word for name in names for part, word in (("wait_tensor", "wait"), ("mm", "mm")) if part in name]
 
 
 @pytest.mark.slow

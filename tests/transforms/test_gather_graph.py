@@ -47,6 +47,23 @@ def test_the_outermost_block_counts():
     assert groups(plan, graph_of("layers.0.up")) == ["layers.0"]
 
 
+def test_what_is_read_far_apart_is_not_gathered_together():
+    plan = GatherPlan.of(["model.a", "model.b"], ["model"], recompute=True)
+    graph = graph_of("embed", "a", "a", "norm", "between", "b", "norm", "head")
+    assert groups(plan, graph) == ["rest", "a", "a", "rest, 2", "rest, 2", "b", "rest, 3", "rest, 3"]
+
+
+def test_what_the_backward_begins_with_stays_gathered():
+    graph = graph_of("embed", "a", "norm", "head")
+    *_, head = graph.graph.find_nodes(op="call_method", target="redistribute")
+    embed = next(node for node in graph.graph.nodes if node.op == "placeholder")
+    head.args = (embed,)  # tied, so that it stays gathered from the first read on
+    GatherPlan.of(["model.a"], ["model"], recompute=True)(graph)
+    assert [("recompute" in whole.meta, "recompute" in local.meta) for whole, local in gathers(graph)] == [
+        (False, False), (True, True), (False, False), (False, False),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_what_is_gathered_anew_is_marked(recompute):
     graph = graph_of("a")

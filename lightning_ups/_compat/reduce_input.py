@@ -1,0 +1,59 @@
+"""What a reduction of many gradients at once reads: all of them in one tensor, in the type of the reduction."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["cast_where_copied"]
+
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+@torch.library.custom_op("lightning_ups::reduce_scatter_input", mutates_args=())
+def _reduce_scatter_input(gradients: list[Tensor], group_size: int, dtype: torch.dtype) -> Tensor:
+    sizes = [gradient.numel() // group_size for gradient in gradients]
+    together = gradients[0].new_empty((group_size, sum(sizes)), dtype=dtype)
+    for part, gradient in zip(together.split(sizes, dim=1), gradients, strict=True):
+        part.copy_(gradient.reshape(group_size, -1))
+    return together.view(-1)
+
+
+@_reduce_scatter_input.register_fake
+def _(gradients: list[Tensor], group_size: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG001  (the signature)
+    return gradients[0].new_empty((sum(gradient.numel() for gradient in gradients),), dtype=dtype)
+
+
+def cast_where_copied(graph: fx.Graph) -> None:
+    """Let gradients be cast while they are copied together, as FSDP2 does, and not before.
+
+    A cast by itself reads and writes every gradient once more, and its result is as large again.
+    """
+    bucketing = getattr(torch.ops, "bucketing", None)
+    target = getattr(getattr(bucketing, "_pre_bucket_reduce_scatter", None), "default", None)
+    for node in graph.find_nodes(op="call_function", target=target) if target is not None else ():
+        gradients, group_size = node.args
+        sources = [_uncast(gradient) for gradient in gradients]
+        if sources == [*gradients]:
+            continue
+        with graph.inserting_before(node):
+            dtype = node.meta["val"].dtype
+            together = graph.call_function(
+                torch.ops.lightning_ups.reduce_scatter_input.default, (sources, group_size, dtype)
+            )
+        # All but what inductor remembers of the arguments, which are others now.
+        together.meta.update({key: value for key, value in node.meta.items() if key != "eager_input_vals"})
+        node.replace_all_uses_with(together)
+        graph.erase_node(node)
+        for cast in dict.fromkeys(gradients):
+            if not cast.users and cast.target in _CASTS:
+                graph.erase_node(cast)
+
+
+def _uncast(gradient: Any) -> Any:
+    """Return what ``gradient`` was before a cast that nothing else needs."""
+    source = gradient.args[0] if gradient.args else None
+    if gradient.target not in _CASTS or len(gradient.users) != 1 or not isinstance(source, fx.Node):
+        return gradient
+    before, after = source.meta["val"], gradient.meta["val"]
+    return source if before.device == after.device and before.is_contiguous() and after.is_contiguous() else gradient
