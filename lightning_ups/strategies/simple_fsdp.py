@@ -14,11 +14,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat import overlap
+from lightning_ups._compat.partitioner import random_states_in_place
+from lightning_ups._compat.shard_data import shard_data_written
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
 from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
 from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
+from lightning_ups.transforms.compile_advice import advice_for_one_graph
 from lightning_ups.transforms.compile_frame import prepared
 from lightning_ups.transforms.gather_graph import GatherPlan
 from lightning_ups.transforms.kv_cache import without_kv_cache
@@ -55,6 +58,8 @@ class _Graphs(Step):
         plan = GatherPlan.of(blocks, names, recompute=self.options.reshard_after_forward, key=key)
         with ExitStack() as stack:
             stack.enter_context(prepared(plan))
+            stack.enter_context(random_states_in_place())
+            stack.enter_context(shard_data_written())
             why = self._not_put_together(module)
             stack.enter_context(overlap.bucketing(together=why is None, key=str(plan), told=_Told(context.report)))
             context.report.note(
@@ -64,7 +69,7 @@ class _Graphs(Step):
                 else f"each parameter is gathered by itself: {why}",
                 overlap="blocks" if why is None else "none",
             )
-            with _advised():
+            with advice_for_one_graph(_PART):
                 if self.compiles:
                     stack.enter_context(self._compiled(module, context))
                 yield
@@ -92,23 +97,6 @@ class _Graphs(Step):
             finally:
                 context.report.update(_PART, compiled=now.facts)
                 self.strategy._compiled = None
-
-
-@contextmanager
-def _advised() -> Iterator[None]:
-    """Replace the compiler's advice to name other blocks, which is refused here, by what helps."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        said, advised, _ = str(error).partition("Compile(blocks=")
-        if not advised:
-            raise
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        raise kind(
-            f"{said.rpartition('. ')[0]}. {_PART} makes one graph of each outermost submodule that training_step calls,"
-            " with the gathers of parameters in it, and no part of one can be left out."
-            " Change what stands in the way, or use FSDP2Strategy, under which blocks are compiled one by one."
-        ) from error.__cause__
 
 
 def _compilers(module: LightningModule) -> list[Any]:
@@ -273,12 +261,12 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @contextmanager
     def _within_step(self, step: str) -> Iterator[None]:
         gathering = self._gathering
-        with gathering.reading(whole=True), _advised():
+        with gathering.reading(whole=True), advice_for_one_graph(_PART):
             yield
         assert self.lightning_module is not None
         gathering.check_unwritten(self.lightning_module)
         if self._compiled is not None:
-            with _advised():
+            with advice_for_one_graph(_PART):
                 self._compiled.check()
 
     @override
@@ -289,7 +277,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @override
     def _after_averaging(self) -> None:
         if self._compiled is not None and not self._proven:
-            with _advised():
+            with advice_for_one_graph(_PART):
                 self._compiled.check_ran()
             self._compiled.trial, self._proven = False, True
             for group in self._compiled.groups:

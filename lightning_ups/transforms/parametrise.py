@@ -308,6 +308,12 @@ def _check(model: nn.Module) -> None:
                 " makes no graph of it."
                 " Use FSDP2Strategy."
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{name} has max_norm={module.max_norm}: it scales rows of its weight down within its forward."
+                " The weight is gathered from shards there, and the write would be lost with the copy."
+                " Leave max_norm out, and scale the rows in on_train_batch_end, where the weight is a shard."
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name} is a module of TorchScript."

@@ -134,21 +134,30 @@ class PastForward(cases.Case):
         return x
 
 
-def nothing_compiled(tmp_path):
+def nothing_compiled(tmp_path, callbacks):
     CASES["PastForward"] = PastForward
-    model, lightning = made(tmp_path, name="PastForward", callbacks=[])
+    model, lightning = made(tmp_path, name="PastForward", callbacks=callbacks)
     with pytest.raises(RuntimeError) as error:
         lightning.fit(model, loader())
     del CASES["PastForward"]
     compiled = CASES["Case"]()
     compiled.head.compile(backend="eager")
     with pytest.raises(ValueError, match="compiled by the model") as other:
-        made(tmp_path, callbacks=[])[1].fit(compiled, loader())
+        made(tmp_path, callbacks=callbacks)[1].fit(compiled, loader())
     return str(error.value), str(other.value)
 
 
-def test_advice_where_nothing_can_be_compiled(ranks, tmp_path):
-    passed, compiled = ranks(nothing_compiled, tmp_path)
+def by_the_strategy(tmp_path):
+    return nothing_compiled(tmp_path, [])
+
+
+def by_compile(tmp_path):
+    return nothing_compiled(tmp_path, [Compile(backend="aot_eager")])
+
+
+@pytest.mark.parametrize("way", [by_the_strategy, by_compile])
+def test_advice_where_nothing_can_be_compiled(ranks, tmp_path, way):
+    passed, compiled = ranks(way, tmp_path)
     assert passed.startswith("Compile has compiled nothing: none of layers.0, layers.1, head ran in the first step.")
     assert compiled.startswith("head is compiled by the model itself, with torch.compile() or .compile().")
     for text in (passed, compiled):
@@ -187,12 +196,13 @@ def graphs(tmp_path, strategy, save):
     return [*_SEEN], {"losses": losses_of(model, 5), "weights": weights_of(model)}
 
 
-# 17 reads of 16 parameters, of which one is tied.
+# 17 reads of 16 parameters, of which one is tied; what the head and the norm before it read, backward still has.
 GRAPHS = {
-    "full": ({}, None, {"gathers": 16}, {"gathers": 16, "reduce-scatters": 17}),
+    "full": ({}, None, {"gathers": 16}, {"gathers": 14, "reduce-scatters": 17}),
     "gradients": ({"sharding": "gradients"}, None, {"gathers": 16}, {"reduce-scatters": 17}),
     "none": ({"sharding": "none"}, None, {}, {"all-reduces": 17}),
-    "matmuls kept": ({}, "matmuls", {"gathers": 16}, {"gathers": 16, "reduce-scatters": 17}),
+    "matmuls kept": ({}, "matmuls", {"gathers": 16}, {"gathers": 14, "reduce-scatters": 17}),
+    "nothing kept": ({}, "nothing", {"gathers": 16}, {"gathers": 14, "reduce-scatters": 17}),
 }
 
 
@@ -223,11 +233,10 @@ def checkpointed(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_recomputed_gathers_once_more_and_not_twice(ranks, tmp_path):
-    # Attention would do, too, but not on a CPU under torch 2.13, whose partitioner loses count of random states there.
     CASES["Wide"] = Wide
     seen, result = ranks(checkpointed, tmp_path)
     check(result, expected("Wide", tmp_path, {}))
-    (whole,) = [found for kind, found in seen if kind == "backward" and found["reduce-scatters"] == 8]
+    (whole,) = [found for kind, found in seen if kind == "backward" and found.get("reduce-scatters") == 8]
     assert ("forward", {"gathers": 8}) in seen
     assert 6 <= whole["gathers"] <= 8
 
@@ -246,9 +255,9 @@ def test_inductor_gathers_and_reduces_a_block_at_once(ranks, tmp_path):
     check(result, expected("Gpt", tmp_path, {}))
     assert report["overlap"] == "blocks"
     for graph in report.get("graphs", ()):  # none from a cache
-        assert graph["groups"] == 3
-        assert all(count <= 3 for count in graph["after"].values())
-        assert graph["before"]["reduce-scatters" if graph["backward"] else "gathers"] > 3
+        assert graph["groups"] == 4  # what comes before the blocks, the two, and what comes after
+        assert all(count <= 4 for count in graph["after"].values())
+        assert graph["before"]["reduce-scatters" if graph["backward"] else "gathers"] > 4
 
 
 # Steps
@@ -314,6 +323,7 @@ class WritesToShards(cases.Case):
     def on_train_batch_end(self, *_):
         with torch.no_grad():
             self.layers[0].up.weight.mul_(0.9)
+        self.layers[1].up.weight.data = self.layers[1].up.weight.data * 0.5
 
 
 def written(tmp_path):

@@ -396,6 +396,8 @@ def test_a_write_in_a_compiled_forward_is_refused(ranks, how):
 def impossible(name):
     if name == "recurrent":
         model = nn.ModuleDict({"lstm": nn.LSTM(2, 2)})
+    elif name == "norm of rows":
+        model = nn.ModuleDict({"table": nn.Embedding(4, 2, max_norm=1.0)})
     elif name == "lazy":
         model = nn.Sequential(nn.LazyLinear(2))
     elif name == "script":
@@ -414,6 +416,7 @@ def impossible(name):
 
 TEXTS = {
     "recurrent": "lstm is a recurrent layer",
+    "norm of rows": "table has max_norm=1.0: it scales rows",
     "lazy": "has no shape yet",
     "script": "is a module of TorchScript",
     "settings": "param_dtype=None, and this run asks for param_dtype=torch.bfloat16",
