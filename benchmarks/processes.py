@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +109,28 @@ def _port() -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    # The whole session: loaders' workers, and what a shell script has started.
+    # The whole session: loaders' workers, and what a shell script has started, in groups of their own by `timeout` too.
     for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
+        for member in _session(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(member, number)
+        process.send_signal(number)  # where there is no /proc; it does nothing to one that has ended
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            continue
+        end = time.monotonic() + 5
+        while _session(process.pid) and time.monotonic() < end:
+            time.sleep(0.05)
     process.wait()
+
+
+def _session(leader: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may have ended
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(folder.name))
+    return found
 
 
 if __name__ == "__main__":

@@ -43,6 +43,16 @@ def test_what_hangs_is_ended_with_what_it_started(finished):
     assert seconds < 60
 
 
+def test_what_has_left_the_group_is_ended_too(finished):
+    code = (
+        "import subprocess, time;"
+        "print(subprocess.Popen(['timeout', '600', 'sleep', '600']).pid, flush=True); time.sleep(600)"
+    )
+    text, _ = run(finished, code, timeout=3)
+    stat = Path("/proc", text.split()[0], "stat")  # of a process that nobody has waited for yet, at the most
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_ranks_do_not_wait_for_one_that_failed(processes, finished, monkeypatch):
     fast = SimpleNamespace(monotonic=lambda: 20 * time.monotonic(), sleep=time.sleep)
     monkeypatch.setattr(processes, "time", fast)  # of its ten seconds of patience
@@ -56,9 +66,12 @@ def test_what_runs_is_ended_when_the_benchmark_is_interrupted(processes, monkeyp
     begun = tmp_path / "pid"
     code = f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(f'{{os.getpid()}}.'); time.sleep(600)"
 
-    def sleep(_):
-        if begun.exists() and begun.read_text().endswith("."):
-            raise KeyboardInterrupt
+    interrupts = [KeyboardInterrupt]
+
+    def sleep(seconds):
+        if interrupts and begun.exists() and begun.read_text().endswith("."):
+            raise interrupts.pop()
+        time.sleep(seconds)
 
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     with pytest.raises(KeyboardInterrupt):
