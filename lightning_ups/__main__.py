@@ -66,12 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if debug:
             traceback.print_exception(error)
-        elif (rank := os.environ.get("LOCAL_RANK", "0")) != "0":  # the other ranks mostly say the same
+        elif (rank := _rank()) != "0":  # the other ranks mostly say the same
             message = f"[rank {rank}] {message.partition(chr(10))[0]}"
         else:
             message += "\n(--debug shows the traceback.)"
         print(message, file=sys.stderr)
         return 2
+
+
+def _rank() -> str:
+    """Return the number of this process among those that were started: by torchrun, by Lightning, or by srun."""
+    return next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
 
 
 def _run(words: list[str]) -> int:

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
@@ -41,6 +42,17 @@ class Toy(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Nowhere(Logger):
+    """Keeps what it gets on a server, and has no folder."""
+
+    name = "nowhere"
+    version = "run-1"
+
+    def log_metrics(self, metrics, step=None): ...
+
+    def log_hyperparams(self, params, *args, **kwargs): ...
 
 
 class NeedsWidth(Toy):

@@ -68,8 +68,25 @@ def test_debug_keeps_the_exit_code(capsys):
     assert err.splitlines()[-1].endswith("Did you mean 'h100'?")
 
 
-def test_other_ranks_say_it_in_one_line(capsys, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
+@pytest.fixture
+def no_ranks(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"LOCAL_RANK": "3"},
+        {"SLURM_PROCID": "3"},
+        {"RANK": "3", "LOCAL_RANK": "0"},
+        {"LOCAL_RANK": "3", "SLURM_PROCID": "0"},
+    ],
+)
+def test_other_ranks_say_it_in_one_line(capsys, monkeypatch, ranks):
+    for name, rank in ranks.items():
+        monkeypatch.setenv(name, rank)
     assert main(["presets", "zebra"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("[rank 3] error: There is no preset 'zebra'.")

@@ -24,6 +24,7 @@ __all__ = [
     "check_slots",
     "check_strategy",
     "configured",
+    "counted",
     "elsewhere",
     "made",
     "run_of",
@@ -82,6 +83,14 @@ def build(make: Callable[[], Any]) -> tuple[Any, list[str]]:
         if "meta" not in str(error):
             raise
     return make(), ["The module needs values while it is built, so that it was built on the CPU."]
+
+
+def counted(number: int) -> str:
+    """Return ``number`` as people say it, such as 1.5 B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
 
 
 def made(spec: Any) -> Any:

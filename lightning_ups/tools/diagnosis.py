@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from enum import Enum
+from importlib.util import find_spec
 from traceback import extract_tb
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -24,7 +25,7 @@ from lightning_ups._compat.lightning import class_settings
 from lightning_ups.tools.layers import Keys, Layer, Tree, items
 from lightning_ups.tools.spelling import nearest, suggestion
 
-__all__ = ["diagnosis", "find_class", "offered"]
+__all__ = ["diagnosis", "find_class", "offered", "stray"]
 
 _ROOMS = ("callbacks", "data", "models", "precision", "strategies")  # whose classes are for configurations
 
@@ -36,7 +37,7 @@ def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exceptio
     """Return every fault of the configuration, a line each, or else what the parser said, shortened.
 
     Args:
-        types: What the parser takes: each key and its type.
+        types: What is taken: each key and its type.
         layers: What it was given, the strongest last.
         error: What it raised.
         required: Keys that must be given.
@@ -45,6 +46,14 @@ def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exceptio
     faults = [fault for layer in layers for fault in look.section(layer.tree, types, (), layer)]
     faults = faults or look.missing(required)
     return "\n".join(dict.fromkeys(faults)) or _said_by_parser(str(error))
+
+
+def stray(word: str) -> str:
+    """Return what to say of a word that belongs to no option."""
+    file = word.endswith((".yaml", ".yml"))
+    cure = f"Write --config {word}." if file else "Write --KEY VALUE, such as --trainer.max_steps 100."
+    why = "A file of settings is given by --config, and a setting by its key."
+    return f"{word!r} belongs to no option. {why} {cure}"
 
 
 def find_class(name: str, bases: Sequence[type]) -> type | None:
@@ -157,7 +166,7 @@ class _Look:
                 known = {kind.__name__ for kind in concrete if offered(f"{kind.__module__}.{kind.__name__}")}
                 yield (
                     f"{place}no {wanted} is known as {name!r}. A class of your own is named with its module,"
-                    f" as in 'package.module.{name}'. {suggestion(name, known)}"
+                    f" as in 'package.module.{name}'. {_of_module(name, bases) or suggestion(name, known)}"
                 )
             return
         try:
@@ -307,6 +316,22 @@ def _choices(hint: Any) -> list[Any]:
     return [choice for each in get_args(hint) for choice in _choices(each)]
 
 
+def _of_module(name: str, bases: Sequence[type]) -> str | None:
+    """Return which class is probably meant by the name of a module."""
+    module = sys.modules.get(name)
+    if module is None and name.isidentifier() and find_spec(name) is not None:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            return None
+    own = [key for key, kind in vars(module).items() if _is_own(kind, module, bases)] if module is not None else []
+    return f"Did you mean '{name}.{own[0]}'?" if own else None
+
+
+def _is_own(kind: Any, module: Any, bases: Sequence[type]) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple(bases)) and kind.__module__ == module.__name__
+
+
 def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:
     missing = error.name or module
     if module == missing or module.startswith(f"{missing}."):
@@ -324,6 +349,8 @@ def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:
 
 
 def _said_by_parser(text: str) -> str:
+    if found := re.match(r"[Uu]nrecognized arguments: (?!-)(\S+)", text):
+        return stray(found[1])
     noise = ("Subtypes:", "Errors:", "Given value", "Does not validate", "- Expected a <class 'NoneType'>")
     lines = [line.strip() for line in text.splitlines()]
     return " ".join([line for line in lines if line and not line.startswith(noise)][:4])

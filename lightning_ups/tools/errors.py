@@ -15,6 +15,7 @@ _EXPLAINED = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the classes and the Trainer
 _OURS = Path(__file__).parents[1]
+_REFUSAL = "MisconfigurationException"  # of Lightning: raised for what is asked of it, and not for what went wrong
 _SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
 _CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
 
@@ -24,8 +25,9 @@ def shortened(error: BaseException) -> str | None:
 
     Short are errors that lightning_ups raises on purpose: they say what happened, why, and what to do. So are those
     that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
-    a setting is wrong then, and the traceback would show only Lightning. It is the same with an error of lightning_ups
-    in a process that was spawned, of which the text is all there is.
+    a setting is wrong then, and the traceback would show only Lightning. It is the same with what Lightning calls a
+    misconfiguration, such as a test without a ``test_step``, and with an error of lightning_ups in a process that was
+    spawned, of which the text is all there is.
     """
     root = unwrapped(error)
     if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
@@ -40,6 +42,8 @@ def shortened(error: BaseException) -> str | None:
         return _text(f"{root}")
     if raised_by == "lightning" and _is_setting(error, frames):
         return _text(f"{_made(frames)} refuses a setting of the configuration. It says: {root}")
+    if raised_by == "lightning" and _is_refusal(root, frames):
+        return _text(f"Lightning refuses this run. It says: {root}")
     return None
 
 
@@ -91,6 +95,10 @@ def _raises(file: Path, line: int) -> bool:
 def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
     constructing = any(frame.f_code.co_name == _CONSTRUCTS for frame, _ in _frames(error))
     return constructing and {_package(frame) for frame, _ in frames} <= _CONSTRUCTORS
+
+
+def _is_refusal(root: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
+    return type(root).__name__ == _REFUSAL and {_package(frame) for frame, _ in frames} <= {*_CONSTRUCTORS, "torch"}
 
 
 def _made(frames: list[tuple[FrameType, int]]) -> str:

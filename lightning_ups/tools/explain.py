@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ups.order import Run, Stage, Step, policy_of, refusals
-from lightning_ups.tools.asked import Asked
+from lightning_ups.tools.asked import Asked, counted
 from lightning_ups.transforms.blocks import find_blocks, select_blocks
 
 __all__ = ["show"]
@@ -37,21 +37,14 @@ def _essentials(asked: Asked) -> Iterator[str]:
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     yield (
         f"{type(module).__module__}.{type(module).__qualname__},"
-        f" {_count(sum(parameter.numel() for parameter in parameters))} parameters"
-        f"{f', {_count(frozen)} of them frozen' if frozen else ''}"
+        f" {counted(sum(parameter.numel() for parameter in parameters))} parameters"
+        f"{f', {counted(frozen)} of them frozen' if frozen else ''}"
     )
     nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
     yield f"{run.strategy.name}, {run.num_devices} x {run.accelerator}{nodes}"
     yield _precision(run.precision)
     if asked.preset:
         yield f"over the preset {asked.preset}"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
 
 
 def _precision(precision: Precision) -> str:

@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_ups export", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ups export", description="Write a checkpoint as one file, or as safetensors."
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint folder, or a .ckpt file")
     parser.add_argument("--output", type=Path, required=True, help="a folder, new or empty")
     parser.add_argument(

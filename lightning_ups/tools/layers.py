@@ -1,17 +1,30 @@
 """Layers of configuration as YAML gives them, before anything is parsed: files, presets and the command line."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import get_loader
 
 from lightning_ups.tools import presets
-from lightning_ups.tools.spelling import file_suggestion
+from lightning_ups.tools.spelling import file_suggestion, nearest
 
-__all__ = ["LISTS", "Keys", "Layer", "Tree", "items", "option_layer", "options", "preset_layer", "read"]
+__all__ = [
+    "LISTS",
+    "Addressed",
+    "Keys",
+    "Layer",
+    "Tree",
+    "addressed",
+    "items",
+    "option_layer",
+    "options",
+    "preset_layer",
+    "read",
+]
 
 Tree = dict[str, Any]
 Keys = tuple[str | int, ...]  # the way to a value: ("trainer", "callbacks", 0, "init_args", "blocks")
@@ -204,10 +217,99 @@ def _put_in_list(lists: Tree, keys: list[str], value: Any) -> bool:
     last = next((lists[known] for known in reversed(lists) if known.removesuffix("+") == key), None)
     if not last:
         return False  # about an element that a file names
-    if isinstance(last[-1], str):
-        last[-1] = {"class_path": last[-1]}
-    _put(last[-1], rest if rest[0] in _OF_A_CLASS else ["init_args", *rest], value, ())
+    last[-1] = _as_mapping(last[-1])
+    _put(last[-1], _below_class(rest), value, ())
     return True
+
+
+class Addressed(NamedTuple):
+    """What `addressed` returns: the words that are left, and the layers, some of them changed."""
+
+    words: list[str]
+    layers: list[Layer]
+
+
+def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | None) -> Addressed:
+    """Do what options ask that name a class of a list, such as ``--trainer.callbacks.Compile.mode default``.
+
+    What a layer lists is changed there; what only the preset lists becomes options that go over it.
+
+    Raises:
+        ValueError: If no layer lists the class, or one does so more than once.
+    """
+    layers = [replace(layer, tree=deepcopy(layer.tree)) for layer in layers]
+    left: list[str] = []
+    over: dict[tuple[str, str], list[str]] = {}
+    for key, text, spelled in options(words):
+        list_, kind, setting = _parts(key)
+        found = _listing(layers, list_, kind) if setting else []
+        if len(found) > 1:
+            raise ValueError(
+                f"--{key}: {found[0][0].name} lists {kind} {len(found)} times. The option does not say which is meant."
+                f" Change it in {found[0][0].name}."
+            )
+        if found:
+            ((layer, there, index),) = found
+            layers = [replace(each, whole=False) if each is layer else each for each in layers]
+            there[index] = _as_mapping(there[index])
+            _put(there[index], _below_class(setting), _value(text), ())
+        elif setting and preset is not None and _listing([preset], list_, kind):
+            over.setdefault((list_, kind), []).append(f"--trainer.{list_}.{'.'.join(setting)}={text}")
+        elif setting and kind[:1].isupper():
+            known = {_class_name(item) for each in (*layers, *filter(None, [preset])) for item in _listed(each, list_)}
+            add = f"Add one by --trainer.{list_}+={kind} --trainer.{list_}.{'.'.join(setting)} VALUE."
+            near = nearest(kind, known)
+            raise ValueError(
+                f"--{key}: no {kind} is listed in trainer.{list_}. An option of this form changes what is."
+                f" {f'Did you mean {near!r}?' if near else add}"
+            )
+        else:
+            left += spelled
+    added = [word for (list_, kind), more in over.items() for word in (f"--trainer.{list_}+={kind}", *more)]
+    return Addressed([*added, *left], layers)
+
+
+def _parts(key: str) -> tuple[str, str, list[str]]:
+    """Return the list, the class and its setting that the name of an option is about; no setting if it is another."""
+    keys = key.split(".")
+    if len(keys) < 4 or keys[0] != "trainer" or keys[1] not in LISTS or keys[2] in _OF_A_CLASS or "help" in keys:
+        return "", "", []
+    return keys[1], keys[2], keys[3:]
+
+
+def _listing(layers: Sequence[Layer], name: str, kind: str) -> list[tuple[Layer, list[Any], int]]:
+    """Return where the strongest layer that does so lists ``kind``: the layer, the list, and the place in it."""
+    for layer in reversed(layers):
+        trainer = layer.tree.get("trainer")
+        trainer = trainer if isinstance(trainer, dict) else {}
+        found = []
+        for key in (name, f"{name}+"):
+            if key in trainer:
+                trainer[key] = items(trainer[key])
+                found += [
+                    (layer, trainer[key], at) for at, each in enumerate(trainer[key]) if _class_name(each) == kind
+                ]
+        if found or name in trainer:  # which replaces what the layers below it list
+            return found
+    return []
+
+
+def _listed(layer: Layer, name: str) -> list[Any]:
+    trainer = layer.tree.get("trainer")
+    return [*items(trainer.get(name)), *items(trainer.get(f"{name}+"))] if isinstance(trainer, dict) else []
+
+
+def _class_name(item: Any) -> str:
+    path = item.get("class_path") if isinstance(item, dict) else item
+    return str(path).rpartition(".")[2]
+
+
+def _as_mapping(item: Any) -> Tree:
+    return item if isinstance(item, dict) else {"class_path": item}
+
+
+def _below_class(setting: Sequence[str]) -> list[str]:
+    return [*setting] if setting[0] in _OF_A_CLASS else ["init_args", *setting]
 
 
 def _put(tree: Tree, keys: Sequence[str], value: Any, classes: Sequence[str]) -> None:

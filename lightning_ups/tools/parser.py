@@ -30,12 +30,14 @@ _TITLES = {  # in the order in which a reader needs them
 class _Help(DefaultHelpFormatter):
     @override
     def _expand_help(self, action: Action) -> str:
-        return re.sub(r"(?<=known subclasses: )[\w., ]+", lambda names: _names(names[0]), super()._expand_help(action))
+        # Docstrings mark code by two backticks, which a terminal does not need.
+        text = super()._expand_help(action).replace("``", "")
+        return re.sub(r"(?<=known subclasses: )[\w., ]+", lambda names: _names(names[0]), text)
 
 
 def _names(paths: str) -> str:
     # Without the packages: a class of Lightning's, torch's or ours is found by its name.
-    return ", ".join(path.rpartition(".")[2] for path in paths.split(", ") if offered(path))
+    return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths.split(", ") if offered(path)))
 
 
 class UpsParser(LightningArgumentParser):

@@ -12,8 +12,8 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSyn
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_ups.tools import presets
-from lightning_ups.tools.diagnosis import find_class
-from lightning_ups.tools.layers import LISTS, Layer, Tree, items, option_layer, options, preset_layer, read
+from lightning_ups.tools.diagnosis import find_class, stray
+from lightning_ups.tools.layers import LISTS, Layer, Tree, addressed, items, option_layer, options, preset_layer, read
 from lightning_ups.tools.merge import over_preset
 
 __all__ = ["Request", "ask", "preset_of_device"]
@@ -51,22 +51,29 @@ def ask(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
         slots: The keys of callbacks that have a section of their own, and their classes.
 
     Raises:
-        ValueError: If a file is no configuration, there is no such preset, or it lacks what is to be taken away.
+        ValueError: If a file is no configuration, there is no such preset, or it lacks what is to be taken away, or
+            what an option is about.
         FileNotFoundError: If there is no such file.
     """
     command, *rest = words
     sources, named, kept = _sorted_out(_spelled_out(rest, slots))
+    alone = [spelled[0] for key, _, spelled in options(kept) if not key and spelled[0].endswith((".yaml", ".yml"))]
+    if alone and not sources:  # said now, and not when all that the file would give is missed
+        raise ValueError(stray(alone[0]))
     files = {source: read(source, command=command) for source in sources}
+    typed, _ = option_layer(kept, classes=_CLASSES)
+    name, said = _preset([*files.values(), typed], named)
+    preset = preset_layer(name) if name is not None else None
+    kept, changed = addressed(kept, [*files.values()], preset=preset)
+    files = dict(zip(files, changed, strict=True))
     tidied = {source: _tidied(layer, slots) for source, layer in files.items()}
     typed, spared = option_layer(kept, classes=_CLASSES)
-    name, said = _preset([*files.values(), typed], named)
     given = (*files.values(), typed)
-    if name is None:
+    if preset is None:
         _refuse_removal(given)
         same = {source for source, layer in files.items() if layer.whole and layer.tree == tidied[source].tree}
         texts = {source: layer for source, layer in tidied.items() if source not in same}
         return Request(words=[command, *_configs(sources), *kept], texts=texts, given=given, said=said)
-    preset = preset_layer(name)
     layers, overridden = over_preset(
         preset, [*tidied.values(), typed], find_class=_find, precision=Precision, slots=_SLOTS
     )

@@ -1,7 +1,9 @@
 """A configuration that is tried for some steps, on one device of this machine: nothing is logged or saved."""
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -81,7 +83,7 @@ class Trial:
         if state is not None:
             self.module.load_state_dict(state)
         seed_everything(self.seed, workers=True, verbose=False)
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, _warnings_only():
             trainer = self._trainer(folder, watch, steps=steps, precision=precision, plain=plain)
             trainer.fit(self.module, datamodule=self.data)
         return trainer
@@ -89,7 +91,7 @@ class Trial:
     def batch(self) -> Any:
         """Return a batch as training would see it, and let the module know its Trainer, as in fit."""
         seed_everything(self.seed, workers=True, verbose=False)
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, _warnings_only():
             trainer = self._trainer(folder, Callback(), steps=1, precision=None, plain=True)
         attach(trainer, self.module, self.data)
         if is_overridden("configure_model", self.module):
@@ -121,6 +123,18 @@ class Trial:
             num_sanity_val_steps=0,
             default_root_dir=folder,
         )
+
+
+@contextmanager
+def _warnings_only() -> Iterator[None]:
+    """Leave out what Lightning says whenever a Trainer is made and stops: there is one for each trial."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class StepClock(Callback):

@@ -28,12 +28,12 @@ def write(manifest: Mapping[str, Any], path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def reserve(folder: Path, *, name: str = "manifest") -> Path:
+def reserve(folder: Path, *, name: str = "manifest", ending: str = ".json") -> Path:
     """Return a path in ``folder`` that no earlier run and no other process has: NAME.json, NAME-2.json, and so on."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
-        path = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        path = folder / (f"{name}{ending}" if number == 1 else f"{name}-{number}{ending}")
         try:
             path.open("x").close()
         except FileExistsError:

@@ -80,6 +80,17 @@ def test_a_users_constructor_between_keeps_the_traceback():
     assert shortened(without_this_frame(caught(exec_globals["instantiate_classes"]))) is None
 
 
+def test_what_lightning_calls_a_misconfiguration_is_short():
+    namespace = {"__name__": "lightning.pytorch.loops", "__package__": "lightning.pytorch"}
+    exec("class MisconfigurationException(Exception): pass", namespace)
+    exec("def run(): raise MisconfigurationException('no test_step')", namespace)
+    error = caught(namespace["run"])
+    assert shortened(error) is None, "a frame of another's lies between"
+    assert shortened(without_this_frame(error)) == "error: Lightning refuses this run. It says: no test_step"
+    exec("def run(): raise ValueError('no test_step')", namespace)
+    assert shortened(without_this_frame(caught(namespace["run"]))) is None, "of another kind"
+
+
 def without_this_frame(error):
     return error.with_traceback(error.__traceback__.tb_next)
 

@@ -2,7 +2,7 @@ import pytest
 import yaml
 from jsonargparse import get_loader
 
-from lightning_ups.tools.layers import Layer, items, option_layer, options, preset_layer, read
+from lightning_ups.tools.layers import Layer, addressed, items, option_layer, options, preset_layer, read
 
 CLASSES = ("model", "trainer.strategy")
 
@@ -160,3 +160,66 @@ def test_yaml_in_an_option():
 def test_the_tree_is_plain_yaml(write):
     layer = read(write("trainer: {max_epochs: 1}\nmodel: {class_path: M}\n"), command="fit")
     assert yaml.safe_load(layer.text) == layer.tree
+
+
+def listed(*trainers, preset=None):
+    layers = [Layer(name=f"{number}.yaml", tree={"trainer": trainer}) for number, trainer in enumerate(trainers)]
+    return layers, None if preset is None else Layer(name="preset fast", tree={"trainer": preset})
+
+
+def test_an_option_changes_what_a_layer_lists():
+    spec = {"class_path": "her.EMA", "init_args": {"decay": 0.9}}
+    layers, _ = listed({"callbacks": [spec, "Compile"]}, {"callbacks+": "ActivationCheckpoint"})
+    words = ["--trainer.callbacks.EMA.decay", "0.5", "--x=1", "--trainer.callbacks.ActivationCheckpoint.save=nothing"]
+    left, changed = addressed(words, layers, preset=None)
+    assert left == ["--x=1"]
+    assert changed[0].tree["trainer"]["callbacks"] == [{**spec, "init_args": {"decay": "0.5"}}, "Compile"]
+    assert changed[1].tree["trainer"]["callbacks+"] == [
+        {"class_path": "ActivationCheckpoint", "init_args": {"save": "nothing"}}
+    ]
+    assert not changed[0].whole
+    assert layers[0].tree["trainer"]["callbacks"][0] is spec
+    assert spec["init_args"] == {"decay": 0.9}
+
+
+def test_an_option_reaches_what_stands():
+    layers, _ = listed({"callbacks": ["Compile"]}, {"callbacks": ["EMA"]})
+    with pytest.raises(ValueError, match=r"no Compile is listed in trainer\.callbacks"):
+        addressed(["--trainer.callbacks.Compile.mode=default"], layers, preset=None)
+
+
+def test_an_option_goes_over_what_the_preset_lists():
+    layers, preset = listed({"max_epochs": 1}, preset={"callbacks": ["lightning_ups.callbacks.Compile"]})
+    words = ["--trainer.callbacks.Compile.mode=default", "--trainer.callbacks.Compile.scope", "model"]
+    left, changed = addressed(words, layers, preset=preset)
+    assert left == [
+        "--trainer.callbacks+=Compile",
+        "--trainer.callbacks.mode=default",
+        "--trainer.callbacks.scope=model",
+    ]
+    assert changed[0].tree == layers[0].tree
+
+
+def test_other_options_stay():
+    layers, _ = listed({"callbacks": ["Compile"]})
+    words = [
+        "--trainer.callbacks.init_args.mode=default",
+        "--trainer.callbacks.mode=x",
+        "--trainer.callbacks.help=Compile",
+    ]
+    words += ["--trainer.callbacks+=EMA", "--model.net.Compile.mode=1", "word"]
+    assert addressed(words, layers, preset=None).words == words
+
+
+@pytest.mark.parametrize(
+    ("listed_", "cure"),
+    [
+        (["Compile", "Compile"], r"Change it in 0\.yaml\.$"),
+        (["Compil"], r"Did you mean 'Compil'\?$"),
+        ([], r"Add one by --trainer\.callbacks\+=Compile --trainer\.callbacks\.mode VALUE\.$"),
+    ],
+)
+def test_an_option_about_none_or_two(listed_, cure):
+    layers, _ = listed({"callbacks": listed_})
+    with pytest.raises(ValueError, match=cure):
+        addressed(["--trainer.callbacks.Compile.mode=default"], layers, preset=None)

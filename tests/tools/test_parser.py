@@ -3,6 +3,7 @@ import re
 import pytest
 from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_ups.optim
 import lightning_ups.tools.trial  # noqa: F401  (these have internal optimizers and callbacks)
@@ -46,6 +47,14 @@ def test_the_help_reads_well(parser):
     assert classes is not None
     assert "." not in classes[1]
     assert parser.format_help() == text  # asking twice changes nothing
+    assert "``" not in text
+
+
+def test_a_class_is_offered_once(parser):
+    parser.add_subclass_arguments((LRScheduler, ReduceLROnPlateau), "lr_scheduler", required=False)
+    text = " ".join(parser.format_help().split())
+    (names,) = re.findall(r"known subclasses: (LRScheduler[^)]*)\)", text)
+    assert names.split(", ").count("ReduceLROnPlateau") == 1
 
 
 def test_what_is_internal_is_not_offered(parser):

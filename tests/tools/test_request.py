@@ -74,6 +74,12 @@ def test_the_command_line_names_another(folder):
     assert wanted(ask(["fit", "--config", run, "--preset", "none"], slots=SLOTS), "run.yaml") == {}
 
 
+@pytest.mark.parametrize("words", [["run.yaml"], ["--trainer.devices", "1", "run.yaml"]])
+def test_a_file_without_its_option(folder, words):
+    with pytest.raises(ValueError, match=r"^'run\.yaml' belongs to no option.*Write --config run\.yaml\.$"):
+        ask(["fit", *words], slots=SLOTS)
+
+
 def test_unknown(folder):
     with pytest.raises(ValueError, match=r"Did you mean 'fast'\?$"):
         ask(["fit", "--preset", "fasst"], slots=SLOTS)

@@ -1,7 +1,10 @@
+import logging
+
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.precision import BF16Precision
@@ -56,6 +59,27 @@ def test_accumulation_and_clipping_stay():
     trial(accumulate_grad_batches=2, gradient_clip_val=0.5).fit(watch, steps=2, plain=True)
     assert (watch.trainer.accumulate_grad_batches, watch.trainer.gradient_clip_val) == (2, 0.5)
     assert len(watch.losses) == 4
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def test_what_every_trainer_says_is_left_out(monkeypatch):
+    logger, heard = logging.getLogger("lightning.pytorch"), Heard()
+    monkeypatch.setattr(logger, "handlers", [heard])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()  # of what is enabled, which setLevel clears
+    trial().fit(Watch(), steps=1)
+    assert heard.messages == []
+    assert logger.level == logging.INFO
+    rank_zero_info("something else")
+    assert heard.messages == ["something else"]
 
 
 def test_a_batch_is_one_of_training():
