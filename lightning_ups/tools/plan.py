@@ -2,23 +2,26 @@
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_ups.order import policy_of, refusals
 from lightning_ups.order.plan import Planner, Variant
 from lightning_ups.order.rehearsal import Uncountable
-from lightning_ups.tools.asked import Asked
+from lightning_ups.tools.asked import Asked, counted
 from lightning_ups.transforms.memory import GIB, Moment, readable
 from lightning_ups.transforms.memory_devices import DEVICES, Device, device_of, textbook
 
-__all__ = ["main", "own_options", "read_batch", "show"]
+__all__ = ["OPTIONS", "main", "own_options", "read_batch", "show"]
 
+OPTIONS = ("batch", "devices", "gpu", "json", "nodes", "textbook")  # as typed
 _GB = 1e9
 _WIDTH = 110
 
@@ -53,13 +56,20 @@ def main(words: Sequence[str]) -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--devices")
-    parser.add_argument("--nodes")
-    parser.add_argument("--gpu")
-    parser.add_argument("--batch")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--textbook", action="store_true")
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ups plan",
+        description="Predict the memory of a configuration, without a GPU: what fits, and what to change.",
+        epilog="All options of fit are taken as well, such as --config run.yaml.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="a name of the table, or GiB; 'list' prints the table")
+    parser.add_argument("--devices", metavar="N", help="GPUs in each node, in place of trainer.devices")
+    parser.add_argument("--nodes", metavar="M", help="nodes, in place of trainer.num_nodes")
+    parser.add_argument(
+        "--batch", metavar="SHAPES", help="what training_step gets, where the data is elsewhere, as in 4x4097:int64"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--textbook", action="store_true", help="print the ZeRO table of the textbooks, and no more")
     return parser
 
 
@@ -97,13 +107,21 @@ def show(asked: Asked, *, gpu: str | None = None, batch: str | None = None, as_j
         microbatches=int(asked.config["trainer"].get("accumulate_grad_batches") or 1),
         device=device,
     )
+    # Each is a step or more on tensors without numbers, compiled where the run is: seconds, and for some a minute.
+    _say(f"plan: {planner.declared.name}")
     rows = [_row(planner, planner.declared, exact=True)]
     if rows[0].moment is None:
         raise Uncountable(rows[0].why)
-    rows += [_row(planner, variant) for variant in planner.variants()]
+    for variant in planner.variants():
+        _say(f"plan: {variant.name}")
+        rows.append(_row(planner, variant))
     said = [json.dumps(_facts(planner, rows, origin), indent=1)] if as_json else _lines(asked, planner, rows, origin)
     print("\n".join(said))
     return 0 if planner.usable is None or planner.fits(planner.declared) else 2
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _number(count: int, what: str) -> str:
@@ -153,18 +171,22 @@ def _first_batch(data: Any, *, whole: bool) -> Any:
     if whole:
         data.prepare_data()
         data.setup("fit")
-    loader = data.train_dataloader()
-    if getattr(loader, "num_workers", 0):
-        loader.num_workers = 0  # one batch is not worth processes
-        loader.prefetch_factor = None
-    return next(iter(loader))
+    loaders = data.train_dataloader()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    for loader in combined.flattened:
+        if getattr(loader, "num_workers", 0):
+            loader.num_workers = 0  # one batch is not worth processes
+            loader.prefetch_factor = None
+    batch, _, _ = next(iter(combined))
+    return batch
 
 
 def read_batch(spec: str) -> Any:
     """Return the empty batch that ``spec`` describes.
 
     A tensor is its sizes and its type, as in ``4x4097:int64``; without a type it is float32. Several with commas
-    between them are a list, and with names a dict: ``images=8x3x224x224:float32,labels=8:int64``.
+    between them are a list, and with names a dict: ``images=8x3x224x224:float32,labels=8:int64``. A dict in a dict has
+    dots in its names: ``heat.input=4x2x64x64,heat.time=4``.
 
     Raises:
         ValueError: If it is none.
@@ -172,20 +194,37 @@ def read_batch(spec: str) -> Any:
     parts = [part.rpartition("=")[::2] for part in spec.split(",")]
     tensors = [_tensor(text, spec) for _, text in parts]
     if any(name for name, _ in parts):
-        return {name: tensor for (name, _), tensor in zip(parts, tensors, strict=True)}
+        return _nested(zip((name.strip() for name, _ in parts), tensors, strict=True), spec)
     return tensors if len(tensors) > 1 else tensors[0]
+
+
+def _nested(named: Iterable[tuple[str, Tensor]], spec: str) -> dict[str, Any]:
+    batch: dict[str, Any] = {}
+    for name, tensor in named:
+        *above, last = name.split(".")
+        inner: Any = batch
+        for key in above:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner
+        if not isinstance(inner, dict) or not last or last in inner:
+            raise _no_batch(spec, name)
+        inner[last] = tensor
+    return batch
 
 
 def _tensor(text: str, spec: str) -> Tensor:
     sizes, _, name = text.strip().partition(":")
     dtype = getattr(torch, name or "float32", None)
     if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in sizes.split("x")):
-        raise ValueError(
-            f"--batch {spec!r} is no batch: {text!r} is not understood."
-            " A tensor is its sizes with 'x' between them and, after a colon, its type."
-            " Write, for instance, --batch 4x4097:int64, or --batch images=8x3x224x224,labels=8:int64."
-        )
+        raise _no_batch(spec, text)
     return torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
+
+
+def _no_batch(spec: str, part: str) -> ValueError:
+    return ValueError(
+        f"--batch {spec!r} is no batch: {part!r} is not understood."
+        " A tensor is its sizes with 'x' between them and, after a colon, its type; names with dots are dicts in dicts."
+        " Write, for instance, --batch 4x4097:int64, or --batch images=8x3x224x224,labels=8:int64."
+    )
 
 
 def _row(planner: Planner, variant: Variant, *, exact: bool = False) -> _Row:
@@ -234,7 +273,7 @@ def _essentials(asked: Asked, planner: Planner, origin: str) -> Iterator[str]:
     parameters = sum(p.numel() for p in run.module.parameters())
     policy = policy_of(run.precision)
     computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
-    yield f"{type(run.module).__name__}, {parameters / 1e6:,.0f} M parameters"
+    yield f"{type(run.module).__name__}, {counted(parameters)} parameters"
     nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
     yield f"{run.strategy.name}, {_number(run.num_devices, 'GPU')}{nodes}, {type(run.precision).__name__}{computes}"
     sequence = f" of {planner.tokens} positions" if planner.tokens else ""

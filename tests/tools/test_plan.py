@@ -2,6 +2,9 @@ import json
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_ups.__main__ import main as command_line
 from lightning_ups.models import GPTModule
@@ -93,12 +96,47 @@ def test_batches_in_words():
     first, second = read_batch("2x3,5:bool")
     assert (first.shape, second.dtype) == ((2, 3), torch.bool)
     assert read_batch("4x4097:int64").is_meta
+    nested = read_batch("heat.input=4x2x8x8, heat.time=4, noise=3")
+    assert (nested["heat"]["input"].shape, nested["heat"]["time"].shape, len(nested)) == ((4, 2, 8, 8), (4,), 2)
 
 
-@pytest.mark.parametrize("spec", ["four", "4x:int64", "4x4:int65", "", "4x4:nn"])
+@pytest.mark.parametrize(
+    "spec", ["four", "4x:int64", "4x4:int65", "", "4x4:nn", "a=2,a.b=3", "a.b=3,a=2", "a=2,a=3", "a=2,3"]
+)
 def test_no_batch(spec):
     with pytest.raises(ValueError, match=r"labels=8:int64\.$"):
         read_batch(spec)
+
+
+class Several(LightningModule):
+    """Takes a batch of each of several datasets."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, _):
+        return sum(self.net(part).square().mean() for part in batch.values())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+class SeveralData(LightningDataModule):
+    def __init__(self, combine):
+        super().__init__()
+        self.combine = combine
+
+    def train_dataloader(self):
+        loaders = {name: DataLoader(torch.zeros(8, 8), batch_size=4, num_workers=1) for name in ("heat", "waves")}
+        return self.combine(loaders)
+
+
+@pytest.mark.parametrize("combine", [dict, CombinedLoader, lambda loaders: CombinedLoader(loaders, "min_size")])
+def test_several_loaders(combine, capsys):
+    code, out = shown(capsys, asked(module=Several(), data=lambda: SeveralData(combine)), gpu="80")
+    assert code == 0
+    assert "4 samples on each GPU (from SeveralData)" in out
 
 
 @pytest.mark.slow
@@ -109,9 +147,11 @@ def test_every_variant_is_said(capsys):
 
 
 def test_what_is_said(capsys):
-    code, out = shown(capsys, asked(), batch="4x65:int64", gpu="rtx-4090")
+    code = show(asked(), batch="4x65:int64", gpu="rtx-4090")
+    out, err = capsys.readouterr()
+    assert err.splitlines()[:2] == ["plan: as configured", "plan: ActivationCheckpoint(save=matmuls)"]
     assert code == 0
-    assert out.startswith("run       GPTModule, 1 M parameters")
+    assert out.startswith("run       GPTModule, 853 k parameters")
     assert "4 samples of 65 positions on each GPU (from --batch)" in out
     assert "NVIDIA GeForce RTX 4090" in out
     assert "it fits" in out
