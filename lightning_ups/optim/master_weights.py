@@ -15,6 +15,7 @@ State dicts of the module, and of any module around it, hold the masters under t
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any, overload
 
 import torch
@@ -120,10 +121,13 @@ class MasterWeights:
         self.writes = Writes()
         self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
         self.note_writes(self.of)
-        self._handles: list[RemovableHandle] = [
-            module.register_state_dict_post_hook(partial(self._show)),  # torch sets an attribute on it
-            module.register_load_state_dict_pre_hook(self._read),
-        ]
+        self._handles: list[RemovableHandle] = []
+        for part in module.modules():  # each, since a part of it may be saved alone
+            if part is module or any(p in self.of for p in part.parameters(recurse=False)):
+                self._handles += [
+                    part.register_state_dict_post_hook(partial(self._show, whole=part is module)),
+                    part.register_load_state_dict_pre_hook(self._read),
+                ]
 
     def to_device(self) -> None:
         """Bring each master to where its parameter has gone."""
@@ -177,9 +181,10 @@ class MasterWeights:
         # What is copied with the module has nothing to do there.
         return partial(MasterWeights, dtype=self.dtype), (nn.Identity(),)
 
-    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self.take_over(by_value=True)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any, *, whole: bool) -> None:
+        if whole or not prefix:  # and not in each of its parts, too; what these show are views
+            self.take_over(by_value=True)
+        for name, parameter in module._parameters.items():
             if parameter in self.of and prefix + name in state:
                 # Detached, as torch's own entries are; a view of the master, so that nothing is copied.
                 state[prefix + name] = self.of[parameter].detach()
@@ -187,7 +192,7 @@ class MasterWeights:
     def _read(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         self._settle()
         with torch.no_grad():
-            for name, parameter in module.named_parameters(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
                 value = state.get(prefix + name)
                 if parameter in self.of and isinstance(value, Tensor) and value.shape == parameter.shape:
                     self.of[parameter].copy_(value)
@@ -208,7 +213,7 @@ class MasteredOptimizer(Optimizer):
             of the masters, and leaves the sum there.
 
     Raises:
-        ValueError: If ``inner`` already keeps state for parameters that have masters.
+        ValueError: If ``inner`` already keeps state for parameters that have masters, or cannot step without a closure.
     """
 
     def __init__(
@@ -224,6 +229,12 @@ class MasteredOptimizer(Optimizer):
                 f"{type(inner).__name__} already has state for parameters whose masters it shall step."
                 " Its averages are of the low precision and under other tensors."
                 " Make a new optimizer, or one that makes its state at the first step."
+            )
+        if _evaluates_anew(inner):
+            raise ValueError(
+                f"{type(inner).__name__} computes the loss again and again within one step."
+                " A step of masters has its gradients before it begins, and the weights that it tries out are theirs."
+                " Set weights='autocast' in the precision."
             )
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
@@ -410,6 +421,11 @@ class MasteredOptimizer(Optimizer):
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
+
+
+def _evaluates_anew(optimizer: Optimizer) -> bool:
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
 
 
 def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -1,6 +1,6 @@
 """Casting what enters and leaves a module, where its weights have another type than the data."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -20,11 +20,18 @@ def cast_around(
 
     Tensors are found in any nesting of lists, dicts and the outputs of transformers. None leaves them as they are.
     The casts are hooks: they lie outside the forward, and so outside its compilation. A copy or a pickle of a module
-    does not cast: nobody would end it there.
+    does not cast: nobody would end it there. One of them that lies within another one, under a second name, does not
+    cast when that other one calls it.
     """
+    modules = [*modules]
+    nested = _nested(modules)
     with ExitStack() as undo:
         for module in modules:
-            before, after = _Cast(inputs, "inputs"), _Cast(outputs, "outputs")
+            around = [_Running() for _ in nested.get(module, ())]
+            for running, outer in zip(around, nested.get(module, ()), strict=True):
+                for handle in running.follow(outer):
+                    undo.callback(handle.remove)
+            before, after = _Cast(inputs, "inputs", around=around), _Cast(outputs, "outputs", around=around)
             before.handle = module.register_forward_pre_hook(before, with_kwargs=True)
             undo.callback(before.handle.remove)
             after.handle = module.register_forward_hook(after)
@@ -32,11 +39,38 @@ def cast_around(
         yield
 
 
+def _nested(modules: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Return, of those that lie within others, these others."""
+    inside = {outer: {*outer.modules()} - {outer} for outer in modules}
+    found = {module: [outer for outer in modules if module in inside[outer]] for module in modules}
+    return {module: outers for module, outers in found.items() if outers}
+
+
+class _Running:
+    """Whether a module runs."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def follow(self, module: nn.Module) -> Iterator[RemovableHandle]:
+        """Hang hooks on ``module`` that keep this right, also after an exception."""
+        yield module.register_forward_pre_hook(self.begin, prepend=True)
+        yield module.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, *_: Any) -> None:
+        self.now = True
+
+    def end(self, *_: Any) -> None:
+        self.now = False
+
+
 class _Cast:
     """A hook whose copy does nothing, and takes itself off the copied module when that is first called."""
 
-    def __init__(self, dtype: torch.dtype | None, what: Literal["inputs", "outputs"]) -> None:
-        self.dtype, self.what = dtype, what
+    def __init__(
+        self, dtype: torch.dtype | None, what: Literal["inputs", "outputs"], *, around: Sequence[_Running] = ()
+    ) -> None:
+        self.dtype, self.what, self.around = dtype, what, around
         self.handle: RemovableHandle | None = None
         self.copied = False
 
@@ -44,6 +78,8 @@ class _Cast:
         if self.copied:
             if not torch.compiler.is_compiling() and self.handle is not None:  # Dynamo cannot look at a handle
                 self.handle.remove()
+            return None
+        if any(running.now for running in self.around):
             return None
         return (
             _cast(values, self.dtype)

@@ -216,6 +216,29 @@ def test_a_parameter_without_gradient_keeps_its_value():
     assert not torch.equal(masters.of[model[0].weight], make_model()[0].weight)
 
 
+def test_an_optimizer_that_computes_the_loss_itself_is_refused():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"LBFGS computes the loss again.*weights='autocast'"):
+        MasteredOptimizer(torch.optim.LBFGS(model.parameters()), masters)
+
+
+def test_a_part_shows_and_loads_its_masters_too():
+    model = make_model()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    shown = model[0].state_dict()
+    assert {value.dtype for value in shown.values()} == {torch.float32}
+    assert all(torch.equal(value, whole[f"0.{name}"]) for name, value in shown.items())
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    assert torch.equal(model[0].state_dict()["weight"], torch.full_like(whole["0.weight"], 0.5))
+    model[0].load_state_dict({name: value + 1e-4 for name, value in shown.items()})
+    masters.undo()
+    assert torch.equal(model[0].bias, whole["0.bias"] + 1e-4)
+    assert not any(part._state_dict_hooks or part._load_state_dict_pre_hooks for part in model.modules())
+
+
 def test_a_copy_made_meanwhile_shows_its_own_masters():
     model = make_model()
     MasterWeights(model, dtype=torch.bfloat16)

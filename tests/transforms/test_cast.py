@@ -43,6 +43,23 @@ def test_gradients_pass_and_the_type_is_that_of_the_input():
     assert x.grad.dtype is torch.float32
 
 
+def test_a_module_within_another_casts_only_where_it_is_called_alone():
+    """As `self.backbone = self.net[0]` makes it: between two layers nothing may be cast."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+    seen = []
+    net[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with cast_around([net, net[0]], inputs=torch.bfloat16, outputs=torch.float32):
+        assert net(torch.ones(1, 2)).dtype is torch.float32
+        assert net[0](torch.ones(1, 2)).dtype is torch.float32
+        with pytest.raises(TypeError):
+            net(torch.ones(1, 2), "no such argument")
+        assert net[0](torch.ones(1, 2)).dtype is torch.float32
+        twin = copy.deepcopy(net)
+        assert twin(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert seen == [torch.bfloat16] * 2
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in (net, net[0]))
+
+
 def test_the_outputs_of_transformers():
     from transformers.modeling_outputs import BaseModelOutput
 
