@@ -1,15 +1,21 @@
 """Float8 beside bfloat16 on one GPU: speed, losses, and what the advisor predicts against what is measured.
 
-    python benchmarks/float8.py --set speed   --output OUT    # the 1.5 B GPT, each precision, 30 steps
-    python benchmarks/float8.py --set losses  --output OUT    # 300 steps on the standard library: bands, then recipes
-    python benchmarks/float8.py --set predict --output OUT    # four models: what float8 would gain; commit OUT now
-    python benchmarks/float8.py --set measure --output OUT    # the same four: bfloat16, all in float8, filter: auto
+    python benchmarks/float8.py --set speed --output OUT          # the 1.5 B GPT, each precision, 30 steps
+    python benchmarks/float8.py --set losses --output OUT         # 300 steps on the standard library: bf16's band
+    python benchmarks/float8.py --set recipes --output OUT        # the same by each recipe of torchao
+    python benchmarks/float8.py --set recipes-te --output OUT     # and of Transformer Engine
+    python benchmarks/float8.py --set predict-gpt --output OUT    # what float8 would gain for two models, and
+    python benchmarks/float8.py --set predict-other --output OUT  # for two more; commit OUT now
+    python benchmarks/float8.py --set measure-gpt --output OUT    # two of them: bfloat16, all in float8, filter: auto
+    python benchmarks/float8.py --set measure-other --output OUT  # the other two
     python benchmarks/float8.py --summary     --output OUT    # tables of whatever is in OUT
     python benchmarks/float8.py --set all --tiny --output OUT # the same code on a CPU, with made-up times of products
 
 Each configuration runs in a process of its own, prints one line of JSON, and is kept as OUT/NAME.json at once. What is
-there already is not run again, so that a set may be spread over several calls, each with its --budget in seconds.
-`measure` refuses to run without OUT's predictions. Transformer Engine takes part where it is installed.
+there already is not run again, so that a set may be spread over several calls, each with its --budget in seconds; on
+another machine, copy what there is into OUT first. Times of products are kept in OUT/cache, so that `filter: auto`
+decides by those of the predictions. To measure is refused without OUT's predictions. Transformer Engine takes part
+where it is installed.
 """
 
 import argparse
@@ -29,16 +35,26 @@ FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ENGINE = ("delayed", "current", "block")
 MODELS = ("1B", "150M", "vit", "mixed")
 SEEDS = (0, 1, 2)
+SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
+    "speed": lambda name: name.startswith("speed"),
+    "losses": lambda name: name.startswith("losses bf16"),
+    "recipes": lambda name: name.startswith("losses") and not name.startswith(("losses bf16", "losses te")),
+    "recipes-te": lambda name: name.startswith("losses te"),
+    "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
+    "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
+    "measure-gpt": lambda name: name.startswith(("measure 1B", "measure 150M")),
+    "measure-other": lambda name: name.startswith(("measure vit", "measure mixed")),
+}
 
 
 def main() -> int:
     """Run a set of configurations, or one of them, or print what there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=["speed", "losses", "predict", "measure", "all"], default="all")
+    parser.add_argument("--set", choices=[*SETS, "all"], default="all")
     parser.add_argument("--only", default="", help="run the configurations whose name contains this")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
-    parser.add_argument("--timeout", type=float, default=200, help="seconds for each configuration")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for each configuration")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--summary", action="store_true")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -55,7 +71,7 @@ def main() -> int:
 def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     engine = [f"te {name}" for name in ENGINE] if find_spec("transformer_engine") is not None else []
     cases: dict[str, Callable[[], dict[str, Any]]] = {}
-    for name in ("bf16", *FLOAT8, "auto", *engine):
+    for name in ("bf16", *FLOAT8, *engine):
         cases[f"speed {name}"] = partial(speed, name, tiny=tiny)
     for seed in SEEDS:
         cases[f"losses bf16 seed {seed}"] = partial(losses, "bf16", seed=seed, tiny=tiny)
@@ -74,7 +90,7 @@ def _run(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "env.txt").write_text(environment())
     for name in _cases(tiny=options.tiny, output=options.output):
-        if options.set not in ("all", name.split()[0]) or options.only not in name:
+        if (options.set != "all" and not SETS[options.set](name)) or options.only not in name:
             continue
         path = _path(options.output, name)
         left = options.budget - (time.monotonic() - start)
@@ -82,7 +98,10 @@ def _run(options: argparse.Namespace) -> None:
             print(f"{name}: {'is there' if path.exists() else 'left out, the budget is spent'}", flush=True)
             continue
         command = [sys.executable, __file__, "--case", name, "--output", str(options.output)]
-        result = _child([*command, *(["--tiny"] if options.tiny else [])], timeout_s=min(options.timeout, left))
+        cache = options.output / "cache"
+        result = _child(
+            [*command, *(["--tiny"] if options.tiny else [])], timeout_s=min(options.timeout, left), cache=cache
+        )
         print(json.dumps({"case": name, **result}), flush=True)
         (path if "error" not in result else path.with_suffix(".failed")).write_text(json.dumps(result, indent=1) + "\n")
 
@@ -91,9 +110,9 @@ def _path(output: Path, name: str) -> Path:
     return output / f"{name.replace(' ', '_')}.json"
 
 
-def _child(command: list[str], *, timeout_s: float) -> dict[str, Any]:
+def _child(command: list[str], *, timeout_s: float, cache: Path) -> dict[str, Any]:
     began = time.monotonic()
-    result = result_of(finished(command, timeout=timeout_s))
+    result = result_of(finished(command, timeout=timeout_s, environment={"XDG_CACHE_HOME": str(cache.resolve())}))
     return result | {"seconds_in_all": round(time.monotonic() - began, 1)}
 
 
@@ -159,7 +178,9 @@ def predict(model: str, *, tiny: bool) -> dict[str, Any]:
 def measure(model: str, name: str, *, tiny: bool, output: Path) -> dict[str, Any]:
     """Return the time of a step of a model in one precision; only once there is a prediction of it."""
     if not _path(output, f"predict {model}").exists():
-        raise SystemExit(f"Nothing is predicted for {model} yet. Run --set predict first, and commit what it wrote.")
+        raise SystemExit(
+            f"Nothing is predicted for {model} yet. Run its --set predict-... first, and commit what it wrote."
+        )
     module, data = _model(model, tiny=tiny)
     steps = 6 if tiny else 40
     return _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 4, compiled=not tiny)
@@ -171,7 +192,6 @@ def _fit(
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
-    from lightning_ups.callbacks import Compile
     from lightning_ups.tools.trial import StepClock
 
     class Losses(Callback):
@@ -180,14 +200,14 @@ def _fit(
         def __init__(self) -> None:
             self.found: list[Any] = []
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
             self.found.append(outputs["loss"].detach())
 
     clock, kept, cuda = StepClock(warmup=warmup), Losses(), torch.cuda.is_available()
     seed_everything(seed, verbose=False)
     trainer = Trainer(
         accelerator="cuda" if cuda else "cpu", devices=1, max_steps=steps, plugins=[chosen], logger=False,
-        callbacks=[*([Compile(scope="auto")] if compiled else []), clock, kept], enable_checkpointing=False,
+        callbacks=[*_compiled(chosen, compiled=compiled), clock, kept], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0,
     )  # fmt: skip
     with left_on_device(module):
@@ -199,6 +219,16 @@ def _fit(
         "converted": len(getattr(conversion, "converted", ())),
         "losses": [round(loss, 5) for loss in torch.stack(kept.found).float().tolist()],
     }
+
+
+def _compiled(chosen: Any, *, compiled: bool) -> list[Any]:
+    """Return what compiles beside a precision: by blocks what breaks graphs, and nothing where that is refused."""
+    from lightning_ups.callbacks import Compile
+    from lightning_ups.precision import TEPrecision
+
+    if not compiled or getattr(chosen, "uncompilable", None):
+        return []
+    return [Compile() if isinstance(chosen, TEPrecision) else Compile(scope="auto")]
 
 
 # Models
@@ -234,7 +264,7 @@ def vit(*, tiny: bool) -> tuple[Any, Any]:
             return nn.Sequential(
                 nn.Flatten(2), nn.Linear(size * size, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
             )
-        import timm
+        import timm  # pyright: ignore[reportMissingImports]
 
         return timm.create_model("vit_large_patch16_224", num_classes=1000)
 
@@ -303,7 +333,7 @@ def _repeated(batches: list[Any]) -> Any:
         """The same few batches over and over."""
 
         def train_dataloader(self) -> Any:
-            several = [batches[i % len(batches)] for i in range(200)]
+            several: Any = [batches[i % len(batches)] for i in range(200)]
             return DataLoader(several, batch_size=None, pin_memory=torch.cuda.is_available())
 
     return Repeated()

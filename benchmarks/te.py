@@ -1,6 +1,8 @@
 """TEPrecision on a GPU: what the CPU cannot show. Each case prints PASS or FAIL for each check, and its figures.
 
-    python benchmarks/te.py --output benchmarks/results/DATE_te            # everything, within --budget seconds
+    python benchmarks/te.py --set checks --output benchmarks/results/DATE_te   # within --budget seconds, as is each set
+    python benchmarks/te.py --set two-gpus --output ...
+    python benchmarks/te.py --set speed --output ...
     python benchmarks/te.py --cases conversion recompute                   # some of it
     python benchmarks/te.py --cases "speed bf16" "speed delayed" --budget 540
 
@@ -8,9 +10,11 @@ Speed is of the 1.5 B GPT, seq 4096, batch 4. What needs two GPUs says so where 
 code runs at a tiny size, which needs a double of Transformer Engine: the tests have one.
 """
 
+import argparse
 import contextlib
 import math
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -150,14 +154,12 @@ def train(
     watch = Watch(steps)
     seq, batch = options.pop("seq", SEQ), options.pop("batch", BATCH)
     ckpt_path, save = options.pop("ckpt_path", None), options.pop("save", None)
-    trainer = Trainer(
-        **(
-            {"accelerator": DEVICE.type, "devices": 1, "max_steps": steps, "plugins": [precision], "logger": False}
-            | {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-            | {"callbacks": [watch, *callbacks], "default_root_dir": tempfile.gettempdir()}
-            | options
-        )
-    )
+    settings: dict[str, Any] = {
+        "accelerator": DEVICE.type, "devices": 1, "max_steps": steps, "plugins": [precision], "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "callbacks": [watch, *callbacks], "default_root_dir": tempfile.gettempdir(),
+    }  # fmt: skip
+    trainer = Trainer(**settings | options)
     module = module or Net(lr=1e-3, warmup_steps=1, schedule="constant")
     vocab = module.model.config.vocab_size if hasattr(module, "model") else SHAPE.vocab_size
     data = DataLoader(Tokens(seq=seq, vocab=vocab), batch_size=batch)
@@ -240,7 +242,8 @@ def conversion() -> dict[str, Any]:
                     )
                     done.lay_together()
                     again = _errors(model, reference, context=low)
-                    checks.check(f"{name}, fuse={fuse}, joined without a copy", ok=again == found, figures=again)
+                    same = all(abs(again[k] - found[k]) < 1e-3 for k in found)  # attention adds in any order
+                    checks.check(f"{name}, fuse={fuse}, joined without a copy", ok=same, figures=again)
                     done.undo()
         for recipe in RECIPES:
             with checks.attempt(f"{name}, {recipe}"):
@@ -341,7 +344,7 @@ def recompute() -> dict[str, Any]:
             with checks.attempt(f"{recipe}, save={save}"):
                 found, after, _ = train(TEPrecision(recipe=recipe), callbacks=(ActivationCheckpoint(save=save),))
                 memory = {"gib": round(after.peak_gib, 3), "without": round(before.peak_gib, 3)}
-                ok = apart(found, without) < 1e-3 and (not CUDA or after.peak_gib < before.peak_gib)
+                ok = apart(found, without) < 1e-3 and (not CUDA or after.peak_gib <= before.peak_gib)
                 checks.check(f"{recipe}, save={save}", ok=ok, figures={"apart": apart(found, without), **memory})
     return checks.result()
 
@@ -396,8 +399,8 @@ def _attention_speed() -> dict[str, float]:
             return module(q, k, v)
 
     def torchs() -> torch.Tensor:
-        tensors = (x.transpose(1, 2) for x in (q, k, v))
-        return nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     flops = 3.5 * 2 * 2 * 2 * heads * seq * seq * width / 2
     return {
@@ -504,6 +507,22 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "speed delayed, no fusions": partial(speed, "delayed", fuse="none"),
 }
 
+TWO_GPUS = ("ddp", "fsdp2")
+SETS: dict[str, Callable[[str], bool]] = {
+    "checks": lambda name: not name.startswith("speed") and name not in TWO_GPUS,
+    "two-gpus": lambda name: name in TWO_GPUS,
+    "speed": lambda name: name.startswith("speed"),
+}
+
+
+def chosen_cases() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the cases of ``--set``, which is taken from the command line; without it, all."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--set", choices=SETS)
+    options, sys.argv[1:] = parser.parse_known_args()
+    return {name: run for name, run in CASES.items() if options.set is None or SETS[options.set](name)}
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning)
-    main(CASES, columns=("ok", "failed", "num_checks", "tokens_s", "gib", "last_loss", "skipped", "error"))
+    main(chosen_cases(), columns=("ok", "failed", "num_checks", "tokens_s", "gib", "last_loss", "skipped", "error"))

@@ -1,3 +1,4 @@
+import argparse
 import json
 import os
 import subprocess
@@ -35,6 +36,35 @@ def test_every_set_has_its_configurations(float8, tmp_path):
     assert {name.split()[0] for name in names} == {"speed", "losses", "predict", "measure"}
     assert [name for name in names if name.startswith("losses bf16")] == [f"losses bf16 seed {i}" for i in range(3)]
     assert len([name for name in names if name.startswith("measure")]) == 12
+    parts = [sum(holds(name) for holds in float8.SETS.values()) for name in names]
+    assert parts == [1] * len(names), "each belongs to one set"
+
+
+def test_what_compiles_beside_a_precision_is_allowed_there(float8):
+    from lightning_ups.precision import BF16Precision, TEPrecision
+
+    assert [c.scope for c in float8._compiled(BF16Precision(), compiled=True)] == ["auto"]
+    assert [c.scope for c in float8._compiled(TEPrecision(recipe="current"), compiled=True)] == ["blocks"]
+    assert float8._compiled(TEPrecision(recipe="delayed"), compiled=True) == []
+    assert float8._compiled(BF16Precision(), compiled=False) == []
+
+
+def test_what_is_finished_is_kept_when_a_run_is_cut_off(float8, tmp_path, monkeypatch):
+    ran = []
+
+    def child(command, *, timeout_s, cache):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(command[command.index("--case") + 1])
+        return {"step_ms": 1.0}
+
+    monkeypatch.setattr(float8, "_child", child)
+    options = argparse.Namespace(output=tmp_path, tiny=True, set="speed", only="", budget=100.0, timeout=10.0)
+    with pytest.raises(KeyboardInterrupt):
+        float8._run(options)
+    assert ran == ["speed bf16", "speed tensorwise"]
+    kept = {path.name for path in tmp_path.glob("*.json")}
+    assert kept == {"speed_bf16.json", "speed_tensorwise.json"}
 
 
 def test_the_tables_follow_from_what_was_kept(float8, tmp_path):
@@ -61,23 +91,23 @@ def test_the_tables_follow_from_what_was_kept(float8, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["speed auto", "losses rowwise seed 0", "predict vit"])
+@pytest.mark.parametrize("case", ["speed tensorwise", "losses rowwise seed 0", "predict vit"])
 def test_a_configuration_runs_once_and_is_kept(tmp_path, case):
-    done = run(tmp_path, "--set", case.split()[0], "--only", case)
+    done = run(tmp_path, "--only", case)
     path = tmp_path / f"{case.replace(' ', '_')}.json"
     assert path.exists(), done.stdout + done.stderr
     assert (tmp_path / "env.txt").exists()
-    again = run(tmp_path, "--set", case.split()[0], "--only", case)
+    again = run(tmp_path, "--only", case)
     assert f"{case}: is there" in again.stdout
 
 
 @pytest.mark.slow
 def test_predictions_come_before_measuring(tmp_path):
-    done = run(tmp_path, "--set", "measure", "--only", "mixed")
+    done = run(tmp_path, "--set", "measure-other", "--only", "mixed")
     assert "Nothing is predicted for mixed yet" in done.stdout
-    assert run(tmp_path, "--set", "predict", "--only", "mixed").returncode == 0
+    assert run(tmp_path, "--set", "predict-other", "--only", "mixed").returncode == 0
     said = json.loads((tmp_path / "predict_mixed.json").read_text())
     assert 0 < len(said["converts"]) < said["of"]
-    done = run(tmp_path, "--set", "measure", "--only", "mixed")
+    done = run(tmp_path, "--set", "measure-other", "--only", "mixed")
     assert json.loads((tmp_path / "measure_mixed_auto.json").read_text())["converted"] == len(said["converts"])
     assert "| mixed |" in done.stdout

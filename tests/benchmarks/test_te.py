@@ -64,6 +64,16 @@ def run_case(case, folder):
     assert result.get("ok"), [result, done.stdout[-2000:]]
 
 
+def test_each_case_belongs_to_one_set(te, monkeypatch):
+    found = []
+    for name in te.SETS:
+        monkeypatch.setattr(sys, "argv", ["te.py", "--set", name, "--budget", "10"])
+        found += te.chosen_cases()
+        assert sys.argv == ["te.py", "--budget", "10"]  # what is left is for the rest
+    assert sorted(found) == sorted(te.CASES)
+    assert te.chosen_cases() == te.CASES
+
+
 def test_two_gpus_are_asked_for(te):
     assert te.CASES["fsdp2"]()["skipped"].startswith("needs 2 GPUs") or __import__("torch").cuda.device_count() > 1
 
