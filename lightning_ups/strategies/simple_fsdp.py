@@ -61,7 +61,9 @@ class _Graphs(Step):
             stack.enter_context(random_states_in_place())
             stack.enter_context(shard_data_written())
             why = self._not_put_together(module)
-            stack.enter_context(overlap.bucketing(together=why is None, key=str(plan), told=_Told(context.report)))
+            # Programs know where their device's part of what is gathered lies, and inductor's caches do not.
+            here = f"{plan} at {context.mesh and context.mesh.get_coordinate()}"
+            stack.enter_context(overlap.bucketing(together=why is None, key=here, told=_Told(context.report)))
             context.report.note(
                 _PART,
                 "inductor puts collectives together by block, and overlaps them with the next"

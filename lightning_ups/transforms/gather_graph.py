@@ -47,9 +47,7 @@ class GatherPlan:
         found = list(gathers(graph))
         groups = _by_runs(self._place(local) for _, local in found)
         # Backward begins with what forward ended with: gathering that anew would free nothing, and have it waited for.
-        kept = {
-            redistribute.args[0] for (redistribute, _), group in zip(found, groups, strict=True) if _last(group, groups)
-        }
+        kept = [whole.args[0] for (whole, _), group in zip(found, groups, strict=True) if _last(group, groups)]
         for (redistribute, local), group in zip(found, groups, strict=True):
             for node in (redistribute, local):
                 set_group(node, group)

@@ -5,6 +5,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config  # noqa: TID251
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from lightning.pytorch import seed_everything
@@ -79,14 +80,20 @@ def test_without_a_compile_the_strategy_compiles(ranks, tmp_path):
 
 def turned(tmp_path):
     model, lightning = made(tmp_path, name="Gpt", epochs=1)
-    reports = []
-    model.on_train_end = lambda: reports.append(applied(lightning.strategy).report.parts)
+    reports, keys = [], [None, None]
+
+    def on_train_end():
+        reports.append(applied(lightning.strategy).report.parts)
+        dist.all_gather_object(keys, str(inductor_config.post_grad_custom_post_pass.uuid()))
+
+    model.on_train_end = on_train_end
     lightning.fit(model, loader())
-    return reports[0]
+    return reports[0], keys
 
 
 def test_a_given_compile_is_turned_into_one_of_whole_models(ranks, tmp_path):
-    parts = ranks(turned, tmp_path)
+    parts, keys = ranks(turned, tmp_path)
+    assert keys[0] != keys[1]  # programs differ from rank to rank, and devices of two machines have one name
     assert "scope model, chosen under SimpleFSDPStrategy: 1 root by aot_eager" in parts["Compile"]["lines"]
     assert (parts["Compile"]["scope"], parts["Compile"]["fullgraph"], parts["Compile"]["graphs"]) == ("model", True, 1)
     assert parts[PART]["overlap"] == "none"
