@@ -71,7 +71,7 @@ class OffloadedOptimizer(Optimizer):
         on_host = update == "host"
         self.admission = admit(
             stepper,
-            partial(_twin_of_ours, update=update),
+            partial(_twin_of_ours, update=update, stands_in=on_host or inner is not stepper),
             in_parts=not on_host,
             device=torch.device("cpu") if on_host else None,
         )
@@ -329,8 +329,11 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
 
-def _twin_of_ours(inner: Optimizer, admission: Admission, *, update: Update) -> OffloadedOptimizer:
+def _twin_of_ours(
+    inner: Optimizer, admission: Admission, *, update: Update, stands_in: bool
+) -> OffloadedOptimizer:
     """Return an offloaded optimizer for the admission itself: every parameter, or part of one, by itself."""
     ours = OffloadedOptimizer.__new__(OffloadedOptimizer)
     ours._begin(inner, admission, update=update, chunk_bytes=1, resident=0.0, memory=None)
+    ours.source.stood = [] if stands_in else None
     return ours

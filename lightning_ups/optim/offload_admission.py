@@ -60,7 +60,8 @@ def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool, device: torch
         raise ValueError(
             f"{name} cannot be offloaded: stepping its parameters one after another ended at other values than stepping"
             " them together, on tiny tensors."
-            " Its step looks at all of them at once, such as for a norm, or counts its calls."
+            " Its step looks at all of them at once, such as for a norm, counts its calls, or keeps state elsewhere than in"
+            " `state`."
             " Use an optimizer that treats each parameter by itself, such as AdamW, or leave the offloading out."
         )
     parted = in_parts and _in_parts(optimizer, ours, whole, device)
@@ -104,7 +105,10 @@ def _keeps_elements(optimizer: Optimizer, device: torch.device | None) -> bool:
             _fill_gradients(twin, step)
             twin.step()
             names.append([sorted(map(str, state)) for state in twin.state.values()])
-        pairs = [(p, value) for p, state in twin.state.items() for value in state.values() if is_large(value)]
+        values = [(p, value) for p, state in twin.state.items() for value in state.values()]
+        if any(not isinstance(value, Tensor) and any(map(is_large, _tensors_in(value))) for _, value in values):
+            return False
+        pairs = [(p, value) for p, value in values if is_large(value)]
     same = all(v.shape == p.shape and v.dtype is p.dtype and len(plain_parts(v)) == 1 for p, v in pairs)
     return same and all(found == names[-1] for found in names[1:])
 
@@ -123,7 +127,7 @@ def _outcome(
         state = stepped.state_dict()["state"]
         kept = [state[key] for key in sorted(state, key=str) if isinstance(state[key], dict)]
         values = [entries[name] for entries in kept for name in sorted(entries, key=str)]
-        tensors = [v for v in values if isinstance(v, Tensor)]
+        tensors = [tensor for value in values for tensor in _tensors_in(value)]
         share = sum(nbytes_of(v) for v in tensors if is_large(v)) / max(sum(map(nbytes_of, parameters)), 1)
         options = [
             torch.as_tensor(value)
@@ -133,6 +137,14 @@ def _outcome(
         ]
         found = [part.detach().cpu().clone() for t in (*parameters, *tensors, *options) for part in plain_parts(t)]
     return found, share
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inner)
 
 
 def _same(ones: list[Tensor], others: list[Tensor]) -> bool:

@@ -153,6 +153,8 @@ class HostSteps:
             tensor.grad = slot.gradients[item].to(tensor.dtype)
         if coefficient is not None:
             torch._foreach_mul_([local_of(t.grad) for t in standing.values() if t.grad is not None], coefficient)
+        if self._source.stood is not None:
+            self._source.stood += standing.values()
         states = {tensor: self._inner.state.get(item.key, {}) for item, tensor in standing.items()}
         with stepping(self._inner, {tensor: item.group for item, tensor in standing.items()}, states):
             self._inner.step()

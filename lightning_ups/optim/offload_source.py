@@ -17,9 +17,12 @@ class Source(Protocol):
 
     Attributes:
         writes: What others may have written into parameters that have masters.
+        stood: If a list, another tensor always stands in for a parameter, and stays alive in it: no other tensor may be
+            taken for it by its id.
     """
 
     writes: Writes
+    stood: list[nn.Parameter] | None
 
     def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
         """Yield the index of a group, a parameter of the module, and what is stepped for it."""
@@ -43,6 +46,7 @@ class Plain:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self.writes = optimizer, Writes()
+        self.stood: list[nn.Parameter] | None = None
 
     def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
         """See `Source`."""
@@ -87,6 +91,7 @@ class Mastered:
     def __init__(self, optimizer: MasteredOptimizer) -> None:
         self._optimizer, self._of, self._wrapper = optimizer, optimizer.masters.of, optimizer._wrapper
         self.writes = optimizer.masters.writes
+        self.stood: list[nn.Parameter] | None = None
         for _, parameter, key in self.pairs():
             if key is not parameter:
                 gradient, key.grad = key.grad, None

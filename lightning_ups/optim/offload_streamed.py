@@ -211,6 +211,8 @@ class StreamedSteps:
         before = {item: chunk.state(item, slot) for item in chunk.items}
         standing = {item: self._stand_in(item, before[item]) for item in chunk.items if self._is_due(item, wanted)}
         groups = {tensor: item.group for item, tensor in standing.items()}
+        if self._source.stood is not None:
+            self._source.stood += standing.values()
         states = {t: {n: v for n, v in before[item].items() if n != MASTER} for item, t in standing.items()}
         with stepping(self._inner, groups, states):
             if settings is None:
@@ -240,7 +242,9 @@ class StreamedSteps:
                 low = item.of(item.parameter.detach())
                 self._source.writes.found(item.parameter, taken_over(master, low))
             return nn.Parameter(master)
-        return item.parameter if item.part is None else nn.Parameter(item.of(item.parameter.detach()))
+        if item.part is None and self._source.stood is None:
+            return item.parameter
+        return nn.Parameter(item.of(item.parameter.detach()))
 
     def _give_gradients(self, standing: Mapping[Item, nn.Parameter], coefficient: Tensor | None) -> None:
         given = []

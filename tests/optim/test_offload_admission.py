@@ -5,7 +5,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
 
 from lightning_ups.optim import OffloadedOptimizer
 from lightning_ups.optim.offload_admission import twin_of
-from tests.optim.offloading import Net, grouped, train
+from tests.optim.offloading import LateMemory, Net, assert_same, grouped, train
 
 
 class Parted(SGD):
@@ -63,6 +63,53 @@ class Noisy(SGD):
                 if p.grad is not None:
                     p.grad.add_(torch.randn_like(p))
         super().step(closure)
+
+
+class Elsewhere(SGD):
+    """Keeps its averages beside its state, by the ids of what it steps."""
+
+    averages = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.averages = {} if self.averages is None else self.averages
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            average = self.averages.setdefault(id(p), torch.zeros_like(p))
+            average.add_(p.grad)
+            p.sub_(average, alpha=0.1)
+
+
+class Nested(SGD):
+    """Keeps its averages in a dict within its state."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            kept = self.state[p].setdefault("kept", {"average": torch.zeros_like(p)})
+            kept["average"].add_(p.grad)
+            p.sub_(kept["average"], alpha=0.1)
+
+
+@pytest.mark.parametrize(("masters", "update"), [(True, "device"), (True, "host"), (False, "host")])
+def test_what_keeps_state_elsewhere_is_refused_where_other_tensors_stand_in_for_parameters(masters, update):
+    def wrap(inner):
+        return OffloadedOptimizer(inner, update=update)
+
+    with pytest.raises(ValueError, match=r"^Elsewhere cannot .* or leave the offloading out\.$"):
+        train(grouped(Elsewhere), masters=masters, wrap=wrap)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_state_within_state_is_whole(masters):
+    def wrap(inner):
+        return OffloadedOptimizer(inner, memory=LateMemory(), chunk_bytes=1)
+
+    right, plain = train(grouped(Nested), masters=masters)
+    result, ours = train(grouped(Nested), masters=masters, wrap=wrap)
+    assert_same(result, right)
+    for number, entries in plain.state_dict()["state"].items():
+        found = ours.state_dict()["state"][number]["kept"]["average"]
+        assert torch.equal(found, entries["kept"]["average"])
 
 
 @pytest.mark.parametrize("kind", [Parted, Counted])
