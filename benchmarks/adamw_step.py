@@ -114,9 +114,10 @@ def compared(size: Size) -> dict[str, Any]:
     return {"size": size, "difference": error / LR}
 
 
+TIMED: tuple[Size, ...] = ("tiny", "1B") if DEVICE == "cuda" else ("tiny",)
 KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
     f"{size} {name}": partial(timed, size, shape=shape)
-    for size in ("tiny", *(("1B",) if DEVICE == "cuda" else ()))
+    for size in TIMED
     for name, shape in [("torch", None), *((f"one kernel {s}", s) for s in (SHAPES if size == "1B" else SHAPES[:1]))]
 }
 

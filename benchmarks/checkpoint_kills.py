@@ -360,7 +360,9 @@ def _train(asked: argparse.Namespace) -> None:
                 facts = {"global_step": trainer.global_step, "state_megabytes": round(state)}
                 (folder / "started.json").write_text(json.dumps(facts))
 
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any
+        ) -> None:
             with (folder / f"losses_{rank}.jsonl").open("a") as file:
                 loss = outputs["loss"].item().hex()
                 print(json.dumps({"step": trainer.global_step - 1, "loss": loss}), file=file)

@@ -21,12 +21,13 @@ from typing_extensions import override
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.data import RandomTokens
 from lightning_ups.models import GPT, SIZES, GPTModule
+from lightning_ups.models.gpt import Size
 from lightning_ups.precision import BF16Precision
 from lightning_ups.transforms.flops import count_flops
 from lightning_ups.transforms.recompute import recompute
 
-SIZE = os.environ.get("UPS_BENCH_SIZE", "1B")
-TINY = SIZE == "tiny"
+TINY = os.environ.get("UPS_BENCH_SIZE") == "tiny"
+SIZE: Size = "tiny" if TINY else "1B"
 SEQ, BATCH, STEPS, WARM = (32, 2, 8, 3) if TINY else (4096, 4, 20, 8)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "aot_eager" if TINY else "inductor"
@@ -46,7 +47,7 @@ class Clock(Callback):
         self.losses: list[torch.Tensor] = []
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
         if DEVICE == "cuda":
             self.events.append(torch.cuda.Event(enable_timing=True))

@@ -37,6 +37,8 @@ Loader = Literal["ready", "workers"]
 class Products(LightningModule):
     """Some products of matrices, whose time does not depend on the batch."""
 
+    start: Tensor
+
     def __init__(self, *, reads: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)

@@ -149,11 +149,12 @@ def train(
     seq, batch = seq or default_seq, batch or default_batch
     made = module(size=size, max_seq_len=seq, warmup_steps=2)
     data = Tokens(vocab_size=made.config.vocab_size, seq=seq, batch=batch, sleep_s=sleep_s)
+    one: dict[str, Any] = {"devices": 1}
     trainer = Trainer(
         accelerator="gpu" if ON_GPU else "cpu", max_steps=steps, plugins=[BF16Precision()] if ON_GPU else [],
         callbacks=[*([Compile(scope="model")] if ON_GPU and compiled else []), *callbacks, throughput], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **{"devices": 1} | options,
+        **one | options,
     )  # fmt: skip
     with left_on_device(made):
         trainer.fit(made, data)
