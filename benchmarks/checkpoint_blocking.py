@@ -126,7 +126,8 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
         module = GPTModule(size=asked.size, warmup_steps=1, schedule="constant")
         gc.collect()  # what the first run held is not in the way of the second
         with left_on_device(module):
-            data: Any = DataLoader(list(tokens), batch_size=1, shuffle=True)
+            rows: Any = list(tokens)
+            data = DataLoader(rows, batch_size=1, shuffle=True)
             trainer.fit(module, data, ckpt_path=ckpt_path)
         last = strategy.checkpoints.saver.last
         if last is not None and saves:
