@@ -184,7 +184,7 @@ class MasterWeights:
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any, *, whole: bool) -> None:
         if whole or not prefix:  # and not in each of its parts, too; what these show are views
             self.take_over(by_value=True)
-        for name, parameter in module._parameters.items():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in self.of and prefix + name in state:
                 # Detached, as torch's own entries are; a view of the master, so that nothing is copied.
                 state[prefix + name] = self.of[parameter].detach()
@@ -192,7 +192,7 @@ class MasterWeights:
     def _read(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         self._settle()
         with torch.no_grad():
-            for name, parameter in module._parameters.items():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 value = state.get(prefix + name)
                 if parameter in self.of and isinstance(value, Tensor) and value.shape == parameter.shape:
                     self.of[parameter].copy_(value)
