@@ -10,6 +10,7 @@ import torch
 __all__ = ["marked_steps", "recordings"]
 
 _TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
+_LAST_MARK = 0
 
 
 @contextmanager
@@ -17,14 +18,24 @@ def marked_steps() -> Iterator[None]:
     """Leave it to torch again, when the context closes, to tell where a step begins.
 
     Once a step was marked, by ``torch.compiler.cudagraph_mark_step_begin``, torch waits for the next mark for as long
-    as the process lives: whatever replays CUDA graphs later and marks none would be recorded anew in each call.
+    as the process lives: whatever replays CUDA graphs later and marks none would be recorded anew in each call. Where
+    steps were marked before, they go on being marked.
     """
-    before = trees.MarkStepBox.mark_step_counter if (trees := sys.modules.get(_TREES)) is not None else 0
+    global _LAST_MARK
+    before = _last_mark()
+    if before == 0 and _LAST_MARK != 0:
+        sys.modules[_TREES].MarkStepBox.mark_step_counter = _LAST_MARK  # no two steps of a process have one mark
     try:
         yield
     finally:
-        if (trees := sys.modules.get(_TREES)) is not None:
-            trees.MarkStepBox.mark_step_counter = before
+        if before == 0 and (mark := _last_mark()) != 0:
+            _LAST_MARK = mark
+            sys.modules[_TREES].MarkStepBox.mark_step_counter = 0
+
+
+def _last_mark() -> int:
+    # It counts down from 0, which stands for no mark.
+    return trees.MarkStepBox.mark_step_counter if (trees := sys.modules.get(_TREES)) is not None else 0
 
 
 def recordings(device: torch.device) -> int:

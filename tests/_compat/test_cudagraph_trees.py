@@ -47,19 +47,36 @@ def test_where_nothing_was_marked_nothing_is_imported(monkeypatch):
     assert "torch._inductor.cudagraph_trees" not in sys.modules
 
 
-@pytest.mark.parametrize("before", [0, -3])
-def test_marks_are_taken_back(monkeypatch, before):
-    box = SimpleNamespace(mark_step_counter=before)
+@pytest.fixture
+def box(monkeypatch):
+    box = SimpleNamespace(mark_step_counter=0)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(MarkStepBox=box))
+    monkeypatch.setattr("lightning_ups._compat.cudagraph_trees._LAST_MARK", 0)
+    return box
+
+
+def test_marks_end_with_the_run_and_no_two_runs_have_the_same(box):
+    seen = []
 
     @marked_steps()
     def run():
-        box.mark_step_counter -= 7
+        for _ in range(3):
+            box.mark_step_counter -= 1  # as torch marks a step
+            seen.append(box.mark_step_counter)
         raise KeyError
 
-    with pytest.raises(KeyError):
-        run()
-    assert box.mark_step_counter == before
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            run()
+        assert box.mark_step_counter == 0
+    assert seen == [-1, -2, -3, -4, -5, -6]
+
+
+def test_marks_of_others_go_on(box):
+    box.mark_step_counter = -3
+    with marked_steps():
+        box.mark_step_counter -= 1
+    assert box.mark_step_counter == -4
 
 
 @pytest.mark.gpu
