@@ -8,7 +8,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-__all__ = ["move_all_but_parameters", "tied_recurrent", "without_inference_mode"]
+__all__ = ["keeping_attributes", "move_all_but_parameters", "tied_recurrent", "without_inference_mode"]
 
 
 @contextmanager
@@ -35,6 +35,15 @@ def move_all_but_parameters(module: LightningModule, device: torch.device) -> No
         if next(child.parameters(), None) is None:
             child.to(device)
     _update_properties(module, device=device)
+
+
+@contextmanager
+def keeping_attributes(module: nn.Module) -> Iterator[None]:
+    """Let parameters keep the attributes that the user gave them: ``Module.to`` swaps those of sharded ones away."""
+    before = {name: dict(vars(p)) for name, p in module.named_parameters()}
+    yield
+    for name, p in module.named_parameters():
+        vars(p).update({key: value for key, value in before[name].items() if key not in vars(p)})
 
 
 def tied_recurrent(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "end_forward",
     "expect_backward",
     "flattened",
+    "follow_requires_grad",
     "gather_with_root",
     "held_parameters",
     "initialise",
@@ -86,6 +87,13 @@ def _make_with_hooks(held: Any, make: Callable[[], None], hooks: Iterable[Callab
     if held._unsharded_param is not before and held._unsharded_param.requires_grad:
         for hook in hooks:
             held._unsharded_param.register_hook(hook)
+
+
+def follow_requires_grad(root: FSDPModule) -> None:
+    """Let what is gathered now require gradients as its shards do, which torch sees to at the next gather only."""
+    for _, shard, gathered, _, _ in held_parameters(root):
+        if gathered is not None:
+            gathered.requires_grad_(shard.requires_grad)
 
 
 def begin_forward(root: FSDPModule) -> None:
@@ -238,16 +246,17 @@ def _nothing_to_gather(async_op: bool = False) -> None:  # noqa: FBT001, FBT002 
 
 def _group_of_root(root: FSDPModule, *, like: Any, handle: Any) -> Any:
     """Return a group of ``root`` that reduces gradients in the type of ``handle``, a new one if need be."""
-    groups = _groups(root._get_fsdp_state())
+    groups, dtype = _groups(root._get_fsdp_state()), handle.sharded_param.dtype
     for group in groups:
-        if not (trained := [held for held in group.fsdp_params if held.sharded_param.requires_grad]):
-            return group
-        if trained[0].sharded_param.dtype == handle.sharded_param.dtype or not handle.sharded_param.requires_grad:
+        if all(held.sharded_param.dtype == dtype for held in group.fsdp_params):
             return group
     if groups and isinstance(groups, _OnlyGroup):
+        held = [*groups[0].fsdp_params, handle]
+        if len({each.sharded_param.dtype for each in held if each.sharded_param.requires_grad}) < 2:
+            return groups[0]
         raise RuntimeError(
-            f"{handle._param_fqn} is read outside the forward of its module, and is of"
-            f" {handle.sharded_param.dtype}, as others that are read so are not."
+            f"{handle._param_fqn} is read outside the forward of its module, and is of {dtype}, as others that are read"
+            " so are not."
             " This torch's FSDP2 gathers what a module holds in one group, of one type."
             " Read parameters of one type outside their modules, or install torch 2.13."
         )

@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.averages import averaged_copies
-from lightning_ups._compat.evaluation import move_all_but_parameters, tied_recurrent, without_inference_mode
+from lightning_ups._compat.evaluation import (
+    keeping_attributes,
+    move_all_but_parameters,
+    tied_recurrent,
+    without_inference_mode,
+)
+from lightning_ups._compat.finetuning import finetuning_by_identity
 from lightning_ups._compat.nccl import destroy_at_exit, prepare_nccl
 from lightning_ups._compat.recording import Recording, recording
 from lightning_ups._compat.sigterm import SigtermPoll
@@ -286,6 +292,7 @@ class ShardingStrategy(ModelParallelStrategy):
         self._poll = SigtermPoll(trainer, every=self._sigterm_every)
         self._in_effect.enter_context(self._poll.installed())
         self._in_effect.enter_context(without_inference_mode(trainer))
+        self._in_effect.enter_context(finetuning_by_identity())
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -348,7 +355,8 @@ class ShardingStrategy(ModelParallelStrategy):
         if self._offload or tied_recurrent(self.lightning_module):
             move_all_but_parameters(self.lightning_module, self.root_device)
         else:
-            self.lightning_module.to(self.root_device)
+            with keeping_attributes(self.lightning_module):
+                self.lightning_module.to(self.root_device)
 
     @property
     def _replicas(self) -> Any:

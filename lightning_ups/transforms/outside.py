@@ -74,6 +74,9 @@ class OutsideReads(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Look away, until the end of the context."""
+        if self._paused:  # a closure of an optimizer calls backward
+            yield
+            return
         self.__exit__(None, None, None)
         self._paused = True  # what runs again in a backward, to save memory, calls our hooks, too
         try:
@@ -123,7 +126,9 @@ class OutsideReads(TorchFunctionMode):
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
             self.translates = True
             return value.full_tensor()
-        return type(value)(map(self._translated, value)) if type(value) in (tuple, list) else value
+        if isinstance(value, tuple | list) and type(value) in (tuple, list):
+            return type(value)(self._translated(inner) for inner in value)
+        return value
 
     def _names(self, value: Any) -> list[str]:
         if isinstance(value, nn.Parameter):

@@ -3,7 +3,12 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_ups._compat.evaluation import move_all_but_parameters, without_inference_mode
+from lightning_ups._compat.evaluation import (
+    keeping_attributes,
+    move_all_but_parameters,
+    tied_recurrent,
+    without_inference_mode,
+)
 from tests.toys import Net, trainer
 
 
@@ -31,3 +36,19 @@ def test_metrics_move_and_parameters_do_not():
     assert net.metric.device.type == net.table.angles.device.type == "meta"
     assert net.head.weight.device.type == "cpu"
     assert net.device.type == "meta"
+
+
+def test_attributes_of_parameters_outlive_a_move():
+    layer = nn.Linear(2, 2)
+    layer.weight.no_decay = True
+    with keeping_attributes(layer):
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        layer.weight.new = 1
+    assert vars(layer.weight) == {"no_decay": True, "new": 1}
+
+
+def test_recurrent_layers_that_share_a_weight():
+    layers = nn.ModuleList(nn.GRU(2, 2) for _ in range(2))
+    assert not tied_recurrent(layers)
+    layers[1].weight_ih_l0 = layers[0].weight_ih_l0
+    assert tied_recurrent(layers)

@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -425,3 +426,60 @@ def test_from_four_ranks_of_any_layout_to_two(four_ranks, ranks, tmp_path, layou
     if layout == "tensor parallel":
         again = four_ranks(train_gpt, tmp_path, "again", options, batch_size, saved)
         assert again == pytest.approx(whole[3:], rel=1e-6)
+
+
+def by_every_name(path):
+    """Save in the background at every step, by hand and without optimizers, then come back by each name."""
+    warnings.simplefilter("ignore")
+
+    def saver():
+        # Lightning writes a link last, once the save that it points to has begun.
+        folder = path / "with spaces, and ümlaut"
+        return ModelCheckpoint(
+            folder, filename="{step}", monitor="loss", save_top_k=2, save_last="link", every_n_train_steps=1
+        )
+
+    model, strategy = Scored(), FSDP2Strategy(async_save=True)
+    model.on_train_batch_end = lambda *_: model.log("loss", model.losses[-1], sync_dist=True)
+    run = run_of(path, strategy=strategy, epochs=4, callbacks=[saver()])
+    run.fit(model, loader(4))
+    best = run.checkpoint_callback.best_model_path
+    run.test(model, loader(4), ckpt_path="best", verbose=False)
+    return model, saver, best
+
+
+def resumed_by_name(path):
+    model, saver, best = by_every_name(path)
+    folder = path / "with spaces, and ümlaut"
+    left = sorted(entry.name for entry in folder.iterdir() if "=" in entry.name)
+    again = Scored()
+    again.on_train_batch_end = lambda *_: again.log("loss", again.losses[-1], sync_dist=True)
+    run = run_of(path, strategy=FSDP2Strategy(), epochs=6, callbacks=[saver()])
+    run.fit(again, loader(4), ckpt_path="last")
+    steps = len(model.losses), len(again.losses)
+    for name, only in (("by hand.ckpt", False), ("weights.ckpt", True)):
+        run.save_checkpoint(path / name if only else str(path / name), weights_only=only)
+    third = Scored()
+    run_of(path, strategy=FSDP2Strategy(), epochs=8).fit(third, loader(4), ckpt_path=path / "by hand.ckpt")
+    with pytest.raises(ValueError, match="weights") as refused:
+        run_of(path, strategy=FSDP2Strategy(), epochs=8).fit(Scored(), loader(4), ckpt_path=path / "weights.ckpt")
+    tested = run_of(path, strategy=FSDP2Strategy())
+    tested.test(Scored(), loader(4), ckpt_path=path / "weights.ckpt", verbose=False)
+    try:
+        run.save_checkpoint("memory://bucket/last.ckpt")
+        remote = ""
+    except ValueError as error:
+        remote = str(error)
+    finite = all(torch.isfinite(loss) for loss in third.losses)
+    return left, is_complete(Path(best)), steps, len(third.losses), finite, str(refused.value), remote
+
+
+def test_every_name_of_a_checkpoint(ranks, tmp_path):
+    left, whole, steps, further, finite, refused, remote = ranks(resumed_by_name, tmp_path)
+    assert len(left) == 2
+    assert whole
+    assert steps == (4, 2)
+    assert further == 2
+    assert finite
+    assert "optimizer" in refused
+    assert "cannot keep checkpoints at memory://" in remote

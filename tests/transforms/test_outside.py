@@ -93,3 +93,34 @@ def hidden_in_blocks():
 
 def test_code_inside_blocks_does_not_see_the_watch(ranks):
     assert ranks(hidden_in_blocks) == [None, True]
+
+
+def in_hand():
+    """A weight that is fetched before it is found; a norm without gradients; and a pause in a pause."""
+    model = Model()
+    root = sharded_model(model).root
+    initialise(root)
+    begin_forward(root)
+    reads = OutsideReads(root)
+    weight = model.layers[0][0].weight
+    with reads.watching():
+        with torch.no_grad():
+            norm, copy = weight.norm(), weight.clone()
+        doubled = weight + weight.T
+        with reads.paused(), reads.paused():
+            pass
+        watched = torch.overrides._get_current_function_mode() is reads
+    end_forward(root)
+    whole = Model().layers[0][0].weight
+    same = torch.allclose(norm, whole.norm()) and torch.allclose(doubled, whole + whole.T)
+    return same, type(norm) is torch.Tensor, type(copy).__name__, reads.translates, watched, reads.found
+
+
+def test_what_was_in_hand_is_gathered_too_and_what_is_computed_from_shards_is_whole(ranks):
+    same, plain, copy, translates, watched, found = ranks(in_hand)
+    assert same
+    assert plain
+    assert copy == "DTensor"
+    assert translates
+    assert watched
+    assert found == ["layers.0.0.weight"]

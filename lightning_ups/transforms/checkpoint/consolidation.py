@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.checkpoint import folder, meta
-from lightning_ups.transforms.checkpoint.loading import APART, SHARDED, nested, put_back
+from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, SHARDED, nested, put_back
 from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into
 from lightning_ups.transforms.checkpoint.saving import numbered
 
@@ -100,7 +100,8 @@ def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, An
     rest, left = rest_of(path, weights_only=weights_only)
     keys = sorted((key for key in tree if key.startswith("optimizer_")), key=lambda key: int(key.rpartition("_")[2]))
     states = [numbered({"state": {}, **tree[key]}) for key in keys]
-    checkpoint = {**put_back(rest, values), "state_dict": tree["state_dict"]}
+    extra = rest.pop(EXTRA, {})
+    checkpoint = {**put_back(rest, values), "state_dict": {**tree["state_dict"], **extra}}
     return checkpoint | ({"optimizer_states": states} if states else {}), left
 
 

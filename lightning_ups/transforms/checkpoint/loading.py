@@ -23,9 +23,10 @@ from lightning_ups.transforms.checkpoint.state import (
     restore_numbered,
 )
 
-__all__ = ["APART", "SHARDED", "lifted", "load", "load_weights", "nested", "put_back", "resolve"]
+__all__ = ["APART", "EXTRA", "SHARDED", "lifted", "load", "load_weights", "nested", "put_back", "resolve"]
 
 APART = "apart.pt"  # hyperparameters: resuming does not need them, and they may be of any class
+EXTRA = "lightning_ups.extra_state"  # of modules, where it is no tensor: DCP would part a dict into its entries
 SHARDED = "lightning_ups.sharded"  # stands, in the rest of the state, for a DTensor that lies with the tensors
 
 
@@ -125,7 +126,8 @@ def load_weights(
         saved, _ = _content(reading)
         _load_module_from(reading, saved.get("state_dict", saved))
     else:
-        _load_module(reading, FolderReader(path), prefix="state_dict.")
+        rest, _ = _content(replace(reading, path=path / folder.META)) if (path / folder.META).exists() else ({}, {})
+        _load_module(reading, FolderReader(path), prefix="state_dict.", others=rest.get(EXTRA, {}))
 
 
 class _Everything:
@@ -148,7 +150,7 @@ def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
         except ValueError as error:
             more, left_apart = {}, {"hyperparameters": str(error).partition(". ")[0]}
         rest, left = {**rest, **more}, {**left, **left_apart}
-    _load_module(reading, reader, prefix="state_dict.")
+    _load_module(reading, reader, prefix="state_dict.", others=rest.pop(EXTRA, {}))
     for index, optimizer in enumerate(reading.optimizers):
         saved = _read_optimizer(reading, optimizer, reader, metadata, key=f"optimizer_{index}")
         restore(reading.module, optimizer, saved)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_ups.transforms.checkpoint import meta
-from lightning_ups.transforms.checkpoint.loading import APART, SHARDED, lifted
+from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, SHARDED, lifted
 from lightning_ups.transforms.checkpoint.saver import Saver
 
 __all__ = ["gathered", "numbered", "save_sharded"]
@@ -26,7 +26,10 @@ def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart:
         apart: Keys of what resuming can do without, and whose classes may be anyone's.
     """
     rest = dict(checkpoint)
-    state: dict[str, Any] = {"state_dict": rest.pop("state_dict")}
+    weights = rest.pop("state_dict")
+    state: dict[str, Any] = {"state_dict": {name: value for name, value in weights.items() if _is_tensor(value)}}
+    if extra := {name: value for name, value in weights.items() if not _is_tensor(value)}:
+        rest[EXTRA] = extra
     state |= {f"optimizer_{index}": tree for index, tree in enumerate(rest.pop("optimizer_states", []))}
     rest, sharded = lifted(rest)
     if sharded:
@@ -67,6 +70,10 @@ def numbered(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _renamed(state: dict[str, Any], numbers: dict[str, int]) -> Iterator[tuple[int, Any]]:
     yield from sorted((numbers[name], entries) for name, entries in state.items())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _is_first() -> bool:

@@ -50,6 +50,8 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> Any:
+    if isinstance(value, Tensor) and value.is_sparse:
+        return value.to_dense()  # files have no sparse tensors, and an optimizer goes on with a dense one
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.dim() == 0:

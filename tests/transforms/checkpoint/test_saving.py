@@ -5,7 +5,8 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from lightning_ups.transforms.checkpoint import Saver, is_complete, meta
-from lightning_ups.transforms.checkpoint.loading import load
+from lightning_ups.transforms.checkpoint.consolidation import consolidated
+from lightning_ups.transforms.checkpoint.loading import load, load_weights
 from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded
 from lightning_ups.transforms.checkpoint.state import named_state
 
@@ -28,6 +29,30 @@ def test_what_resuming_can_do_without_lies_apart(tmp_path):
     assert meta.loaded(tmp_path / "c" / "meta.pt")[0] == {"loops": 3, "epoch": 1}
     assert (tmp_path / "c" / "apart.pt").exists()
     assert set(checkpoint) == {"state_dict", "hyper_parameters", "loops", "epoch"}, "the caller's dict is the caller's"
+
+
+class Counting(nn.Linear):
+    """Keeps a dict beside its weights, and an empty one within."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.seen = {"calls": 0, "by": {}}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_what_modules_keep_beside_their_weights_comes_back_whole(tmp_path):
+    saved, again, weights = Counting(), Counting(), Counting()
+    saved.seen = {"calls": 3, "by": {}}
+    save_sharded(Saver(asynchronous=False), {"state_dict": saved.state_dict(), "epoch": 1}, tmp_path / "c")
+    rest, _ = load(tmp_path / "c", module=again, optimizers=[])
+    load_weights(weights, tmp_path / "c")
+    assert again.seen == weights.seen == consolidated(tmp_path / "c")[0]["state_dict"]["_extra_state"] == saved.seen
+    assert rest == {"epoch": 1}
 
 
 def whole_on_the_first():

@@ -1,0 +1,30 @@
+"""Lightning's way of telling which parameters an optimizer has, where some are sharded and some are whole."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["finetuning_by_identity"]
+
+
+@contextmanager
+def finetuning_by_identity() -> Iterator[None]:
+    """Let callbacks that unfreeze parameters look, while the context is open, for these and not for equal ones.
+
+    Lightning compares values, which fails where one is sharded and the other whole, and on shards may differ from rank
+    to rank: an empty part equals every other.
+    """
+    before = BaseFinetuning.__dict__["filter_on_optimizer"]
+    BaseFinetuning.filter_on_optimizer = staticmethod(_not_held)
+    try:
+        yield
+    finally:
+        BaseFinetuning.filter_on_optimizer = before
+
+
+def _not_held(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in params if id(p) not in held]

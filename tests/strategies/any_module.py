@@ -1,0 +1,922 @@
+"""Modules and settings drawn from a seed: whatever stock DDP trains, in combinations that nobody thought of.
+
+What is drawn is a plain dictionary, so that a failing one can be printed, and made smaller part by part.
+"""
+
+import copy
+import random
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+WIDTH, ROWS = 8, 8
+
+# Parts: each maps [batch, WIDTH] to the same.
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        pairs = x.view(-1, 2, 4)
+        return x + self.attention(pairs, pairs, pairs, need_weights=False)[0].flatten(1)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x.view(-1, 2, 4)).flatten(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind=nn.LSTM, **options):
+        super().__init__()
+        self.rnn = kind(2, WIDTH, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.rnn(x.view(-1, 4, 2))[0][:, -1][:, :WIDTH]
+
+
+class Packed(Recurrent):
+    def forward(self, x):
+        lengths = torch.full((len(x),), 3)
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 4, 2), lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0][:, -1]
+
+
+class Conv(nn.Module):
+    def __init__(self, *, channels_last=False):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, padding=1)
+        self.back = nn.ConvTranspose2d(2, 1, 3, padding=1)
+        if channels_last:
+            self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.back(F.relu(self.conv(x.view(-1, 1, 2, 4)))).flatten(1)
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), norm
+
+    def forward(self, x):
+        return x + self.norm(self.linear(x))
+
+
+class Lookup(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x):
+        tokens = (x.detach().float() * 4).long() % 6
+        found = self.embedding(tokens)
+        return x + (found.mean(1) if found.dim() == 3 else found)
+
+
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList([torch.randn(WIDTH), torch.randn(1, WIDTH), torch.randn(())])
+        self.named = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.ones(WIDTH, WIDTH) / WIDTH})
+
+    def forward(self, x):
+        return self.rows[0] * x + self.rows[1] * self.rows[2] + (x * self.named["a"]) @ self.named["b"]
+
+
+class Scalars(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x * self.gain + self.shift
+
+
+class Empty(nn.Module):
+    """Parameters without elements, of which one is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.none, self.rows = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) + self.rows.sum(0) + self.none.sum()
+
+
+class Small(nn.Module):
+    """One row, which does not divide among ranks; and three."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.three = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.three.T) @ self.three + self.one
+
+
+class Buffers(nn.Module):
+    """Buffers of every kind, one of which changes in training and is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mask", torch.arange(WIDTH) % 2 == 0)
+        self.register_buffer("hidden", torch.randn(WIDTH), persistent=False)
+        self.register_buffer("none", None)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.float().mean(0), 0.1)
+                self.count += 1
+        return self.linear(x - self.mean) * self.mask + self.hidden
+
+
+class Rebound(nn.Module):
+    """A buffer that is replaced, and not written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = (0.9 * self.mean + 0.1 * x.detach().float().mean(0)).detach()
+        return self.linear(x - self.mean)
+
+
+class Mixed(nn.Module):
+    """Trainable parameters of several types."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH, dtype=torch.float64)
+        self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = (torch.fft.fft(x.float()) * self.phase).real
+        return self.down(torch.tanh(self.up(x)).double()).float()
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+
+    def forward(self, x):
+        return self.linear(x.to(torch.complex64)).real
+
+
+class Double(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.linear(x.double()).float()
+
+
+class Turned(nn.Module):
+    """Parameters that do not lie in memory as they are indexed."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(WIDTH, 4).t() / 3)
+        self.apart = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2] / 3)
+
+    def forward(self, x):
+        return x @ self.apart + torch.tanh(x @ self.turned.T) @ self.turned
+
+
+class OneMemory(nn.Module):
+    """Two parameters that are parts of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.randn(2, WIDTH, WIDTH) / 3
+        self.first, self.second = nn.Parameter(memory[0]), nn.Parameter(memory[1])
+
+    def forward(self, x):
+        return torch.tanh(x @ self.first) @ self.second
+
+
+class Normal(nn.Module):
+    """A weight that is computed from others, in one of torch's ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.linear = way(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return (weight + weight.T) / 2
+
+
+def symmetric(linear):
+    nn.utils.parametrize.register_parametrization(linear, "weight", Symmetric())
+    return linear
+
+
+class Table(nn.Module):
+    """Returns its own weight, and not something computed from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH))
+
+    def forward(self):
+        return self.weight[:WIDTH]
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(Table() for _ in range(2))
+
+    def forward(self, x):
+        first, second = [table() for table in self.tables]
+        return x * first + torch.sin(second)
+
+
+class Methods(nn.Module):
+    """Is used by methods that are not its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def encode(self, x):
+        return self.inner(x * self.gain)
+
+    def decode(self, x):
+        return F.linear(x, self.inner.weight.T)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+class Outputs(nn.Module):
+    """Takes keywords, returns a nest."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(_Nest() for _ in range(2))
+
+    def forward(self, x):
+        for inner in self.inner:
+            x = inner(hidden=x, scale=0.5)["all"][0][0]
+        return x
+
+
+class _Nest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, hidden, scale):
+        return {"all": [(hidden + scale * self.linear(hidden), None)], "scale": scale}
+
+
+class Hooked(nn.Module):
+    """Hooks of modules and of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.linear.register_forward_hook(lambda module, args, output: output * 0.5)
+        self.linear.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+        self.other.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
+
+    def forward(self, x):
+        return x + self.other(torch.tanh(self.linear(x)))
+
+
+class GradientHook(nn.Module):
+    """A gradient that is changed before it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight.register_hook(lambda gradient: gradient * 0.25)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class ExtraState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.linear(x) * (1 + 0.1 * self.calls)
+
+
+class Experts(nn.Module):
+    """Of several, one runs in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.calls = nn.ModuleList(Mlp() for _ in range(2)), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.experts[self.calls % 2](x)
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        parameters = {name: p * 0.9 for name, p in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, parameters, (x,))
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(self.linear(x))
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+PARTS = {
+    "bare": Bare,
+    "mlp": Mlp,
+    "attention": Attention,
+    "encoder": Encoder,
+    "lstm": Recurrent,
+    "gru": lambda: Recurrent(nn.GRU),
+    "two ways": lambda: Recurrent(bidirectional=True, num_layers=2),
+    "packed": Packed,
+    "conv": Conv,
+    "channels last": lambda: Conv(channels_last=True),
+    "layer norm": lambda: Normed(nn.LayerNorm(WIDTH)),
+    "batch norm": lambda: Normed(nn.BatchNorm1d(WIDTH)),
+    "batch norm, no statistics": lambda: Normed(nn.BatchNorm1d(WIDTH, track_running_stats=False)),
+    "batch norm, no weights": lambda: Normed(nn.BatchNorm1d(WIDTH, affine=False)),
+    "embedding": lambda: Lookup(nn.Embedding(6, WIDTH, padding_idx=0)),
+    "embedding, norm": lambda: Lookup(nn.Embedding(6, WIDTH, max_norm=1.0)),
+    "sparse embedding": lambda: Lookup(nn.Embedding(6, WIDTH, sparse=True)),
+    "bag": lambda: Lookup(nn.EmbeddingBag(6, WIDTH)),
+    "lists": Lists,
+    "scalars": Scalars,
+    "empty": Empty,
+    "small": Small,
+    "buffers": Buffers,
+    "rebound": Rebound,
+    "mixed": Mixed,
+    "complex": Complex,
+    "double": Double,
+    "turned": Turned,
+    "one memory": OneMemory,
+    "weight norm": lambda: Normal(parametrizations.weight_norm),
+    "spectral norm": lambda: Normal(parametrizations.spectral_norm),
+    "orthogonal": lambda: Normal(parametrizations.orthogonal),
+    "symmetric": lambda: Normal(symmetric),
+    "old weight norm": lambda: Normal(nn.utils.weight_norm),
+    "old spectral norm": lambda: Normal(nn.utils.spectral_norm),
+    "tables": Tables,
+    "methods": Methods,
+    "outputs": Outputs,
+    "hooked": Hooked,
+    "gradient hook": GradientHook,
+    "extra state": ExtraState,
+    "experts": Experts,
+    "functional": Functional,
+    "dropped": Dropped,
+}
+
+
+# Places: how a part is held, and how it is called.
+
+
+class Wrap(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def in_turn(modules, x):
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def without_gradient(module, x):
+    with torch.no_grad():
+        y = module(x)
+    return x + y
+
+
+def recomputed(module, x, *, reentrant):
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()
+    return checkpoint(module, x, use_reentrant=reentrant)
+
+
+def by_method(module, x):
+    return module.decode(module.encode(x)) if hasattr(module, "encode") else module.forward(x)
+
+
+PLACES = {
+    "plain": (lambda make: make(), lambda held, x, step: held(x)),
+    "list": (lambda make: nn.ModuleList(make() for _ in range(2)), lambda held, x, step: in_turn(held, x)),
+    "lists": (
+        lambda make: nn.ModuleList(nn.ModuleList(make() for _ in range(2)) for _ in range(2)),
+        lambda held, x, step: in_turn([m for inner in held for m in inner], x),
+    ),
+    "dict": (lambda make: nn.ModuleDict({"a": make(), "b": make()}), lambda held, x, step: held["a"](held["b"](x))),
+    "sequential": (lambda make: nn.Sequential(make(), nn.Tanh(), make()), lambda held, x, step: held(x)),
+    "nested": (lambda make: Wrap(nn.ModuleList([Wrap(make())])), lambda held, x, step: held.inner[0](x)),
+    "twice": (lambda make: make(), lambda held, x, step: held(torch.tanh(held(x)))),
+    "list, twice": (
+        lambda make: nn.ModuleList(make() for _ in range(2)),
+        lambda held, x, step: in_turn(held, torch.tanh(in_turn(held, x))),
+    ),
+    "same twice": (lambda make: nn.ModuleList([make()] * 2), lambda held, x, step: in_turn(held, x)),
+    "reversed": (lambda make: nn.ModuleList(make() for _ in range(2)), lambda held, x, step: in_turn([*held][::-1], x)),
+    "odd steps": (lambda make: nn.ModuleList(make() for _ in range(2)), lambda held, x, step: held[step % 2](x)),
+    "no gradient": (
+        lambda make: nn.ModuleList(make() for _ in range(2)),
+        lambda held, x, step: without_gradient(held[0], held[1](x)),
+    ),
+    "recomputed": (
+        lambda make: nn.ModuleList(make() for _ in range(2)),
+        lambda held, x, step: recomputed(held[1], recomputed(held[0], x, reentrant=False), reentrant=False),
+    ),
+    "recomputed, old": (
+        lambda make: nn.ModuleList(make() for _ in range(2)),
+        lambda held, x, step: recomputed(held[1], recomputed(held[0], x, reentrant=True), reentrant=True),
+    ),
+    "by method": (
+        lambda make: nn.ModuleList(make() for _ in range(2)),
+        lambda held, x, step: by_method(held[1], by_method(held[0], x)),
+    ),
+    "two loops": (
+        lambda make: nn.ModuleList(make() for _ in range(2)),
+        lambda held, x, step: held[0](x) + held[1](held[0](x).detach()),
+    ),
+    "unused": (lambda make: nn.ModuleList(make() for _ in range(2)), lambda held, x, step: held[0](x)),
+}  # fmt: skip
+
+
+class Whole(torch.optim.Optimizer):
+    """An optimizer whose step for a matrix needs all of it, written for plain tensors and DTensors alike."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    update = p.grad / (p.grad.norm() + 0.1)
+                    if p.dim() == 2:
+                        update = update - update.mean(0, keepdim=True)
+                    p.add_(update, alpha=-group["lr"])
+        return loss
+
+
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-3),
+    "adamw, fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-3, fused=True),
+    "lbfgs": lambda groups: torch.optim.LBFGS(groups, lr=0.05, max_iter=3, history_size=3),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01, eps=(1e-3, 1e-3)),
+    "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.001),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01, eps=1e-3),
+    "whole": Whole,
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01, eps=1e-3),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01, eps=1e-3),
+}
+
+
+class Drawn(LightningModule):
+    """What was drawn.
+
+    Args:
+        drawn: ``parts``: pairs of a name in ``PARTS`` and one in ``PLACES``; ``traits``: triples of a name and two
+            numbers of parts; and ``settings``.
+    """
+
+    def __init__(self, drawn, *, alone=False):
+        super().__init__()
+        self.drawn, self.losses, self.validated, self.norms, self.calls = drawn, [], [], [], 0
+        settings = drawn["settings"]
+        self.automatic_optimization = not settings.get("manual")
+        torch.manual_seed(0 if alone else dist.get_rank())  # rank 0's values count
+        for i, (kind, place) in enumerate(drawn["parts"]):
+            setattr(self, f"part{i}", PLACES[place][0](PARTS[kind]))
+        self.head = nn.Linear(WIDTH, 1)
+        for name, first, second in drawn["traits"]:
+            getattr(self, f"_build_{name}", lambda *_: None)(self._part(first), self._part(second))
+        self._traits = [(name, first, second) for name, first, second in drawn["traits"]]
+
+    def _part(self, i):
+        return getattr(self, f"part{i % len(self.drawn['parts'])}")
+
+    # Traits
+
+    def _build_frozen(self, part, _):
+        part.requires_grad_(False)
+
+    def _build_half_frozen(self, part, _):
+        for p in [*part.parameters()][::2]:
+            p.requires_grad_(False)
+
+    def _build_tied(self, part, other):
+        mine = [(m, n, p) for m in part.modules() for n, p in m._parameters.items() if p is not None and p.dim() == 2]
+        theirs = [(m, n, p) for m in other.modules() for n, p in m._parameters.items() if p is not None]
+        for _, _, p in mine:
+            for module, name, q in theirs:
+                if q is not p and p.shape == q.shape and p.dtype == q.dtype:
+                    setattr(module, name, p)
+                    return
+
+    def _build_shared(self, part, other):
+        self.again = next(iter(part.children()), part)
+
+    def _build_root(self, *_):
+        self.gain, self.bias = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.zeros(WIDTH))
+
+    def _build_average(self, part, _):
+        self.average = copy.deepcopy(part).requires_grad_(False)
+
+    def _build_lonely(self, *_):
+        self.lonely = nn.Linear(WIDTH, WIDTH)
+
+    def _build_marked(self, part, _):
+        for p in part.parameters():
+            p.no_decay = True
+
+    # Running
+
+    def run(self, x, step):
+        traits = {name: (first, second) for name, first, second in self._traits}
+        if "root" in traits:
+            x = x * self.gain + self.bias
+        for i, (_, place) in enumerate(self.drawn["parts"]):
+            x = torch.tanh(PLACES[place][1](self._part(i), x, step))
+        if "average" in traits:
+            with torch.no_grad():
+                i = traits["average"][0] % len(self.drawn["parts"])
+                target = PLACES[self.drawn["parts"][i][1]][1](self.average, x, step)
+            x = x + 0.1 * target
+        return self.head(x.float())
+
+    def loss(self, x, step):
+        loss = (self.run(x, step).squeeze(-1) - x.sum(-1)).square().mean()
+        for name, first, _ in self._traits:
+            if name == "penalty":
+                p = next(p for p in [*self._part(first).parameters(), self.head.weight] if p.requires_grad)
+                loss = loss + 0.01 * (p.abs() ** 2).sum().float()
+            if name == "read":
+                weight = next(
+                    (p for p in self._part(first).parameters() if p.shape == (WIDTH, WIDTH)), self.head.weight
+                )
+                loss = loss + 0.01 * F.linear(x, weight.to(x.dtype) if not weight.is_complex() else weight.real).mean()
+        return loss
+
+    def training_step(self, batch, index):
+        step = self.calls
+        self.calls += 1
+        if self.automatic_optimization:
+            loss = self.loss(batch, step)
+            self.losses.append(loss.detach().float())
+            return {"loss": loss} if self.drawn["settings"].get("output") == "dict" else loss
+        self._manually(batch, step)
+        return None
+
+    def _manually(self, batch, step):
+        optimizers, schedulers = self.optimizers(), self.lr_schedulers()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            if self.drawn["settings"]["manual"] == "toggle":
+                self.toggle_optimizer(optimizer)
+            loss = self.loss(batch, step)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if clip := self.drawn["settings"].get("manual clip"):
+                self.clip_gradients(optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
+            optimizer.step()
+            if self.drawn["settings"]["manual"] == "toggle":
+                self.untoggle_optimizer(optimizer)
+        for scheduler in (
+            [schedulers] if schedulers is not None and not isinstance(schedulers, list) else schedulers or []
+        ):
+            scheduler.step()
+        self.losses.append(loss.detach().float())
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["calls"] = self.calls
+
+    def on_load_checkpoint(self, checkpoint):
+        self.calls = checkpoint["calls"]
+
+    def on_train_batch_end(self, *_):
+        for name, first, _ in self._traits:
+            if name == "average":
+                with torch.no_grad():
+                    for mean, p in zip(self.average.parameters(), self._part(first).parameters(), strict=True):
+                        mean.lerp_(p, 0.1)
+
+    def validation_step(self, batch, index):
+        loss = self.loss(batch, 0)
+        self.validated.append(loss.detach().float())
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        settings = self.drawn["settings"]
+        trained = [p for p in self.parameters() if p.requires_grad or settings.get("all parameters")]
+        make = OPTIMIZERS[settings["optimizer"]]
+        if settings.get("optimizers", 1) == 2:
+            head = {id(p) for p in self.head.parameters()}
+            made = [make([p for p in trained if id(p) not in head] or [*self.head.parameters()])]
+            made.append(make([p for p in trained if id(p) in head]))
+        elif settings.get("groups"):
+            flat = [p for p in trained if p.dim() < 2 or getattr(p, "no_decay", False)]
+            ids = {id(p) for p in flat}
+            groups = [{"params": [p for p in trained if id(p) not in ids]}, {"params": flat, "lr": 0.005}]
+            made = [make([group for group in groups if group["params"]])]
+        else:
+            made = [make(trained)]
+        if not settings.get("scheduler"):
+            return made
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in made]
+        return made, [{"scheduler": scheduler, "interval": settings["scheduler"]} for scheduler in schedulers]
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.part0)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.part0, optimizer, lr=0.01)
+
+
+_OTHERWISE = dict.fromkeys(
+    ("batch norm", "batch norm, no weights", "batch norm, no statistics", "buffers", "rebound", "dropped"), "layer norm"
+)
+
+
+def draw(seed):
+    """Return what is drawn from ``seed``."""
+    rng = random.Random(seed)
+    parts = [[rng.choice([*PARTS]), rng.choice([*PLACES])] for _ in range(rng.randint(1, 3))]
+    kinds = ["frozen", "half_frozen", "tied", "shared", "root", "average", "lonely", "marked", "penalty", "read"]
+    traits = [
+        [name, rng.randint(0, 2), rng.randint(0, 2)] for name in rng.sample(kinds, rng.choice((0, 0, 1, 1, 2, 3)))
+    ]
+    settings = {"optimizer": rng.choice(["sgd", "adamw", "sgd", "adamw", *OPTIMIZERS])}
+    for name, values in {
+        "groups": (False, True),
+        "scheduler": (None, None, "step", "epoch"),
+        "manual": (None,) * 6 + ("plain", "toggle"),
+        "optimizers": (1, 2),
+        "manual clip": (None, 0.1),
+        "accumulate": (1, 1, 2),
+        "clip": (None, None, None, 0.1),
+        "clip by": ("norm", "norm", "value"),
+        "precision": ("32-true",) * 6 + ("bf16-mixed",),
+        "uneven": (False, False, True),
+        "validate": (False, False, True),
+        "unfreeze": (False,) * 5 + (True,),
+        "output": ("tensor", "dict"),
+        "all parameters": (False, False, True),
+        "resume": (None, None, None, "own", "to ddp", "from ddp"),
+        "async": (False, True),
+    }.items():
+        settings[name] = rng.choice(values)
+    strategy = {
+        "sharding": rng.choice(("full", "full", "gradients", "none")),
+        "sync": rng.choice(("auto", "last", "every")),
+        "prefetch": rng.choice((None, None, None, 1)),
+        "offload": rng.choice((False,) * 5 + (True,)),
+        "reshard_after_forward": rng.choice((None, None, None, False, "auto")),
+    }
+    if strategy["sharding"] != "full":
+        strategy["reshard_after_forward"] = None
+    if settings["manual"]:
+        settings |= {"accumulate": 1, "clip": None, "unfreeze": False}
+    else:
+        settings |= {"optimizers": 1, "manual clip": None}
+    if settings["optimizer"] == "adamw, fused" and settings["precision"] == "bf16-mixed":
+        settings["clip"] = None
+    if settings["unfreeze"] or settings["manual"]:
+        # DDP reduces nothing that was frozen when it began, and in manual steps leaves buffers as they are on each
+        # device: not what anyone wants to be equal to.
+        parts = [[_OTHERWISE.get(kind, kind), place] for kind, place in parts]
+        settings["uneven"] = settings["uneven"] and not settings["unfreeze"]
+        settings["resume"] = settings["resume"] and ("own" if settings["unfreeze"] else settings["resume"])
+    return {"parts": parts, "traits": traits, "settings": settings, "strategy": strategy}
+
+
+def batches(settings, *, alone=False):
+    """Return a loader of this rank's rows: together the ranks see what one device does."""
+    generator = torch.Generator().manual_seed(1)
+    steps = 4
+    rows = torch.randn(steps * ROWS, WIDTH, generator=generator)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if not alone else (0, 1)
+    each = ROWS // size
+    mine = [[*range(i * ROWS + rank * each, i * ROWS + (rank + 1) * each)] for i in range(steps)]
+    if settings["uneven"]:
+        mine[-1] = mine[-1][: each // 2]
+        mine = mine[1:]  # and an accumulation that the epoch cuts off
+    return DataLoader(rows, batch_sampler=mine)
+
+
+def train(drawn, path, *, strategy, ckpt_path=None, name="run", alone=False):
+    """Train what was drawn; return losses, weights and buffers, whole, and the checkpoint of its third step."""
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    settings = drawn["settings"]
+    model = Drawn(drawn, alone=alone)
+    torch.manual_seed(100 + dist.get_rank())
+    callbacks = [Unfreeze()] if settings["unfreeze"] else []
+    if settings["resume"]:
+        callbacks.append(ModelCheckpoint(path / name, filename="{epoch}", save_top_k=-1))
+    loader = batches(settings, alone=alone)
+    lightning = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+        strategy=strategy,
+        devices=1 if alone else dist.get_world_size(),
+        callbacks=callbacks,
+        precision=settings["precision"],
+        accumulate_grad_batches=settings["accumulate"],
+        gradient_clip_val=settings["clip"],
+        gradient_clip_algorithm=settings["clip by"] if settings["clip"] else None,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=1 if settings["validate"] else 0,
+        enable_checkpointing=bool(settings["resume"]),
+    )
+    lightning.fit(model, loader, loader if settings["validate"] else None, ckpt_path=ckpt_path)
+    result = {"losses": over_ranks(model.losses), "validated": over_ranks(model.validated)}
+    result |= {"weights": {n: whole(p).clone() for n, p in model.named_parameters(remove_duplicate=False)}}
+    result |= {"buffers": {n: whole(b).clone() for n, b in model.named_buffers()}}
+    return result
+
+
+def over_ranks(losses):
+    if not losses:
+        return []
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# Said before a second step, with a cure: optimizers that need whole parameters, and types that only autocast mixes.
+REFUSED = (
+    "cannot step parameters that are sharded",
+    "computes with tensors of two types",
+    "is read outside the forward of its module",
+    "reads a parameter outside the forward of its module",
+)
+PLAIN = {
+    "optimizer": "sgd", "groups": False, "scheduler": None, "manual": None, "optimizers": 1, "manual clip": None,
+    "accumulate": 1, "clip": None, "clip by": "norm", "precision": "32-true", "uneven": False, "validate": False,
+    "unfreeze": False, "output": "tensor", "all parameters": False, "resume": None, "async": False,
+}  # fmt: skip
+
+
+def plainly(*parts, traits=(), strategy=None, **settings):
+    """Return what might have been drawn: these parts, and settings as nobody chose them, but for these."""
+    settings = {name.replace("_", " "): value for name, value in settings.items()}
+    assert settings.keys() <= PLAIN.keys()
+    return {
+        "parts": [[*part] for part in parts],
+        "traits": [[*trait] for trait in traits],
+        "settings": {**PLAIN, **settings},
+        "strategy": strategy or {},
+    }
+
+
+def compare(drawn, path):
+    """Train what was drawn under DDP and under ``FSDP2Strategy``; return what is different, or an empty string."""
+    from lightning_ups.strategies import FSDP2Strategy
+
+    resume = drawn["settings"]["resume"]
+    options = {**drawn["strategy"], "save": "full" if resume == "to ddp" else "sharded"}
+    options["async_save"] = bool(drawn["settings"]["async"]) and options["save"] == "sharded"
+    try:
+        alone = drawn["settings"]["unfreeze"]
+        right = train(
+            drawn, path, strategy="auto" if alone else "ddp_find_unused_parameters_true", name="ddp", alone=alone
+        )
+    except Exception as error:  # noqa: BLE001  (DDP does not train it, so we need not)
+        return f"not by DDP: {type(error).__name__}: {error}"
+    try:
+        ours = train(drawn, path, strategy=FSDP2Strategy(**options), name="ours")
+    except RuntimeError as error:
+        if any(words in str(error) for words in REFUSED):
+            return f"refused: {error}"
+        raise
+    tolerance = (1e-4, 1e-5) if drawn["settings"]["precision"] == "32-true" else (0.1, 0.02)
+    if found := differences(ours, right, *tolerance):
+        return found
+    if resume:
+        saved = path / ("ddp" if resume == "from ddp" else "ours") / "epoch=0.ckpt"
+        strategy = "ddp_find_unused_parameters_true" if resume == "to ddp" else FSDP2Strategy(**options)
+        again = train(drawn, path, strategy=strategy, ckpt_path=saved, name="again")
+        half = len(ours["losses"]) // 2
+        expected = {**ours, "losses": ours["losses"][half:], "validated": again["validated"]}
+        if found := differences(again, expected, *tolerance):
+            return f"resumed {resume}: {found}"
+    return ""
+
+
+def differences(ours, right, rtol, atol):
+    """Return what is different on the first rank, in one line, to all ranks."""
+    found = [_differences(ours, right, rtol, atol)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _differences(ours, right, rtol, atol):
+    for kind in ("losses", "validated"):
+        mine, theirs = torch.tensor(ours[kind]), torch.tensor(right[kind])
+        if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=rtol, atol=atol, equal_nan=True):
+            return f"{kind}: {ours[kind]} for {right[kind]}"
+    for kind in ("weights", "buffers"):
+        if ours[kind].keys() != right[kind].keys():
+            return f"names of {kind}: {sorted(ours[kind].keys() ^ right[kind].keys())}"
+        for name, value in right[kind].items():
+            mine = ours[kind][name]
+            if mine.dtype != value.dtype or mine.shape != value.shape:
+                return f"{kind}: {name} is {mine.dtype} {tuple(mine.shape)} for {value.dtype} {tuple(value.shape)}"
+            if not torch.allclose(mine, value, rtol=10 * rtol, atol=10 * atol, equal_nan=True):
+                return f"{kind}: {name} by up to {(mine - value).abs().max().item():.2g}"
+    return ""

@@ -1,0 +1,66 @@
+"""Whatever stock DDP trains on two ranks, FSDP2Strategy trains to the same losses, weights and buffers."""
+
+import pytest
+
+from tests.strategies.any_module import compare, draw, plainly
+
+# Each was found by a seed, made smaller part by part, and differed, failed or hung.
+FOUND = {
+    "parameters without elements": plainly(("empty", "list")),
+    "sparse gradients": plainly(("sparse embedding", "list"), resume="own"),
+    "rows that the forward writes": plainly(("embedding, norm", "list")),
+    "a hook for a gradient": plainly(("gradient hook", "list")),
+    "a hook for a gradient, accumulated": plainly(("gradient hook", "plain"), accumulate=2),
+    "a manual backward that runs a forward again": plainly(("bare", "recomputed"), manual="toggle"),
+    "a weight in hand before it is found": plainly(("symmetric", "nested")),
+    "a penalty in validation": plainly(("bare", "plain"), traits=[("penalty", 1, 2)], validate=True),
+    "a norm that keeps statistics, resumed": plainly(("batch norm", "plain"), resume="own"),
+    "averages written between microbatches": plainly(
+        ("bare", "plain"), traits=[("average", 1, 2)], accumulate=2, strategy={"sharding": "none"}
+    ),
+    "a block that has not run yet": plainly(("bare", "odd steps"), accumulate=2, precision="bf16-mixed"),
+    "recurrent layers with one weight": plainly(("gru", "lists"), traits=[("tied", 2, 2)]),
+    "double precision stays so": plainly(("double", "list"), precision="bf16-mixed"),
+    "norms of complex and of double": plainly(("complex", "list"), ("mixed", "list"), clip=0.1),
+    "a module's own state, resumed": plainly(("extra state", "list"), resume="own"),
+    "frozen in several types, and unfrozen": plainly(("mixed", "list"), unfreeze=True),
+    "optimizers toggled while the model's own group is gathered": plainly(
+        ("bare", "plain"), traits=[("root", 0, 0), ("read", 0, 0)], manual="toggle", optimizers=2
+    ),
+    "marks for an optimizer's groups": plainly(("bare", "plain"), traits=[("marked", 0, 0)], groups=True),
+    "saved after a manual step": plainly(("bare", "nested"), manual="toggle", resume="own"),
+    "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(ranks, tmp_path, name):
+    assert ranks(compare, FOUND[name], tmp_path) == ""
+
+
+def test_reads_of_two_types_are_gathered_in_groups_of_one_type(ranks, tmp_path):
+    found = ranks(compare, plainly(("complex", "by method"), ("bare", "by method")), tmp_path)
+    assert found == "" or "install torch 2.13" in found
+
+
+@pytest.mark.parametrize(("optimizer", "manual"), [("lbfgs", None), ("adafactor", None), ("whole", "plain")])
+def test_an_optimizer_that_needs_whole_parameters_is_right_or_says_so(ranks, tmp_path, optimizer, manual):
+    found = ranks(compare, plainly(("bare", "plain"), optimizer=optimizer, manual=manual), tmp_path)
+    assert found == "" or "cannot step parameters that are sharded" in found
+
+
+def test_types_that_only_autocast_mixes_are_named_with_a_cure(ranks, tmp_path):
+    found = ranks(compare, plainly(("mixed", "list"), precision="bf16-mixed"), tmp_path)
+    assert "Cast it there, as in x.to(self.weight.dtype)" in found
+
+
+@pytest.mark.parametrize("seed", [4, 7, 8, 11, 12, 14])
+def test_what_a_seed_draws(ranks, tmp_path, seed):
+    assert ranks(compare, draw(seed), tmp_path) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(15, 215))
+def test_what_other_seeds_draw(ranks, tmp_path, seed):
+    found = ranks(compare, draw(seed), tmp_path)
+    assert found == "" or found.startswith(("refused", "not by DDP")), found
