@@ -4,16 +4,22 @@
     python benchmarks/offload.py --cases "largest plain" "largest together" --output ...
 
 Every case trains float32 masters, or what it says, at 128 Ki tokens for each optimizer step (`UPS_BENCH_TOKENS`), in a
-process of its own. An out-of-memory error is a result. `UPS_BENCH_SIZE=tiny` tries it all on any machine.
+process of its own, and is printed and kept when it is done; `--budget` seconds are for all of them. An out-of-memory
+error is a result: `forensics` is what `MemoryForensics` says of it. A search for the largest model says what each trial
+found, and one that time ends has the largest that was found until then. `UPS_BENCH_SIZE=tiny` tries it all on any
+machine.
 """
 
+import json
 import os
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +31,13 @@ from lightning.pytorch.plugins import Precision
 from processes import result_of
 from typing_extensions import override
 
-from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
+from lightning_ups.callbacks import (
+    ActivationCheckpoint,
+    ActivationOffload,
+    Compile,
+    MemoryForensics,
+    OptimizerOffload,
+)
 from lightning_ups.data import RandomTokens
 from lightning_ups.models import GPTModule
 from lightning_ups.order import applied
@@ -43,6 +55,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "aot_eager" if TINY else "inductor"
 HOST_GB = float(os.environ.get("UPS_BENCH_HOST_GB", "105"))  # of 120: Python, buffers and the batch want some
 LIMIT_S = 150  # for a trial of the search
+SAYS = "UPS_BENCH_SAYS"  # where a search says what it finds: cases run with their output put aside
 
 
 @dataclass(frozen=True)
@@ -133,13 +146,16 @@ class Clock(Callback):
         steps = [b - a for a, b in zip(self.times[WARM:], self.times[WARM + 1 :], strict=False)]
         found: dict[str, Any] = {"losses": [round(loss.item(), 5) for loss in self.losses], **self.state}
         found["host_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)
-        if DEVICE == "cuda":
-            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        found.update(_peak())
         if steps:
             found["first_step_s"] = round(self.times[1] - self.times[0], 2)
             found["step_s"] = round(statistics.median(steps), 3)
             found["tok_s"] = round(TOKENS / statistics.median(steps))
         return found
+
+
+def _peak() -> dict[str, float]:
+    return {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if DEVICE == "cuda" else {}
 
 
 def _state(trainer: Trainer, parts: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +178,17 @@ def _state(trainer: Trainer, parts: dict[str, Any]) -> dict[str, Any]:
 def _nbytes(tensor: torch.Tensor) -> int:
     codes = getattr(tensor, "codes", None)
     return tensor.nbytes if codes is None else codes.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """Train with ``case``; where memory runs out, that is what came of it, and what the forensics say."""
+    forensics = MemoryForensics(folder=tempfile.mkdtemp(), snapshot=False)
+    try:
+        return run(replace(case, callbacks=(*case.callbacks, lambda: forensics)))
+    except Exception as error:
+        if forensics.text is None:  # it knows an out-of-memory error, of whatever class
+            raise
+        return {"error": f"out of memory: {type(error).__name__}", "forensics": forensics.text.splitlines(), **_peak()}
 
 
 def run(case: Case, *, layers: int | None = None, steps: int = STEPS, tokens: int = TOKENS) -> dict[str, Any]:
@@ -208,13 +235,22 @@ def largest(name: str) -> dict[str, Any]:
     tried: dict[int, str] = {}
     while low <= high:
         layers = (low + high + 1) // 2
+        began = time.monotonic()
         found = _trial(f"fits {name} {layers}")
         tried[layers] = found.get("error", "")[-200:] or "fits"
         if "error" in found:
             high = layers - 1
         else:
             best, low = found, layers + 1
+        _say(f"largest {name}: {layers} blocks in {time.monotonic() - began:.0f} s: {tried[layers]}")
+        # The last line of this kind counts, if this process is ended: then it is what was found until now.
+        print("\nRESULT " + json.dumps({**best, "tried": tried, "left": [low, high]}), flush=True)
     return {**best, "tried": tried}
+
+
+def _say(line: str) -> None:
+    with suppress(OSError), open(os.environ.get(SAYS, os.devnull), "a") as output:
+        print(line, file=output)
 
 
 def _trial(name: str) -> dict[str, Any]:
@@ -237,11 +273,12 @@ class Cases(dict[str, Callable[[], dict[str, Any]]]):
         return partial(fits, kind, int(layers))
 
 
-CASES = Cases({name: partial(run, case) for name, case in SPEED.items()})
+CASES = Cases({name: partial(measured, case) for name, case in SPEED.items()})
 SEARCHES = {f"largest {name}": partial(largest, name) for name in LARGEST}
 COLUMNS = ("tok_s", "step_s", "peak_gib", "state_on_device_gib", "state_on_host_gib", "parameters")
 
 if __name__ == "__main__":
+    os.environ.setdefault(SAYS, f"/proc/{os.getpid()}/fd/1")
     searching = any(argument.startswith("largest") for argument in sys.argv)
     if searching:
         CASES.update(SEARCHES)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -55,6 +56,43 @@ def test_the_search_finds_the_largest(offload, monkeypatch):
     found = offload.largest("together")
     assert found["layers"] == 37
     assert len(found["tried"]) <= 6
+
+
+def test_a_search_that_is_ended_has_what_it_found_until_then(offload, monkeypatch, capsys, tmp_path):
+    def trial(name):
+        layers = int(name.rpartition(" ")[2])
+        if layers > 70:
+            raise KeyboardInterrupt
+        return {"layers": layers}
+
+    monkeypatch.setattr(offload, "_trial", trial)
+    monkeypatch.setattr(offload, "TINY", False)
+    monkeypatch.setenv(offload.SAYS, str(tmp_path / "said"))
+    with pytest.raises(KeyboardInterrupt):
+        offload.largest("together")
+    found = offload.result_of(capsys.readouterr().out)
+    assert found["layers"] == max(map(int, found["tried"])) == 69
+    assert [line.rpartition(": ")[2] for line in (tmp_path / "said").read_text().splitlines()] == ["fits"] * 2
+
+
+def test_out_of_memory_is_a_result_with_what_the_forensics_say(offload, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    forward = offload.Module.training_step
+
+    def step(self, batch, batch_idx):
+        if batch.is_meta or "Fake" in type(batch).__name__:  # the forensics plan
+            return forward(self, batch, batch_idx)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(offload.Module, "training_step", step)
+    found = offload.CASES["plain"]()
+    assert found["error"] == "out of memory: OutOfMemoryError"
+    assert found["forensics"][0].endswith("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert any("By plan, this run needs" in line for line in found["forensics"])
+    monkeypatch.setattr(offload.Module, "training_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        offload.CASES["plain"]()
 
 
 @pytest.mark.slow
