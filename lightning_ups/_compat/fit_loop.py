@@ -6,6 +6,7 @@ from typing import Any
 __all__ = [
     "batches_taken",
     "begin_epoch_anew",
+    "fetches_in_step",
     "follow_loaders",
     "in_accumulation",
     "is_epoch_over",
@@ -92,6 +93,11 @@ def begin_epoch_anew(trainer: Any) -> None:
 def is_epoch_over(trainer: Any) -> bool:
     """Return whether the last batch of the epoch was taken."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def fetches_in_step(trainer: Any) -> bool:
+    """Return whether ``training_step(dataloader_iter)`` takes its batches itself: hooks before it get an older one."""
+    return type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
 
 
 def in_accumulation(trainer: Any) -> bool:

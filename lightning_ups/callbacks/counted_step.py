@@ -29,6 +29,8 @@ def counted_step(module: LightningModule, batch: Any) -> StepFlops:
 
 
 def _training_step(module: Any, batch: Any) -> Any:
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return module.training_step(iter([(batch, 0, 0)]))
     needed = [p for p in inspect.signature(module.training_step).parameters.values() if p.kind != p.KEYWORD_ONLY]
     return module.training_step(batch, 0) if len(needed) > 1 else module.training_step(batch)
 

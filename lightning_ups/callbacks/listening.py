@@ -1,7 +1,7 @@
-"""Hearing when the Trainer does what, through the place at which it tells its profiler."""
+"""Hearing when the Trainer does what, through the place at which it tells its profiler, and what it hands on."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
@@ -9,9 +9,29 @@ from typing_extensions import override
 
 from lightning_ups.transforms.throughput import Phase
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "instead_of"]
 
 _UNKNOWN: Any = object()
+
+
+@contextmanager
+def instead_of(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Let ``owner`` call ``method`` by ``name`` while the context is open, and give it back what it had of its own.
+
+    Contexts may end in any order: what was put in the place of ``method`` meanwhile stays.
+    """
+    place: Any = method
+    place.before, place.over = vars(owner).get(name, _UNKNOWN), False
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        place.over = True
+        while getattr(now := vars(owner).get(name, _UNKNOWN), "over", False):
+            if now.before is _UNKNOWN:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, now.before)
 
 
 class Listener(Profiler):
@@ -25,8 +45,8 @@ class Listener(Profiler):
 
     def __init__(self, inner: Profiler, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> None:
         super().__init__()
-        self.inner, self._enter, self._leave = inner, enter, leave
-        self._passes_on = not isinstance(inner, PassThroughProfiler)
+        self._enter, self._leave = enter, leave
+        self.stand_for(inner)
         self._phases: dict[str, Phase | None] = {}  # by the names of actions, which are many and the same every step
 
     @classmethod
@@ -37,9 +57,19 @@ class Listener(Profiler):
         return listener
 
     def remove(self, trainer: Any) -> None:
-        """Put back the profiler that it stands for."""
+        """Put back the profiler that it stands for, also where another listener stands before it."""
         if trainer.profiler is self:
             trainer.profiler = self.inner
+            return
+        outer = trainer.profiler
+        while isinstance(outer, Listener) and outer.inner is not self:
+            outer = outer.inner
+        if isinstance(outer, Listener):
+            outer.stand_for(self.inner)
+
+    def stand_for(self, inner: Profiler) -> None:
+        """Pass on to ``inner``."""
+        self.inner, self._passes_on = inner, not isinstance(inner, PassThroughProfiler)
 
     @override
     def start(self, action_name: str) -> None:

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,12 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_ups._compat.fit_loop import is_logging_step, logged_step
+from lightning_ups._compat.fit_loop import fetches_in_step, is_logging_step, logged_step
+from lightning_ups._compat.flags import read_tf32
 from lightning_ups._compat.nvml import Sampler, sensor
 from lightning_ups.callbacks.close_look import CloseLook, can_look_at
 from lightning_ups.callbacks.counted_step import counted_step
@@ -77,6 +81,7 @@ class MeasuredRun:
         replicas = data["num_replicas"]
         self._meter = Meter(warmup_steps=settings.warmup_steps, share=replicas / trainer.world_size, replicas=replicas)
         self._count: Count | None = None
+        self._counts_at_end = False  # the step takes its batches itself
         self._unit = settings.unit
         self._flops: Flops | None = None
         self._why_no_mfu = ""
@@ -106,7 +111,8 @@ class MeasuredRun:
     def rest(self, trainer: Trainer) -> None:
         """Hear nothing until `listen`; between two steps."""
         self._listener.remove(trainer)
-        self._timeline.end(self._note())
+        self._end_step()
+        self._timeline.drop()
 
     def enter(self, phase: Phase) -> None:
         """Note that a phase begins."""
@@ -148,6 +154,14 @@ class MeasuredRun:
         if self._looks_now():
             self._look = CloseLook(self._inspected)
 
+    def _end_step(self) -> None:
+        """End the step that runs; what follows is none. Of a batch that was skipped no step came."""
+        if self._stepped or self._trainer.global_step != self._global_step:
+            self._timeline.rest(self._note())
+        else:
+            self._timeline.drop()
+            self._units, self._stepped = 0.0, True
+
     def _looks_now(self) -> bool:
         due = self._inspection is None and self._look is None and self._steps == self._look_at
         return due and can_look_at(self._device)
@@ -174,14 +188,16 @@ class MeasuredRun:
         self._inspection = inspection
 
     def begin_batch(self, batch: Any) -> None:
-        """Count what ``batch`` holds."""
+        """Count what ``batch`` holds, before the step may change it."""
         if self._count is None:
-            self._first_batch(batch)
-        assert self._count is not None
-        self._units = self._units + self._count(batch)
+            self._counts_at_end = fetches_in_step(self._trainer)
+        if not self._counts_at_end:
+            self._add(batch)
 
-    def end_batch(self) -> None:
-        """Note that a batch is done, and with the last one of an accumulation a step."""
+    def end_batch(self, batch: Any) -> None:
+        """Note that ``batch`` is done, and with the last one of an accumulation a step."""
+        if self._counts_at_end:
+            self._add(batch)
         if (step := self._trainer.global_step) == self._global_step:
             return  # gradients accumulate
         self._global_step, self._stepped = step, True
@@ -191,11 +207,16 @@ class MeasuredRun:
         if is_logging_step(self._trainer):
             self._log()
 
+    def _add(self, batch: Any) -> None:
+        if self._count is None:
+            self._first_batch(batch)
+        assert self._count is not None
+        self._units = self._units + self._count(batch)
+
     def end_epoch(self) -> None:
         """Note that an epoch has ended: what lies between two is no part of a step."""
-        self._timeline.end(self._note())
+        self._end_step()
         self._look_later()
-        self._stepped = True
 
     def close(self, trainer: Trainer) -> None:
         """Leave ``trainer`` as it was."""
@@ -209,9 +230,9 @@ class MeasuredRun:
 
     def _first_batch(self, batch: Any) -> None:
         settings = self._settings
-        self._unit, self._count = counter(settings.unit, settings.count, batch)
+        self._unit, self._count, where = counter(settings.unit, settings.count, batch)
         if settings.unit == "auto":
-            rank_zero_info(f"TokenThroughput counts {self._unit}: unit='auto' found them in the first batch.")
+            rank_zero_info(f"TokenThroughput counts {self._unit}, {where}, which unit='auto' found in the first batch.")
         self._names = f"throughput/{self._unit}"
         peaks, arithmetic = self._peaks()
         if peaks is None:
@@ -248,13 +269,19 @@ class MeasuredRun:
             return None
 
     def _peaks(self) -> tuple[Peaks | None, Arithmetic]:
-        arithmetic = _arithmetic(self._trainer)
-        if self._settings.peak_tflops is not None:
-            return own_peaks(self._settings.peak_tflops, arithmetic=arithmetic), arithmetic
+        dtype = _computes_in(self._trainer)
+        arithmetic, given = _arithmetic(dtype), self._settings.peak_tflops
+        if given is not None and (dtype is not torch.float64 or not isinstance(given, Mapping)):
+            peaks = own_peaks(given, arithmetic=arithmetic)
+            if peaks.of(arithmetic) is not None:
+                return peaks, arithmetic
+            self._why_no_mfu = f"the run computes in {arithmetic}, which peak_tflops does not have"
+            return None, arithmetic
         name = _device_name(self._device)
-        peaks = peaks_of(name) if self._device.type == "cuda" else None
+        peaks = peaks_of(name) if self._device.type == "cuda" and dtype is not torch.float64 else None
         if peaks is None:
-            self._why_no_mfu = f"the peak of {name!r} is not known; give peak_tflops"
+            what = f"{name!r} in float64" if dtype is torch.float64 else repr(name)
+            self._why_no_mfu = f"the peak of {what} is not known; give peak_tflops as a number"
         return peaks, arithmetic
 
     # Figures
@@ -292,22 +319,24 @@ class MeasuredRun:
         if (data := window.get("data_ms", 0.0)) >= 0.05 * window["step_ms"]:
             self.shown["data"] = f"{data / window['step_ms']:.0%}"
 
-    def summary(self) -> Summary:
-        """Return the figures of the whole fit; every rank takes part."""
+    def summary(self, *, alone: bool = False) -> Summary:
+        """Return the figures of the whole fit; every rank takes part, but ``alone`` where not every rank comes here."""
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        self._timeline.end(self._note())
+        self._end_step()
+        self._timeline.end()
         for step in self._timeline.finish():
             self._meter.add(step)
         meter, trainer = self._meter, self._trainer
-        ranks = _gathered(meter.own())
+        ranks = [meter.own()] if alone else _gathered(meter.own())
         now = time.perf_counter()
         found: dict[str, Any] = {}
         if meter.seconds:
             seconds = meter.total_s
             rate = meter.per_device(meter.units, seconds)
             whole = sum(rank.units / rank.seconds * meter.share for rank in ranks if rank.seconds)
+            whole *= trainer.world_size / len(ranks)
             found = {
                 "units_per_s": whole,
                 "units_per_s_per_device": whole / trainer.world_size,
@@ -325,6 +354,7 @@ class MeasuredRun:
             split=meter.shares(),
             split_steps=meter.split_steps,
             pauses=dict(meter.pauses),
+            between_s=meter.between,
             start_s=None if self._training_began is None else self._training_began - self._began,
             fit_s=now - self._began,
             inspection=self._inspection,
@@ -339,15 +369,25 @@ class MeasuredRun:
         )
 
 
-def _arithmetic(trainer: Trainer) -> Arithmetic:
+def _computes_in(trainer: Trainer) -> torch.dtype:
     precision = trainer.precision_plugin
-    if isinstance(precision, PolicyPrecision):
-        half = precision.policy.param in (torch.bfloat16, torch.float16)
-    else:
-        half = str(precision.precision).startswith(("bf16", "16", "transformer-engine"))
-    if half:
+    stated = precision.policy.param if isinstance(precision, PolicyPrecision) else None
+    if stated is not None:
+        return stated
+    if str(precision.precision).startswith(("bf16", "16", "transformer-engine")):
+        return torch.bfloat16
+    # Nothing casts: the type is that of the weights, which may have been loaded in bfloat16.
+    weights: Counter[torch.dtype] = Counter()
+    for parameter in trainer.lightning_module.parameters():
+        if parameter.is_floating_point() and not isinstance(parameter, UninitializedParameter):
+            weights[parameter.dtype] += parameter.numel()
+    return weights.most_common(1)[0][0] if weights else torch.float32
+
+
+def _arithmetic(dtype: torch.dtype) -> Arithmetic:
+    if dtype in (torch.bfloat16, torch.float16):
         return "bf16"
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if read_tf32().matmul else "fp32"
 
 
 def _device_name(device: torch.device) -> str:
@@ -380,10 +420,17 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def _hints(trainer: Trainer) -> dict[str, Any]:
-    loader = trainer.train_dataloader
-    if not isinstance(loader, DataLoader):
+    data = trainer.train_dataloader
+    loaders = [each for each in tree_leaves(getattr(data, "iterables", data)) if isinstance(each, DataLoader)]
+    if not loaders:
         return {}
-    return {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory, "batch_size": loader.batch_size}
+    loader = min(loaders, key=lambda each: each.num_workers)  # of several, the one that is waited for the longest
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "batch_size": loader.batch_size,
+        "persistent_workers": loader.persistent_workers,
+    }
 
 
 def _short(rate: float) -> str:

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
 from lightning_ups._compat.environment import (
@@ -34,6 +35,7 @@ from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
 from lightning_ups.transforms.flags import current_flags
 from lightning_ups.transforms.manifest import difference, flattened, reserve, write
+from lightning_ups.transforms.throughput import tensors_of
 
 __all__ = ["RunManifest", "difference"]
 
@@ -71,6 +73,11 @@ class RunManifest(Callback):
         self._started = 0.0
         self._graphs_before: Mapping[str, int] = {}
         self._seen_batch = self._written = False
+
+    @property
+    def report(self) -> Report:
+        """What the parts of this package say that they did."""
+        return self._report
 
     # When
 
@@ -193,6 +200,9 @@ class RunManifest(Callback):
             self.path = self.path or reserve(Path(self._folder))
             write(self.manifest, self.path)
         except OSError as error:
+            if self.path is not None and self.path.exists() and not self.path.stat().st_size:
+                self.path.unlink()  # its name was free, and its content did not fit
+                self.path = None
             rank_zero_warn(
                 f"RunManifest could not write to {self._folder}: {error}."
                 " Training goes on, and what took effect is kept in RunManifest.manifest only."
@@ -223,6 +233,9 @@ def _device(trainer: Trainer) -> dict[str, Any]:
 def _model(module: LightningModule) -> dict[str, Any]:
     counts = {"trainable": 0, "frozen": 0}
     for parameter in module.parameters():
+        if isinstance(parameter, UninitializedParameter):  # of a lazy module, before its first batch
+            counts["not_made_yet"] = counts.get("not_made_yet", 0) + 1
+            continue
         counts["trainable" if parameter.requires_grad else "frozen"] += parameter.numel()
     blocks = find_blocks(module)
     return {
@@ -271,12 +284,18 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     ]
     settings = {}
     for name in dict.fromkeys(name for group in groups for name in group if name not in ("params", "initial_lr")):
-        values = [group.get(name) for group in groups]
+        values = [_plain(group.get(name)) for group in groups]
         if all(isinstance(value, (bool, int, float, str, tuple, list)) or value is None for value in values):
             settings[name] = values[0] if all(value == values[0] for value in values) else values
     stepped = getattr(optimizer, "inner", optimizer)
     found = {"class": _name(stepped), "groups": len(groups), "settings": settings}
     return found if stepped is optimizer else found | {"by": _name(optimizer)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # such as a rate under Compile
 
 
 def _training(trainer: Trainer) -> dict[str, Any]:
@@ -301,22 +320,10 @@ def _config(trainer: Trainer) -> Any:
 
 
 def _shape_of(batch: Any) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = {}
-    _collect(batch, "", tensors)
+    tensors = tensors_of(batch)
     shapes = {name: f"{shown(tensor.dtype)} {[*tensor.shape]}" for name, tensor in [*tensors.items()][:16]}
     sized = [tensor.shape[0] for tensor in tensors.values() if tensor.dim()]
     return {"size": sized[0] if sized else None, "tensors": shapes}
-
-
-def _collect(value: Any, name: str, into: dict[str, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        into[name] = value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _collect(inner, f"{name}.{key}" if name else str(key), into)
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            _collect(inner, f"{name}.{index}" if name else str(index), into)
 
 
 _TO_LOGGERS = ("versions", "device", "model", "precision", "strategy", "optimizers", "training", "flags")

@@ -7,12 +7,15 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ups.callbacks.listening import instead_of
 from lightning_ups.callbacks.measured_run import MeasuredRun, Settings
-from lightning_ups.order import applied
+from lightning_ups.callbacks.run_manifest import RunManifest
+from lightning_ups.order import Report, applied
 from lightning_ups.transforms.throughput import Summary, first_change, own_peaks
 from lightning_ups.transforms.throughput.table import rendered
 
@@ -31,7 +34,7 @@ class TokenThroughput(Callback):
 
     Args:
         unit: ``"tokens"``, ``"samples"``, or a name of yours together with ``count``; ``"auto"``: tokens where the
-            batch has integers [batch, position], and samples elsewhere.
+            batch has integers [batch, position], samples elsewhere, and batches where it holds no tensor.
         count: What counts a batch: a function of it, or the dotted name of a tensor in it whose elements are counted.
         warmup_steps: Steps at the beginning that do not count: they compile, allocate and fill caches.
         inspect_at: After how many steps to look closely; None: never. On a CPU there is nothing to look at.
@@ -48,7 +51,7 @@ class TokenThroughput(Callback):
         summary: The figures of the last fit, after it; None before.
 
     Raises:
-        ValueError: If a number is out of range, or if a batch has nothing that is to be counted.
+        ValueError: If a number is out of range, or if the first batch has nothing of a unit that was asked for.
 
     Example::
 
@@ -124,8 +127,11 @@ class TokenThroughput(Callback):
         bar = trainer.progress_bar_callback
         if self.progress_bar and bar is not None:
             stock = bar.get_metrics
-            bar.get_metrics = lambda *args, **kwargs: {**stock(*args, **kwargs), **run.shown}  # type: ignore[method-assign]
-            self._undo.callback(vars(bar).pop, "get_metrics", None)
+
+            def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                return {**stock(*args, **kwargs), **run.shown}
+
+            self._undo.enter_context(instead_of(bar, "get_metrics", get_metrics))
 
     def close(self) -> None:
         """Leave the Trainer as it was; fit does it when it ends."""
@@ -164,7 +170,7 @@ class TokenThroughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            self._run.end_batch()
+            self._run.end_batch(batch)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,11 +189,14 @@ class TokenThroughput(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._conclude(trainer, alone=False)
+
+    def _conclude(self, trainer: Trainer, *, alone: bool) -> None:
         if self._run is None:
             return
-        self.summary = self._run.summary()
-        if (context := applied(trainer.strategy)) is not None:
-            context.report.update("TokenThroughput", **facts(self.summary))
+        self.summary = self._run.summary(alone=alone)
+        if (report := _report(trainer)) is not None:
+            report.update("TokenThroughput", **facts(self.summary))
         if self.summary.units_per_s is None:
             rank_zero_info(
                 f"TokenThroughput measured nothing: fit ended within {self.settings.warmup_steps} warm-up steps."
@@ -203,7 +212,18 @@ class TokenThroughput(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # After an error the device may not answer, and other ranks do not come here.
+        if isinstance(exception, (KeyboardInterrupt, SIGTERMException)):
+            self._conclude(trainer, alone=True)
         self.close()
+
+
+def _report(trainer: Trainer) -> Report | None:
+    """Return where the manifest looks for what took effect, if there is one."""
+    if (context := applied(trainer.strategy)) is not None:
+        return context.report
+    manifests = (each for each in trainer.callbacks if isinstance(each, RunManifest))  # type: ignore[attr-defined]
+    return next((manifest.report for manifest in manifests), None)
 
 
 def facts(summary: Summary) -> dict[str, Any]:

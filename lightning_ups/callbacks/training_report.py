@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_ups._compat.fit_loop import is_logging_step, logged_step
 from lightning_ups._compat.optional import has
+from lightning_ups.callbacks.listening import instead_of
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.callbacks.token_throughput import TokenThroughput
+from lightning_ups.transforms.manifest import reserve
 from lightning_ups.transforms.report import Content, History, page, write_pictures
 from lightning_ups.transforms.report.pictures import can_draw
 from lightning_ups.transforms.throughput import Summary, checks, first_change
@@ -92,7 +95,9 @@ class TrainingReport(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        interrupted = isinstance(exception, KeyboardInterrupt)
+        interrupted = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+        if (throughput := _found(trainer, TokenThroughput)) is not None:
+            throughput.on_exception(trainer, pl_module, exception)  # whichever of us stands first in the list
         message = str(exception).strip().partition("\n")[0]
         self._write(
             trainer,
@@ -110,8 +115,7 @@ class TrainingReport(Callback):
             self._history.add(metrics, trainer.global_step if step is None else step)
             stock(metrics, step=step, **kwargs)
 
-        logger.log_metrics = log_metrics
-        self._undo.callback(vars(logger).pop, "log_metrics", None)
+        self._undo.enter_context(instead_of(logger, "log_metrics", log_metrics))
 
     def _write(self, trainer: Trainer, *, status: str, error: str = "") -> None:
         self._undo.close()
@@ -122,8 +126,7 @@ class TrainingReport(Callback):
         try:
             if "://" in self._folder:
                 raise OSError("it is not a folder of this machine")
-            self.path = _free(Path(self._folder))
-            self.path.write_text(page(content), encoding="utf-8")
+            self.path = _written(page(content), Path(self._folder))
             if self.pictures:
                 write_pictures(self.path.with_suffix(""), charts=content.charts, split=content.split)
         except OSError as problem:
@@ -154,6 +157,7 @@ class TrainingReport(Callback):
             subtitle=", ".join(parts),
             error=error,
             charts=self._history.charts(),
+            left_out=self._history.left_out(),
             manifest=_without_run(manifest.manifest) if manifest is not None else {},
             **(_measured(summary) if summary is not None and summary.units_per_s is not None else {}),
         )
@@ -211,10 +215,14 @@ def _values(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
-def _free(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    names = (folder / ("report.html" if number == 1 else f"report-{number}.html") for number in range(1, 10_000))
-    return next(path for path in names if not path.exists())
+def _written(text: str, folder: Path) -> Path:
+    path = reserve(folder, name="report", ending=".html")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        path.unlink(missing_ok=True)  # half a page is none
+        raise
+    return path
 
 
 def _long(duration: Any) -> str:

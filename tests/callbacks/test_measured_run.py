@@ -9,8 +9,9 @@ from lightning_ups.precision import BF16Precision
 
 
 class Trainer:
-    def __init__(self, precision):
+    def __init__(self, precision, module=None):
         self.precision_plugin = precision
+        self.lightning_module = module or torch.nn.Linear(8, 8)
 
 
 @pytest.fixture
@@ -33,7 +34,27 @@ def tf32():
 )
 def test_the_peak_follows_what_products_are_computed_in(tf32, precision, products, arithmetic):
     tf32(products)
-    assert measured_run._arithmetic(Trainer(precision)) == arithmetic
+    assert measured_run._arithmetic(measured_run._computes_in(Trainer(precision))) == arithmetic
+
+
+def test_a_user_of_both_interfaces_of_tf32_is_no_error():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert measured_run._arithmetic(torch.float32) == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_where_nothing_casts_the_weights_say_the_type():
+    def dtype(*layers):
+        return measured_run._computes_in(Trainer(Precision(), torch.nn.Sequential(*layers)))
+
+    large, small = torch.nn.Linear(64, 64), torch.nn.Linear(8, 8)
+    assert dtype(large.to(torch.bfloat16), small) is torch.bfloat16
+    assert dtype(torch.nn.Linear(8, 8).double()) is torch.float64
+    assert dtype(torch.nn.LazyLinear(8), small) is torch.float32
+    assert dtype(torch.nn.GELU()) is torch.float32
 
 
 def test_only_numbers_of_a_sensor_are_logged():

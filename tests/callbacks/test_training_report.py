@@ -129,6 +129,43 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
     assert len(data()) == 8
 
 
+def test_a_full_disk_leaves_no_half_page(tmp_path, monkeypatch):
+    def full(path, *args, **kwargs):
+        path.write_bytes(b"<!doctype")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    report, manifest = TrainingReport(pictures=False), RunManifest()
+    with pytest.warns(UserWarning, match="another default_root_dir"):
+        fit(tmp_path, report, manifest)
+    assert (report.path, manifest.path) == (None, None)
+    assert not [*tmp_path.rglob("*.html"), *tmp_path.rglob("manifest*")]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_an_interrupted_run_has_its_speed_whichever_stands_first(tmp_path, first):
+    class Interrupted(Logging):
+        def training_step(self, batch, index):
+            if self.global_step == 4:
+                raise KeyboardInterrupt
+            return super().training_step(batch, index)
+
+    report, throughput = TrainingReport(pictures=False), TokenThroughput(warmup_steps=1, table=False)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, *([report, throughput] if first else [throughput, report]), module=Interrupted())
+    text = report.path.read_text()
+    assert "interrupted, 4 steps" in text
+    assert "samples per second" in text
+
+
+def test_a_method_of_the_users_own_is_given_back_to_the_logger(tmp_path):
+    logger, seen = CSVLogger(tmp_path), []
+    logger.log_metrics = own = lambda metrics, step=None: seen.append(step)
+    fit(tmp_path, TrainingReport(pictures=False), logger=logger)
+    assert logger.log_metrics is own
+    assert seen
+
+
 def test_fast_dev_run_leaves_nothing(tmp_path):
     report = TrainingReport(pictures=False)
     fit(tmp_path, report, fast_dev_run=2, max_epochs=1)

@@ -6,7 +6,7 @@ from math import ceil, floor, isfinite, log10
 
 from lightning_ups.transforms.report.history import Point
 
-__all__ = ["line_chart", "number", "split_bar"]
+__all__ = ["is_drawn", "is_logarithmic", "line_chart", "number", "split_bar"]
 
 Scale = Callable[[float], float]
 
@@ -19,11 +19,11 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, label: str) -> str:
 
     Values that span more than three powers of ten, all above zero, are drawn on a logarithmic scale.
     """
-    finite = [point for points in series.values() for point in points if isfinite(point[1])]
+    finite = [point for points in series.values() for point in points if is_drawn(point[1])]
     if not finite:
         return f'<p class="none">{escape(label)}: no finite value.</p>'
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
-    logarithmic = min(ys) > 0 and max(ys) / min(ys) > 1e3
+    logarithmic = is_logarithmic(ys)
     bottom, top = (floor(log10(min(ys))), ceil(log10(max(ys)))) if logarithmic else _padded(min(ys), max(ys))
     left, right = (min(xs), max(xs)) if max(xs) > min(xs) else (min(xs) - 1, max(xs) + 1)
 
@@ -34,7 +34,8 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, label: str) -> str:
         height = log10(y) if logarithmic else y
         return _HEIGHT - _BOTTOM - (height - bottom) / (top - bottom) * (_HEIGHT - _TOP - _BOTTOM)
 
-    ticks = [10.0**power for power in range(int(bottom), int(top) + 1)] if logarithmic else _ticks(bottom, top)
+    powers = range(int(bottom), int(top) + 1, max(1, ceil((top - bottom) / 8)))
+    ticks = [10.0**power for power in powers] if logarithmic else _ticks(bottom, top)
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label, quote=True)}">']
     parts += [_horizontal(y_of(tick), number(tick)) for tick in ticks]
     parts += [_below(x_of(tick), number(tick)) for tick in _ticks(left, right, most=5) if left <= tick <= right]
@@ -42,6 +43,16 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, label: str) -> str:
         parts += _line(name, points, color=index % 8, x_of=x_of, y_of=y_of)
     parts.append(f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 2}" text-anchor="end">step</text></svg>')
     return "".join(parts) + (_legend([*series]) if len(series) > 1 else "")
+
+
+def is_drawn(value: float) -> bool:
+    """Return whether ``value`` has a place in a chart: what comes near the end of all floats has none either."""
+    return isfinite(value) and abs(value) < 1e300
+
+
+def is_logarithmic(values: Sequence[float]) -> bool:
+    """Return whether ``values`` are drawn by powers of ten."""
+    return min(values) > 1e-300 and max(values) / min(values) > 1e3
 
 
 def split_bar(shares: Mapping[str, float]) -> str:
@@ -71,9 +82,9 @@ def _line(name: str, points: Sequence[Point], *, color: int, x_of: Scale, y_of: 
     for run in _runs(points):
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in run)
         yield f'<polyline class="s{color}" points="{path}"><title>{escape(name)}</title></polyline>'
-    few = sum(isfinite(y) for _, y in points) <= 40
+    few = sum(is_drawn(y) for _, y in points) <= 40
     for x, y in points:
-        if not isfinite(y):
+        if not is_drawn(y):
             yield _dot(f"bad c{color}", x_of(x), _TOP, f"{name}: {y} at step {x:.0f}")
         elif few:
             yield _dot(f"c{color}", x_of(x), y_of(y), f"{name}: {number(y)} at step {x:.0f}")
@@ -86,7 +97,7 @@ def _dot(kind: str, x: float, y: float, text: str) -> str:
 def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
     run: list[Point] = []
     for point in points:
-        if isfinite(point[1]):
+        if is_drawn(point[1]):
             run.append(point)
         elif run:
             yield run

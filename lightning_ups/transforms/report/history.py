@@ -1,9 +1,11 @@
 """What was logged, as series of points, and which of them belong into one chart."""
 
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite, isnan, nan
+from numbers import Real
 from typing import Any
 
 __all__ = ["Chart", "History", "Point"]
@@ -11,6 +13,8 @@ __all__ = ["Chart", "History", "Point"]
 Point = tuple[float, float]  # step, value
 
 _MOST_POINTS = 400  # of a series in a chart: more than a screen shows
+_MOST_STRETCHES = 400  # of a series while it is collected; even
+_MOST_CURVES = 200  # charts of the user's own: a page with more opens slowly
 _NO_SERIES = ("epoch", "hp_metric")  # Lightning's own: the first grows by one, the second is -1 for ever
 _PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
 
@@ -42,32 +46,92 @@ class Chart:
     series: Mapping[str, Sequence[Point]]
 
 
-class History:
-    """Collects what is logged."""
+class _Series:
+    """Points as they come, in some kilobytes however long a run is.
+
+    They are kept as stretches of equally many points, of one at first, and of twice as many whenever there are too
+    many stretches. Of a stretch there is the lowest point, the highest, and the first that is not finite, each as step
+    and value, or NaN.
+    """
 
     def __init__(self) -> None:
-        self.series: dict[str, list[Point]] = {}
+        self._kept = array("d")
+        self._width = self._filled = 1
+
+    def add(self, step: float, value: float) -> None:
+        one = (step, value, step, value, nan, nan) if isfinite(value) else (nan, nan, nan, nan, step, value)
+        if self._filled < self._width:
+            self._kept[-6:] = array("d", _joined(self._kept[-6:], one))
+            self._filled += 1
+            return
+        if len(self._kept) == 6 * _MOST_STRETCHES:
+            rows = self._rows()
+            self._kept = array("d", [x for a, b in zip(rows[::2], rows[1::2], strict=True) for x in _joined(a, b)])
+            self._width *= 2
+        self._kept.extend(one)
+        self._filled = 1
+
+    def points(self) -> list[Point]:
+        """Return what is left of them, by their steps."""
+        return [point for row in self._rows() for point in _points(row)]
+
+    def _rows(self) -> list[Sequence[float]]:
+        return [self._kept[i : i + 6] for i in range(0, len(self._kept), 6)]
+
+
+def _joined(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    low = b if isnan(a[0]) or b[1] < a[1] else a
+    high = b if isnan(a[2]) or b[3] > a[3] else a
+    bad = b if isnan(a[4]) else a
+    return (low[0], low[1], high[2], high[3], bad[4], bad[5])
+
+
+def _points(row: Sequence[float]) -> list[Point]:
+    return sorted(
+        {(x, y) for x, y in zip(row[::2], row[1::2], strict=True) if not isnan(x)}, key=lambda point: point[0]
+    )
+
+
+class History:
+    """Collects what is logged, in memory that does not grow with the length of a run."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, _Series] = {}
+
+    @property
+    def series(self) -> dict[str, list[Point]]:
+        """The points of each name; of a long series, the lowest and the highest of each stretch."""
+        return {name: series.points() for name, series in self._series.items()}
 
     def add(self, metrics: Mapping[str, Any], step: int) -> None:
         """Add a point to each series; what is no number is left out."""
         for name, value in metrics.items():
-            if name not in _NO_SERIES and isinstance(value, (int, float)):
-                self.series.setdefault(name, []).append((float(step), float(value)))
+            if name not in _NO_SERIES and isinstance(value, Real):
+                self._series.setdefault(name, _Series()).add(float(step), _float(value))
 
-    def charts(self) -> list[Chart]:
-        """Return the charts, the user's own first, training and validation of one thing together."""
-        groups: dict[tuple[str, str], dict[str, list[Point]]] = {}
-        for name, points in self.series.items():
-            groups.setdefault(_place(name), {})[name] = points
+    def charts(self, *, most: int = _MOST_CURVES) -> list[Chart]:
+        """Return the charts, the user's own first, ``most`` of them at most; training and validation in one."""
         order = ["Curves", "Speed", "Memory", "GPU", "Checkpoints", "Guard"]
+        groups, _ = self._groups(most)
         return [
             Chart(
                 title=title,
                 section=section,
-                series=_merged({_short(name, section): thinned(points) for name, points in series.items()}),
+                series=_merged({_short(name, section): thinned(self._series[name].points()) for name in names}),
             )
-            for (section, title), series in sorted(groups.items(), key=lambda item: order.index(item[0][0]))
+            for (section, title), names in sorted(groups.items(), key=lambda item: order.index(item[0][0]))
         ]
+
+    def left_out(self, *, most: int = _MOST_CURVES) -> list[str]:
+        """Return the names of series that are in none of the ``charts``."""
+        return self._groups(most)[1]
+
+    def _groups(self, most: int) -> tuple[dict[tuple[str, str], list[str]], list[str]]:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name in self._series:
+            groups.setdefault(_place(name), []).append(name)
+        curves = [place for place in groups if place[0] == "Curves"]
+        return groups, [name for place in curves[most:] for name in groups.pop(place)]
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -94,14 +158,26 @@ def _short(name: str, section: str) -> str:
     return re.sub(r"(_ms|_gib|_per_s)$", "", name.partition("/")[2]).replace("_per_s_per_device", " per device")
 
 
+def _float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return inf
+
+
 def thinned(points: Sequence[Point], *, most: int = _MOST_POINTS) -> list[Point]:
-    """Return at most ``most`` of ``points``: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Return at most ``most`` of ``points``: of each stretch the lowest and the highest, so that no spike is lost.
+
+    Of those that are not finite, the first of each stretch stays as well.
+    """
     if len(points) <= most:
         return [*points]
     kept: list[Point] = []
-    stretches = most // 2
+    stretches = most // (2 if all(isfinite(y) for _, y in points) else 3)
     for index in range(stretches):
         stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
-        finite = [point for point in stretch if isfinite(point[1])] or [stretch[0]]
-        kept += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
+        finite = [point for point in stretch if isfinite(point[1])]
+        ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
+        bad = next((point for point in stretch if not isfinite(point[1])), None)
+        kept += sorted({*ends, *([bad] if bad else [])}, key=lambda p: p[0])
     return kept

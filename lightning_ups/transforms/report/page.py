@@ -1,6 +1,7 @@
 """The page: HTML with its style and its charts inside, and nothing that is fetched."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -10,7 +11,7 @@ from typing import Any
 from lightning_ups.transforms.report.charts import line_chart, split_bar
 from lightning_ups.transforms.report.history import Chart
 
-__all__ = ["Content", "page"]
+__all__ = ["Content", "page", "readable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Content:
         figures: Further figures, by name.
         split: Shares of a step, by phase.
         charts: Curves.
+        left_out: Names of curves that are not drawn, being too many.
         manifest: What took effect.
     """
 
@@ -39,17 +41,23 @@ class Content:
     figures: Sequence[tuple[str, str]] = ()
     split: Mapping[str, float] = field(default_factory=dict)
     charts: Sequence[Chart] = ()
+    left_out: Sequence[str] = ()
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
 
 def page(content: Content) -> str:
     """Return the page as one text."""
     body = "\n".join(_body(content))
-    return (
+    return readable(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(content.title)}</title><style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main></body></html>\n"
     )
+
+
+def readable(text: str) -> str:
+    """Return ``text`` with a sign for each character that a page cannot hold: control characters and half ones."""
+    return re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", "\ufffd", text)
 
 
 def _body(content: Content) -> Iterator[str]:
@@ -66,6 +74,10 @@ def _body(content: Content) -> Iterator[str]:
         yield f"<section><h2>Where a step's time goes</h2>{split_bar(content.split)}</section>"
     curves, others = [c for c in content.charts if c.section == "Curves"], list(content.charts)
     yield from _charts(curves)
+    if content.left_out:
+        names = escape(", ".join(content.left_out))
+        said = f"{len(content.left_out)} further curves are not drawn"
+        yield f"<details><summary>{said}</summary><p>{names}</p></details>"
     if content.checks:
         yield f"<section><h2>Thresholds</h2>{_table(content.checks)}</section>"
     if content.figures:
@@ -127,7 +139,7 @@ _STYLE = f"""
 --good:#5ac27f;--bad:#ff8a80;{_DARK}}}}}
 *{{box-sizing:border-box}}
 body{{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}}
-main{{max-width:1080px;margin:0 auto;padding:24px 16px 64px}}
+main{{max-width:1080px;margin:0 auto;padding:24px 16px 64px;overflow-wrap:anywhere}}
 h1{{font-size:24px;margin:0}}
 h2{{font-size:17px;margin:32px 0 8px}}
 header p{{color:var(--soft);margin:4px 0 0}}

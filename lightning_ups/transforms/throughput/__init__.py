@@ -5,7 +5,7 @@ from lightning_ups.transforms.throughput.meter import Flops, Meter, RankTimes, S
 from lightning_ups.transforms.throughput.peaks import Arithmetic, Peaks, own_peaks, peaks_of
 from lightning_ups.transforms.throughput.step_flops import StepFlops, step_flops
 from lightning_ups.transforms.throughput.timeline import Phase, StepTime, Timeline, clock_for
-from lightning_ups.transforms.throughput.units import Count, counter
+from lightning_ups.transforms.throughput.units import Count, counter, tensors_of
 from lightning_ups.transforms.throughput.verdicts import Check, Trouble, checks, first_change, troubles
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "peaks_of",
     "quantile",
     "step_flops",
+    "tensors_of",
     "troubles",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ups.transforms.throughput.inspection import Inspection
-from lightning_ups.transforms.throughput.timeline import PHASES, Phase, StepTime
+from lightning_ups.transforms.throughput.timeline import PHASES, StepTime
 
 __all__ = ["Flops", "Meter", "RankTimes", "Summary", "quantile"]
 
@@ -56,7 +56,8 @@ class RankTimes:
 class Summary:
     """A run in figures, and what they were measured on. What was not measured is None.
 
-    Shares are of a step, those of ``pauses`` and ``start_s`` are seconds of the fit. Memory is in bytes.
+    Shares are of a step; ``pauses``, ``between_s`` (from the end of an epoch to the next, but for pauses) and
+    ``start_s`` are seconds of the fit. Memory is in bytes.
     """
 
     unit: str
@@ -72,6 +73,7 @@ class Summary:
     split: Mapping[str, float] = field(default_factory=dict)
     split_steps: int = 0
     pauses: Mapping[str, float] = field(default_factory=dict)
+    between_s: float = 0.0
     start_s: float | None = None
     fit_s: float | None = None
     inspection: Inspection | None = None
@@ -93,7 +95,7 @@ class Summary:
 
     @property
     def slowest_rank(self) -> tuple[int, float] | None:
-        """The rank that works longest in a step, and how much longer than the median: the others wait for it.
+        """The rank that works longest in a step, and how much longer than the others, which wait for it.
 
         A rank that is slow waits for nobody; the others spend the difference in the phase that communicates.
         """
@@ -101,12 +103,43 @@ class Summary:
         if len(own) < 2 or not all(own):
             return None
         worst = max(range(len(own)), key=own.__getitem__)
-        return worst, own[worst] / statistics.median(own) - 1
+        return worst, own[worst] / _of_others(own, worst) - 1
+
+    @property
+    def waited_for(self) -> float:
+        """The share of a step for which the other ranks wait for the slowest."""
+        if self.slowest_rank is None:
+            return 0.0
+        worst, own = self.slowest_rank[0], [_own_work(rank) for rank in self.ranks]
+        step = statistics.median(rank.split_seconds / max(1, rank.steps) for rank in self.ranks)
+        return (own[worst] - _of_others(own, worst)) / step if step else 0.0
+
+
+def _of_others(own: Sequence[float], worst: int) -> float:
+    return statistics.median([seconds for rank, seconds in enumerate(own) if rank != worst])
 
 
 def _own_work(rank: RankTimes) -> float:
     # Reductions are waited for in backward and in the optimizer step; what comes before is a rank's own.
     return sum(rank.split.get(phase, 0.0) for phase in ("data", "transfer", "forward", "other")) / max(1, rank.steps)
+
+
+class _Window:
+    """Sums of some steps, and the length of each: a run that never logs has as many as it has steps."""
+
+    def __init__(self) -> None:
+        self.seconds = array("d")
+        self.units = 0.0
+        self.split: dict[str, float] = {}
+        self.splits = 0
+
+    def add(self, step: StepTime) -> None:
+        self.seconds.append(step.seconds)
+        self.units += float(step.note)
+        if step.split is not None:
+            self.splits += 1
+            for phase, seconds in step.split.items():
+                self.split[phase] = self.split.get(phase, 0.0) + seconds
 
 
 class Meter:
@@ -126,17 +159,20 @@ class Meter:
         self.pauses: dict[str, float] = {"checkpoint": 0.0, "validation": 0.0}
         self.split: dict[str, float] = {phase: 0.0 for phase in PHASES if phase not in self.pauses}
         self.split_seconds, self.split_steps = 0.0, 0
-        self._window: list[StepTime] = []
+        self.between = 0.0
+        self._window = _Window()
 
     def add(self, step: StepTime) -> None:
         """Count a step; its note is how many units it worked on, or None if it is not to count."""
         for phase, seconds in step.pauses.items():
             self.pauses[phase] += seconds
+        if step.between:
+            self.between += step.seconds
         if step.note is None or step.number < self.warmup_steps:
             return
         self.seconds.append(step.seconds)
         self.units += float(step.note)
-        self._window.append(step)
+        self._window.add(step)
         if step.split is not None:
             self.split_steps += 1
             self.split_seconds += step.seconds
@@ -154,21 +190,18 @@ class Meter:
 
     def window(self) -> dict[str, float]:
         """Return figures of the steps since the last call, or nothing if there were none; times in milliseconds."""
-        steps, self._window = self._window, []
-        seconds = [step.seconds for step in steps]
-        total = sum(seconds)
-        if not steps or total <= 0:
+        window, self._window = self._window, _Window()
+        total = sum(window.seconds)
+        if total <= 0:
             return {}
-        units = sum(float(step.note) for step in steps)
         found = {
-            "units_per_s": units * self.replicas / total,
-            "units_per_s_per_device": self.per_device(units, total),
-            "step_ms": statistics.median(seconds) * 1e3,
-            "step_p95_ms": quantile(seconds, 0.95) * 1e3,
+            "units_per_s": window.units * self.replicas / total,
+            "units_per_s_per_device": self.per_device(window.units, total),
+            "step_ms": statistics.median(window.seconds) * 1e3,
+            "step_p95_ms": quantile(window.seconds, 0.95) * 1e3,
         }
-        splits = [step.split for step in steps if step.split is not None]
-        for phase in self.split if splits else ():
-            found[f"{phase}_ms"] = sum(split.get(_phase(phase), 0.0) for split in splits) / len(splits) * 1e3
+        for phase in self.split if window.splits else ():
+            found[f"{phase}_ms"] = window.split.get(phase, 0.0) / window.splits * 1e3
         return found
 
     def shares(self) -> dict[str, float]:
@@ -186,10 +219,6 @@ class Meter:
             split=dict(self.split),
             split_seconds=self.split_seconds,
         )
-
-
-def _phase(name: str) -> Phase:
-    return name  # type: ignore[return-value]
 
 
 def quantile(values: Iterable[float], share: float) -> float:

@@ -9,6 +9,7 @@ namesake.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isnan
 from typing import Literal, get_args
 
 __all__ = ["Arithmetic", "Peaks", "own_peaks", "peaks_of"]
@@ -18,7 +19,7 @@ Arithmetic = Literal["bf16", "fp8", "tf32", "fp32"]  # fp16 is as fast as bf16 o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """TFLOP/s of one device; None where it has no units for that type."""
+    """TFLOP/s of one device; None where it has no units for that type, NaN where that is not known."""
 
     bf16: float
     fp8: float | None
@@ -26,9 +27,9 @@ class Peaks:
     fp32: float
 
     def of(self, arithmetic: Arithmetic) -> float | None:
-        """Return FLOP/s, or None where there are no units for it."""
+        """Return FLOP/s, or None where there are no units for it, or nobody knows."""
         found: float | None = getattr(self, arithmetic)
-        return None if found is None else found * 1e12
+        return None if found is None or isnan(found) else found * 1e12
 
 
 _H100_SXM = Peaks(bf16=989.4, fp8=1978.9, tf32=494.7, fp32=66.9)

@@ -86,7 +86,8 @@ def _split(summary: Summary) -> Iterator[Row]:
 
 
 def _fit(summary: Summary) -> Iterator[Row]:
-    parts = [f"{name} {_seconds(seconds)}" for name, seconds in summary.pauses.items() if seconds]
+    pauses = {**summary.pauses, "between epochs": summary.between_s}
+    parts = [f"{name} {_seconds(seconds)}" for name, seconds in pauses.items() if seconds]
     if summary.start_s is not None:
         parts.insert(0, f"until the first step was done {_seconds(summary.start_s)}")
     if summary.fit_s is not None:

@@ -19,6 +19,7 @@ __all__ = ["PHASES", "Clock", "EventClock", "HostClock", "Phase", "StepTime", "T
 Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "other", "checkpoint", "validation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # no part of a step, though they lie between two
+_BETWEEN = -1
 
 
 class Clock(Protocol):
@@ -106,7 +107,7 @@ class StepTime:
     """What one optimizer step took.
 
     Args:
-        number: Which step, from 0 where the timeline began.
+        number: Which step, from 0 where the timeline began, or -1 for a stretch between two that is no step.
         seconds: From its first mark to the next step's, without pauses.
         split: Seconds of each phase, in steps that were split; their sum is ``seconds``.
         pauses: Seconds that were no part of the step: validation and checkpoints, before the next one.
@@ -118,6 +119,11 @@ class StepTime:
     split: dict[Phase, float] | None
     pauses: dict[Phase, float]
     note: Any
+
+    @property
+    def between(self) -> bool:
+        """Whether it is a stretch between two steps, such as the end of an epoch, and no step."""
+        return self.number == _BETWEEN
 
 
 @dataclass(slots=True)
@@ -183,6 +189,12 @@ class Timeline:
             self._end(self._clock.mark(), note)
             self._open = None
 
+    def rest(self, note: Any = None) -> None:
+        """End the step that runs, and begin a stretch that is no step; it is read with its pauses and its length."""
+        mark = self._clock.mark()
+        self._end(mark, note)
+        self._open = _Open(_BETWEEN, splits=False, marks=[mark], phases=[self._inside[-1]])
+
     def drop(self) -> None:
         """Forget the step that runs: something that does not belong to it happened."""
         if self._open is not None:
@@ -202,7 +214,7 @@ class Timeline:
 
     def _end(self, mark: Any, note: Any) -> None:
         if self._open is not None:
-            self._open.note = note
+            self._open.note = None if self._open.number == _BETWEEN else note
             self._ended.append((self._open, mark))
 
     def _read_first(self) -> StepTime:

@@ -80,7 +80,7 @@ def _check(
 
 
 def _no_nvml(summary: Summary) -> str:
-    return "install nvidia-ml-py" if summary.memory else "measured on GPUs only"
+    return "NVML says nothing of it (pip install nvidia-ml-py)" if summary.memory else "measured on GPUs only"
 
 
 def _memory_note(used: float | None) -> str:
@@ -127,7 +127,7 @@ def _data(summary: Summary) -> Iterator[Trouble]:
     share = summary.split.get("data", 0.0)
     if share >= 0.05:
         workers = summary.hints.get("num_workers")
-        more = "raise num_workers" if workers else "give the DataLoader num_workers (4 for each GPU is a start)"
+        more = "give the DataLoader num_workers (4 for each GPU is a start)" if workers == 0 else "raise num_workers"
         now = "" if workers is None else f", with num_workers={workers}"
         yield Trouble(
             name="slow loader",
@@ -198,17 +198,12 @@ def _distributed(summary: Summary) -> Iterator[Trouble]:
         )
     if (slowest := summary.slowest_rank) is not None and slowest[1] >= 0.1:
         rank, more = slowest
-        own = _own_share(summary)
         yield Trouble(
             name="slow rank",
-            lost=more * own,
+            lost=summary.waited_for,
             what=f"rank {rank} needs {more:.0%} longer than the others for its own part of a step, and all wait for it",
             change="look at that machine: its clocks, its disk, its loader, what else runs there",
         )
-
-
-def _own_share(summary: Summary) -> float:
-    return sum(summary.split.get(phase, 0.0) for phase in ("data", "transfer", "forward", "other"))
 
 
 def _machine(summary: Summary) -> Iterator[Trouble]:
@@ -247,3 +242,14 @@ def _between(summary: Summary) -> Iterator[Trouble]:
                 what=f"{share:.0%} of the whole fit is {phase}",
                 change=change,
             )
+    between = summary.between_s / summary.fit_s if summary.fit_s else 0.0
+    if between >= 0.2:
+        workers = summary.hints.get("num_workers") and not summary.hints.get("persistent_workers")
+        yield Trouble(
+            name="slow ends of epochs",
+            lost=between,
+            what=f"{between:.0%} of the whole fit lies between the last step of an epoch and the first of the next",
+            change="set persistent_workers=True in the DataLoader: each epoch starts its workers anew"
+            if workers
+            else "look at what runs there (on_train_epoch_end, iter(dataloader)), or make epochs longer",
+        )

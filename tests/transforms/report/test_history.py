@@ -1,4 +1,9 @@
+import tracemalloc
+from math import inf, isfinite, isnan
+
+import numpy as np
 import pytest
+import torch
 
 from lightning_ups.transforms.report.history import History, thinned
 
@@ -64,9 +69,44 @@ def test_a_short_series_is_kept_whole():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_hide_the_rest(bad):
     points = [(float(step), bad if step % 2 else 1.0) for step in range(2_000)]
-    assert {value for _, value in thinned(points)} == {1.0}
+    kept = thinned(points)
+    assert len(kept) <= 400
+    assert sum(isfinite(value) for _, value in kept) >= 100
+    assert not all(isfinite(value) for _, value in kept)  # it is marked
 
 
 def test_equal_series_are_drawn_once_under_both_names():
     (chart,) = history("throughput/mfu", "throughput/hfu", apart=0.0).charts()
     assert [*chart.series] == ["mfu = hfu"]
+
+
+def test_a_long_run_takes_no_more_memory_than_a_short_one():
+    made = History()
+    tracemalloc.start()
+    for step in range(60_000):
+        made.add({"loss": 100.0 if step == 5_003 else 2.0 + step / 60_000, "bad": float("nan")}, step)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 200_000
+    points = made.series["loss"]
+    assert len(points) <= 800
+    assert (5_003.0, 100.0) in points
+    assert (points[0], points[-1][0]) == ((0.0, 2.0), 59_999.0)
+    assert points == sorted(points)
+    middle = [step for step, _ in points if 20_000 <= step < 40_000]
+    assert len(middle) == pytest.approx(len(points) / 3, rel=0.1)  # early steps are not thinner than late ones
+    assert isnan(made.series["bad"][0][1])
+
+
+def test_numbers_of_numpy_are_numbers_and_those_beyond_all_floats_too():
+    made = History()
+    made.add({"a": np.float32(1.5), "b": 10**400, "c": torch.tensor(1.0), "d": "x"}, 1)
+    assert made.series == {"a": [(1.0, 1.5)], "b": [(1.0, inf)]}
+
+
+def test_of_thousands_of_curves_the_first_are_drawn_and_the_others_named():
+    made = History()
+    made.add({f"layer{number}/norm": 1.0 for number in range(300)} | {"gpu/power_w": 600.0}, 0)
+    charts = made.charts(most=20)
+    assert [chart.title for chart in charts] == [*(f"layer{number}/norm" for number in range(20)), "power_w"]
+    assert made.left_out(most=20) == [f"layer{number}/norm" for number in range(20, 300)]

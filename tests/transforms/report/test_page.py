@@ -1,7 +1,7 @@
 import re
 from html.parser import HTMLParser
 
-from lightning_ups.transforms.report.history import Chart
+from lightning_ups.transforms.report.history import Chart, History
 from lightning_ups.transforms.report.page import Content, page
 
 FULL = Content(
@@ -73,3 +73,15 @@ def test_what_is_not_known_is_left_out():
     text = page(Content(title="Net", subtitle="finished"))
     assert "<section" not in text
     assert "<h1>Net</h1>" in text
+
+
+def test_names_may_be_anything():
+    odd = ["<script>alert('x')</script>", 'a"b&c', "\x00\x1b[31m", "half \udc80", "\u635f\u5931", "a/b/c", "$x$"]
+    made = History()
+    made.add(dict.fromkeys(odd, 1.0), 1)
+    text = page(Content(title=odd[3], subtitle=odd[0], error=odd[2], charts=made.charts(), left_out=odd))
+    text.encode("utf-8")
+    assert "<script" not in text
+    assert "\x00" not in text
+    assert "7 further curves are not drawn" in text
+    assert "\u635f\u5931" in text

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import pytest
 import torch
 
@@ -90,6 +92,30 @@ def test_the_slowest_rank_is_the_one_that_works_longest_itself():
     found = summary(ranks=[rank(0.9), rank(0.9), rank(1.4), rank(0.9)]).slowest_rank
     assert found == (2, pytest.approx(0.5))
     assert summary(ranks=[rank(1.0)]).slowest_rank is None
+
+
+def test_of_two_ranks_one_is_held_against_the_other():
+    found = summary(ranks=[rank(0.9), rank(1.9)])
+    assert found.slowest_rank == (1, pytest.approx(1.0))  # twice as long
+    assert found.waited_for == pytest.approx(0.1)  # one second in ten
+    assert summary(ranks=[rank(1.0)]).waited_for == 0
+
+
+def test_what_lies_between_two_steps_is_none():
+    meter = Meter(warmup_steps=0)
+    meter.add(step(-1, 3.0, units=None, pauses={"checkpoint": 2.0}))
+    assert (len(meter.seconds), meter.between, meter.pauses["checkpoint"]) == (0, 3.0, 2.0)
+
+
+def test_steps_that_are_never_logged_take_next_to_no_memory():
+    meter = Meter(warmup_steps=0)
+    tracemalloc.start()
+    for number in range(20_000):
+        meter.add(step(number, split={"data": 0.1, "forward": 0.4}))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 20_000 * 20
+    assert meter.window()["data_ms"] == pytest.approx(100)
 
 
 def test_scaling_is_held_against_one_device():

@@ -47,6 +47,10 @@ def test_what_is_not_known_is_not_guessed(name):
     assert peaks_of(name) is None
 
 
+def test_what_the_user_did_not_say_is_not_known():
+    assert own_peaks({"fp8": 100.0}, arithmetic="bf16").of("bf16") is None
+
+
 def test_a_user_knows_the_device():
     assert own_peaks(100.0, arithmetic="tf32").of("tf32") == 100e12
     both = own_peaks({"bf16": 1.0, "fp8": 2.0}, arithmetic="bf16")

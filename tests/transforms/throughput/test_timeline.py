@@ -156,3 +156,20 @@ def test_events_measure_the_devices_time_and_wait_for_nothing():
     clock.wait()
     assert clock.passed(second)
     assert clock.seconds(first, second) > 1e-3
+
+
+def test_between_two_steps_pauses_are_timed_and_nothing_is_a_step():
+    timeline = Timeline(Device(), late=0)
+    step(timeline, "data")
+    timeline.rest("first")  # marks 1 to 4
+    timeline.enter("checkpoint")
+    timeline.leave()
+    step(timeline, "data")
+    timeline.end("second")
+    first, between, second = timeline.read()
+    assert (first.number, first.note, first.seconds) == (0, "first", 3)
+    assert (between.between, between.note, between.split) == (True, None, None)
+    assert (between.pauses, between.seconds) == ({"checkpoint": 1}, 2)
+    assert (second.number, second.note, second.seconds) == (1, "second", 3)
+    assert not first.between
+    assert not second.between

@@ -85,7 +85,9 @@ def test_what_was_not_measured_neither_passes_nor_fails_and_says_why():
     assert [check.passed for check in found.values()] == [None, None, None, True, None, None]
     assert found["MFU"].note == "no peak"
     assert found["GPU utilisation"].note == "measured on GPUs only"
-    assert {check.name: check.note for check in checks(run(gpu={}))}["GPU utilisation"] == "install nvidia-ml-py"
+    assert {check.name: check.note for check in checks(run(gpu={}))}["GPU utilisation"].endswith(
+        "(pip install nvidia-ml-py)"
+    )
 
 
 TROUBLES = {
@@ -114,6 +116,7 @@ TROUBLES = {
     ),
     "out of memory, nearly": ({"memory": {**HEALTHY["memory"], "retries": 7}}, "7 allocations", "expandable_segments"),
     "much validation": ({"pauses": {"validation": 60.0}}, "30% of the whole fit", "val_check_interval"),
+    "slow ends of epochs": ({"between_s": 50.0, "hints": {}}, "25% of the whole fit", "on_train_epoch_end"),
     "slow checkpoints": ({"pauses": {"checkpoint": 50.0}}, "25% of the whole fit", "async_save"),
 }
 
@@ -152,6 +155,28 @@ def test_one_slow_rank_is_named():
     found = first_change(run(ranks=[rank(0.2), rank(0.2), rank(0.3)]))
     assert found.name == "slow rank"
     assert "rank 2 needs 50% longer" in found.what
+
+
+def test_a_slow_rank_costs_what_the_others_wait():
+    from lightning_ups.transforms.throughput import RankTimes
+
+    def rank(forward):
+        return RankTimes(steps=2, seconds=2.0, units=1.0, split={"forward": 2 * forward}, split_seconds=2.0)
+
+    (found,) = troubles(run(ranks=[rank(0.8), rank(0.4)]))
+    assert "rank 0 needs 100% longer" in found.what
+    assert found.lost == pytest.approx(0.4)
+
+
+def test_workers_that_start_with_each_epoch_are_named():
+    started = {"num_workers": 8, "persistent_workers": False}
+    assert "persistent_workers=True" in first_change(run(between_s=50.0, hints=started)).change
+    assert "persistent_workers" not in first_change(run(between_s=50.0, hints={"num_workers": 0})).change
+
+
+def test_of_a_loader_that_is_not_torchs_nothing_is_guessed():
+    (found,) = [each for each in troubles(run(split={"data": 0.5}, hints={})) if each.name == "slow loader"]
+    assert found.change.startswith("raise num_workers")
 
 
 def test_a_power_limit_alone_is_no_trouble():
