@@ -1,14 +1,16 @@
 """Counting floating-point operations: of a call as it runs, or of a module without running it."""
 # ruff: noqa: ARG001 (a formula is given all that its operator is)
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -107,11 +109,30 @@ def _formulas(attention: Counted) -> dict[Any, Callable[..., int]]:
     formulas: dict[Any, Callable[..., int]] = {}
     for operator in attention_operators("forward"):
         formulas[operator] = _raw(partial(_fused_flops, operator, factor=2))
+    formulas[torch.ops.aten.convolution_backward] = _raw(_convolution_backward_flops)
     for operator in attention_operators("backward"):
         formulas[operator] = _raw(partial(_fused_flops, operator, factor=5 if five_halves else 4))
     if not five_halves:
         formulas[torch.ops.lightning_ups.attention_backward] = _raw(_operator_backward_flops)
     return formulas
+
+
+def _convolution_backward_flops(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,  # noqa: FBT001
+    output_padding: Any,
+    groups: int,
+    wanted: Sequence[bool],
+) -> int:
+    # Each gradient costs what forward does; torch's formula leaves the groups out of that of the weight.
+    positions = prod((x if transposed else grad).shape[2:])
+    return (wanted[0] + wanted[1]) * 2 * grad.shape[0] * positions * weight.numel()
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:
@@ -151,6 +172,13 @@ class _FakeAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return _counted_attention(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:  # it runs without this mode, and calls the same function
+            before = functional.scaled_dot_product_attention
+            functional.scaled_dot_product_attention = _counted_attention
+            try:
+                return func(*args, **kwargs)
+            finally:
+                functional.scaled_dot_product_attention = before
         return func(*args, **kwargs)
 
 
@@ -163,8 +191,11 @@ def _counted_attention(
     is_causal: bool = False,  # noqa: FBT001, FBT002
     **options: Any,
 ) -> Tensor:
-    if query.dim() != 4 or not _without_data(query):
+    if not 3 <= query.dim() <= 4 or not _without_data(query):
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if query.dim() == 3:  # one head, and no dimension for it
+        one_head = [tensor.unsqueeze(1) for tensor in (query, key, value)]
+        return _counted_attention(*one_head, is_causal=is_causal).squeeze(1)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return attention_forward(q, k, v, None, q.shape[1], is_causal, 0, 0.0, 1.0, "eager")[0].transpose(1, 2)
 

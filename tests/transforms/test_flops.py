@@ -5,6 +5,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_ups._compat.flop_counter import run_backward
 from lightning_ups.kernels.attention import attention
 from lightning_ups.models.gpt import GPT, SIZES, GPTConfig
 from lightning_ups.transforms.flops import count_flops, module_flops
@@ -108,3 +109,43 @@ def test_frozen_weights_cost_no_gradient():
 def test_an_unknown_way_to_count_is_refused():
     with pytest.raises(ValueError, match="Use one of"):
         count_flops(lambda: None, attention="hardware")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_convolutions_by_groups_are_counted(groups):
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 16, 3, padding=1, groups=groups))
+    first, second = 2 * 2 * 8 * 256 * 3, 2 * 2 * 16 * 256 * (8 // groups) * 9
+    counted = module_flops(net, torch.randn(2, 3, 16, 16))
+    assert counted.total == 2 * first + 3 * second  # no gradient of the input is needed
+
+
+def test_transposed_convolutions_are_counted():
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2))
+    assert module_flops(net, torch.randn(2, 3, 16, 16)).total == 2 * 24576 + 3 * (2 * 2 * 256 * (8 * 2 * 4))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_attention_of_torchs_module_is_counted(causal, weights):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x):
+            mask = nn.Transformer.generate_square_subsequent_mask(10, device=x.device) if causal else None
+            return self.inner(x, x, x, need_weights=weights, attn_mask=mask, is_causal=causal)[0]
+
+    projections, attention = 4 * (2 * 2 * 10 * 32 * 32), 2 * 2 * (2 * 100 * 32)
+    if causal and not weights:  # with weights torch makes the whole square
+        attention //= 2
+    found = module_flops(Attention(), torch.randn(2, 10, 32, requires_grad=True))
+    assert found.total == 3 * (projections + attention)
+
+
+def test_attention_without_a_dimension_for_heads_is_counted():
+    def attend():
+        q = torch.randn(4, 10, 16, device="meta", requires_grad=True)
+        run_backward(nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum())
+
+    assert count_flops(attend).total == 3 * 2 * (4 * 50 * 2 * 16)
