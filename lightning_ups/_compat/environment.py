@@ -170,7 +170,7 @@ def _gpu_state(nvml: Any, index: int) -> GpuState:
             "nvlinks": lambda: _nvlinks(nvml, handle),
         }
         for name, read in reasons.items():
-            with suppress(nvml.NVMLError):
+            with suppress(nvml.NVMLError, AttributeError):  # names change between versions
                 state[name] = read()
     return state
 

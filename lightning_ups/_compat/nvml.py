@@ -4,6 +4,7 @@ NVML belongs to the package ``nvidia-ml-py``, which torch does not require; torc
 its kin ask it as well.
 """
 
+import functools
 import importlib
 import threading
 import warnings
@@ -26,7 +27,7 @@ def sensor(device: torch.device) -> Sensor | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an older package of the same module name says that it is deprecated
             nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
+        _begin(nvml)
     except (ImportError, OSError):
         return None
     except Exception as error:
@@ -60,6 +61,37 @@ def sensor(device: torch.device) -> Sensor | None:
     return read
 
 
+@functools.cache
+def _begin(nvml: Any) -> None:
+    nvml.nvmlInit()  # once in a process: each time would have to be ended
+
+
+class _Sums:
+    """Of some readings: each value's sum and number, since a reading may lack one."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, tuple[float, int]] = {}
+        self.slowed: dict[str, int] = {}
+        self.count = 0
+
+    def add(self, reading: Mapping[str, Any]) -> None:
+        self.count += 1
+        for name, value in reading.items():
+            if name == "slowed_by":
+                for reason in value:
+                    self.slowed[reason] = self.slowed.get(reason, 0) + 1
+            else:
+                total, number = self.totals.get(name, (0.0, 0))
+                self.totals[name] = (total + value, number + 1)
+
+    def means(self) -> dict[str, Any]:
+        if not self.count:
+            return {}
+        found: dict[str, Any] = {name: total / number for name, (total, number) in self.totals.items()}
+        found["slowed_by"] = [reason for reason, count in self.slowed.items() if count >= 0.1 * self.count]
+        return found
+
+
 class Sampler:
     """Reads a sensor again and again in a thread of its own, and keeps sums.
 
@@ -70,10 +102,8 @@ class Sampler:
 
     def __init__(self, read: Sensor, *, every_s: float = 1.0) -> None:
         self._read, self._every_s = read, every_s
-        self._stop = threading.Event()
-        self._sums: dict[str, float] = {}
-        self._count = 0
-        self._slowed: dict[str, int] = {}
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._sums = _Sums()
         self._latest: Mapping[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
 
@@ -89,7 +119,8 @@ class Sampler:
 
     def forget(self) -> None:
         """Begin the sums anew, such as after a warm-up."""
-        self._sums, self._slowed, self._count = {}, {}, 0
+        with self._lock:
+            self._sums = _Sums()
 
     @property
     def latest(self) -> Mapping[str, Any]:
@@ -98,19 +129,11 @@ class Sampler:
 
     def summary(self) -> dict[str, Any]:
         """Return the means, and what slowed the GPU in at least one reading of ten."""
-        if not self._count:
-            return {}
-        found: dict[str, Any] = {name: total / self._count for name, total in self._sums.items()}
-        found["slowed_by"] = [reason for reason, count in self._slowed.items() if count >= 0.1 * self._count]
-        return found
+        with self._lock:
+            return self._sums.means()
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
             reading = self._latest = self._read()
-            for name, value in reading.items():
-                if name == "slowed_by":
-                    for reason in value:
-                        self._slowed[reason] = self._slowed.get(reason, 0) + 1
-                else:
-                    self._sums[name] = self._sums.get(name, 0.0) + value
-            self._count += 1
+            with self._lock:
+                self._sums.add(reading)

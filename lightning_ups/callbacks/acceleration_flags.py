@@ -83,13 +83,14 @@ class AccelerationFlags(Declaration):
     @override
     @contextmanager
     def change(self, module: LightningModule, context: Context) -> Iterator[None]:
+        before = self._collection, self._report, self._decided  # of a run that this one is inside of
         with accelerated(self.flags, device=context.device) as self._collection:
             try:
                 self._say(context)
                 self._report, self._decided = context.report, len(decisions())
                 yield
             finally:
-                self._collection = self._report = None
+                self._collection, self._report, self._decided = before
 
     def _say(self, context: Context) -> None:
         name, asked = type(self).__name__, self.flags.asked

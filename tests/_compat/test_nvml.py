@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from lightning_ups._compat.nvml import Sampler, sensor
+from lightning_ups._compat.nvml import Sampler, _Sums, sensor
 
 
 class NVMLError(Exception):
@@ -52,6 +52,22 @@ def test_without_nvml_there_is_no_sensor(nvml, monkeypatch):
     assert sensor(torch.device("cuda:0")) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert sensor(torch.device("cuda:0")) is None
+
+
+def test_nvml_is_begun_once_however_many_runs_there_are(nvml, monkeypatch):
+    begun = []
+    monkeypatch.setattr(nvml, "nvmlInit", lambda: begun.append(1))
+    for _ in range(3):
+        assert sensor(torch.device("cuda:0")) is not None
+    assert len(begun) == 1
+
+
+def test_a_value_that_is_missing_now_and_then_is_averaged_over_the_others():
+    sums = _Sums()
+    for reading in ({"power_w": 100.0, "clock_mhz": 1000}, {"clock_mhz": 2000}, {}):
+        sums.add(reading)
+    assert sums.means() == {"power_w": 100.0, "clock_mhz": 1500, "slowed_by": []}
+    assert _Sums().means() == {}
 
 
 def sampled(read, *, readings=10):

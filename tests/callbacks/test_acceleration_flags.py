@@ -217,3 +217,19 @@ def test_all_of_them_take_effect_on_a_gpu(tmp_path):
     assert inside["cudnn_benchmark"]
     assert inside["attention"] == ["cudnn", "flash", "efficient", "math"]
     assert inside["allocator"]["expandable_segments"]
+
+
+def test_a_run_inside_of_a_run_ends_for_itself(tmp_path):
+    flags = AccelerationFlags(gc_interval=2)
+
+    class Outer(Net):
+        def training_step(self, batch, index):
+            if self.global_step == 1:
+                trainer(tmp_path, callbacks=[flags], epochs=1).fit(Net(), loader(2))
+                assert not gc.isenabled()
+                assert flags._collection is not None
+            return super().training_step(batch, index)
+
+    trainer(tmp_path, callbacks=[flags], epochs=1).fit(Outer(), loader(2))
+    assert flags._collection is None
+    assert gc.isenabled()
