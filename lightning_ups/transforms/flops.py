@@ -194,8 +194,8 @@ def _counted_attention(
     if not 3 <= query.dim() <= 4 or not _without_data(query):
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if query.dim() == 3:  # one head, and no dimension for it
-        one_head = [tensor.unsqueeze(1) for tensor in (query, key, value)]
-        return _counted_attention(*one_head, is_causal=is_causal).squeeze(1)
+        q, k, v = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return _counted_attention(q, k, v, is_causal=is_causal).squeeze(1)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return attention_forward(q, k, v, None, q.shape[1], is_causal, 0, 0.0, 1.0, "eager")[0].transpose(1, 2)
 

@@ -177,7 +177,8 @@ def thinned(points: Sequence[Point], *, most: int = _MOST_POINTS) -> list[Point]
     for index in range(stretches):
         stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
         finite = [point for point in stretch if isfinite(point[1])]
-        ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
-        bad = next((point for point in stretch if not isfinite(point[1])), None)
-        kept += sorted({*ends, *([bad] if bad else [])}, key=lambda p: p[0])
+        chosen = [point for point in stretch if not isfinite(point[1])][:1]
+        if finite:
+            chosen += [min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])]
+        kept += sorted({*chosen}, key=lambda p: p[0])
     return kept
