@@ -329,9 +329,7 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
 
-def _twin_of_ours(
-    inner: Optimizer, admission: Admission, *, update: Update, stands_in: bool
-) -> OffloadedOptimizer:
+def _twin_of_ours(inner: Optimizer, admission: Admission, *, update: Update, stands_in: bool) -> OffloadedOptimizer:
     """Return an offloaded optimizer for the admission itself: every parameter, or part of one, by itself."""
     ours = OffloadedOptimizer.__new__(OffloadedOptimizer)
     ours._begin(inner, admission, update=update, chunk_bytes=1, resident=0.0, memory=None)

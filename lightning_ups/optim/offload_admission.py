@@ -37,6 +37,23 @@ class Admission:
     state_bytes: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """The gradients of a trial.
+
+    Args:
+        absent: One parameter has none in the first step.
+        sparse: Those of matrices have few rows, as an embedding's may.
+    """
+
+    absent: bool = False
+    sparse: bool = False
+
+
+# The first that the optimizer takes: torch's fused SGD wants all or none, and SparseAdam nothing dense.
+_DRAWN = _Drawn(absent=True), _Drawn(), _Drawn(sparse=True)
+_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
 MakeOurs = Callable[[Optimizer, Admission], Optimizer]
 
 
@@ -54,17 +71,17 @@ def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool, device: torch
     """
     name = type(optimizer).__name__
     _refuse_by_form(optimizer, name)
-    whole, state_bytes = _outcome(optimizer, None, device)
-    in_chunks, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=False, state_bytes=1.0)), device)
+    drawn, whole, state_bytes = _as_a_whole(optimizer, name, device)
+    in_chunks, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=False, state_bytes=1.0)), device, drawn)
     if not _same(whole, in_chunks):
         raise ValueError(
             f"{name} cannot be offloaded: stepping its parameters one after another ended at other values than stepping"
             " them together, on tiny tensors."
-            " Its step looks at all of them at once, such as for a norm, counts its calls, or keeps state elsewhere than in"
-            " `state`."
+            " Its step looks at all of them at once, such as for a norm, counts its calls, or keeps its state elsewhere"
+            " than in `state`."
             " Use an optimizer that treats each parameter by itself, such as AdamW, or leave the offloading out."
         )
-    parted = in_parts and _in_parts(optimizer, ours, whole, device)
+    parted = in_parts and not drawn.sparse and _in_parts(optimizer, ours, whole, device, drawn)
     return Admission(parted=parted, state_bytes=state_bytes)
 
 
@@ -86,23 +103,41 @@ def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
         )
 
 
-def _in_parts(optimizer: Optimizer, ours: MakeOurs, whole: list[Tensor], device: torch.device | None) -> bool:
-    if not _keeps_elements(optimizer, device):
+def _as_a_whole(optimizer: Optimizer, name: str, device: torch.device | None) -> tuple[_Drawn, list[Tensor], float]:
+    """Return the gradients that ``optimizer`` takes, and the outcome of stepping all parameters together with them."""
+    first: BaseException | None = None
+    for drawn in _DRAWN:
+        try:
+            return drawn, *_outcome(optimizer, None, device, drawn)
+        except _ERRORS as error:
+            first = first or error
+    where = "the device of its parameters" if device is None else str(device)
+    raise ValueError(
+        f"{name} cannot be offloaded: on {where} it does not step tiny tensors ({type(first).__name__}: {first})."
+        " Before it is offloaded it is tried on tensors of as many dimensions as its parameters have."
+        " Try its step by itself first, with the options that it has here, or use another optimizer, such as AdamW."
+    ) from first
+
+
+def _in_parts(
+    optimizer: Optimizer, ours: MakeOurs, whole: list[Tensor], device: torch.device | None, drawn: _Drawn
+) -> bool:
+    if not _keeps_elements(optimizer, device, drawn):
         return False
     try:
-        parts, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=True, state_bytes=1.0)), device)
-    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+        parts, _ = _outcome(optimizer, lambda twin: ours(twin, Admission(parted=True, state_bytes=1.0)), device, drawn)
+    except _ERRORS:
         return False  # it asks for matrices, say, and a part is none
     return _same(whole, parts)
 
 
-def _keeps_elements(optimizer: Optimizer, device: torch.device | None) -> bool:
+def _keeps_elements(optimizer: Optimizer, device: torch.device | None, drawn: _Drawn) -> bool:
     """Return whether each tensor of state has one number for each of its parameter's, of the same type."""
     with _seeded(optimizer):
         twin = twin_of(optimizer, device)
         names = []
         for step in range(STEPS):
-            _fill_gradients(twin, step)
+            _fill_gradients(twin, step, drawn)
             twin.step()
             names.append([sorted(map(str, state)) for state in twin.state.values()])
         values = [(p, value) for p, state in twin.state.items() for value in state.values()]
@@ -114,14 +149,14 @@ def _keeps_elements(optimizer: Optimizer, device: torch.device | None) -> bool:
 
 
 def _outcome(
-    optimizer: Optimizer, ours: Callable[[Optimizer], Optimizer] | None, device: torch.device | None
+    optimizer: Optimizer, ours: Callable[[Optimizer], Optimizer] | None, device: torch.device | None, drawn: _Drawn
 ) -> tuple[list[Tensor], float]:
     """Return the bits of all parameters and of all state after some steps, and the share of the state."""
     with _seeded(optimizer):
         twin = twin_of(optimizer, device)
         stepped = twin if ours is None else ours(twin)
         for step in range(STEPS):
-            _fill_gradients(twin, step)
+            _fill_gradients(twin, step, drawn)
             stepped.step()
         parameters = [p for group in twin.param_groups for p in group["params"]]
         state = stepped.state_dict()["state"]
@@ -198,12 +233,18 @@ def _tiny(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
-def _fill_gradients(optimizer: Optimizer, step: int) -> None:
+def _fill_gradients(optimizer: Optimizer, step: int, drawn: _Drawn) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
         # One has none in the first step, and none of its state until the second.
-        absent = (step == 0 and index == len(parameters) - 1 and len(parameters) > 1) or not parameter.requires_grad
-        parameter.grad = None if absent else torch.randn_like(parameter)
+        last = step == 0 and index == len(parameters) - 1 and len(parameters) > 1
+        parameter.grad = None
+        if parameter.requires_grad and not (last and drawn.absent):
+            gradient = torch.randn_like(parameter)
+            if drawn.sparse and parameter.dim() == 2:
+                gradient[1::2] = 0
+                gradient = gradient.to_sparse(1)
+            parameter.grad = gradient
 
 
 @contextmanager

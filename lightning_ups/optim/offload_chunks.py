@@ -32,12 +32,16 @@ MASTER = ""  # the name that a master has among the state of its parameter
 
 def is_large(value: Any) -> bool:
     """Return whether ``value``, from an optimizer's state, is worth moving: a tensor that is no single number."""
-    return isinstance(value, Tensor) and any(part.dim() and part.numel() for part in plain_parts(value))
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return any(part.dim() and part.numel() for part in plain_parts(value))
 
 
 def nbytes_of(value: Any) -> int:
-    """Return the bytes that this rank keeps of a tensor of any class; 0 for anything else."""
-    return sum(part.nbytes for part in plain_parts(value)) if isinstance(value, Tensor) else 0
+    """Return the bytes that this rank keeps of a dense tensor of any class; 0 for anything else."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return 0
+    return sum(part.nbytes for part in plain_parts(value))
 
 
 class Options:
@@ -129,6 +133,12 @@ class Item:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return what belongs to this item of ``tensor``, which is like the parameter."""
+        if self.part is not None and tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"A parameter of shape {tuple(self.parameter.shape)} has a sparse gradient and state of several chunks."
+                " It is stepped in parts, and a sparse gradient has none."
+                " Use larger chunks (chunk_mb=...), or an embedding with sparse=False."
+            )
         # Of a gradient with gaps a copy; of all else that is given here a view.
         return tensor if self.part is None else local_of(tensor).reshape(-1)[self.part]
 

@@ -3,7 +3,7 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer, adamw_step
@@ -186,6 +186,54 @@ def test_at_least_sixty_percent_less_is_on_the_device():
     whole = 12 * sum(p.numel() for p in model.parameters())
     assert ours.steps.host_bytes == whole
     assert memory.peak <= 3 * 50_000 < 0.4 * whole
+
+
+class Words(nn.Module):
+    """Has an embedding whose gradient has the rows that were looked up."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(64, 32, sparse=True)
+
+    def forward(self, x):
+        return self.words(x.float().abs().long().clamp(max=63))
+
+
+SPARSE = {
+    "momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adam": lambda model: SparseAdam(model.parameters(), lr=0.1),
+    "adagrad": lambda model: Adagrad(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own optimizers
+@pytest.mark.parametrize("way", [WAYS["at once"], WAYS["host"]], ids=["at once", "host"])
+@pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE)
+def test_sparse_gradients_are_stepped(make, way):
+    def clip_if_ours(step, model, optimizer):
+        assert model.words.weight.grad.is_sparse
+        if isinstance(optimizer, OffloadedOptimizer):
+            optimizer.take_clip_coefficient(torch.tensor(0.5))
+        else:
+            model.words.weight.grad.mul_(0.5)
+
+    right, plain = train(make, model=Words, between=clip_if_ours)
+    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
+    result, ours = train(make, model=Words, between=clip_if_ours, wrap=wrap)
+    assert_same(result, right)
+    for name, value in plain.state_dict()["state"][0].items():
+        assert torch.equal(to_dense(ours.state_dict()["state"][0][name]), to_dense(value))
+
+
+def to_dense(value):
+    tensor = torch.as_tensor(value)
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def test_a_sparse_gradient_has_no_parts():
+    with pytest.raises(RuntimeError, match=r"or an embedding with sparse=False\.$"):
+        train(SPARSE["momentum"], model=Words, wrap=lambda o: OffloadedOptimizer(o, chunk_bytes=4096))
 
 
 def test_a_share_stays_on_the_device():

@@ -112,6 +112,18 @@ def test_state_within_state_is_whole(masters):
         assert torch.equal(found, entries["kept"]["average"])
 
 
+def test_fused_momentum_is_admitted():
+    right, _ = train(grouped(SGD, momentum=0.9, fused=True))
+    for update in ("device", "host"):
+        wrap = lambda o, u=update: OffloadedOptimizer(o, memory=LateMemory(), update=u)  # noqa: E731
+        assert_same(train(grouped(SGD, momentum=0.9, fused=True), wrap=wrap)[0], right)
+
+
+def test_what_does_not_step_by_itself_is_refused_with_its_own_words():
+    with pytest.raises(ValueError, match=r"^AdamW cannot .* \(RuntimeError: a leaf Variable .*, such as AdamW\.$"):
+        OffloadedOptimizer(AdamW(Net().parameters(), differentiable=True))
+
+
 @pytest.mark.parametrize("kind", [Parted, Counted])
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_what_looks_at_all_parameters_or_counts_its_calls_is_refused(kind, update):
