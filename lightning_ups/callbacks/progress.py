@@ -36,7 +36,7 @@ class LeanProgressBar(TQDMProgressBar):
     @override
     def on_train_start(self, *args: Any) -> None:
         super().on_train_start(*args)
-        known = (logging.root, *logging.root.manager.loggerDict.values())  # those without handlers too, and placeholders
+        known = (logging.root, *logging.root.manager.loggerDict.values())  # some without handlers, some placeholders
         loggers = [logger for logger in known if any(map(_is_terminal, getattr(logger, "handlers", ())))]
         if self.is_enabled and loggers:
             self._redirected = ExitStack()
