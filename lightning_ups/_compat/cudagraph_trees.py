@@ -22,20 +22,21 @@ def marked_steps() -> Iterator[None]:
     steps were marked before, they go on being marked.
     """
     global _LAST_MARK
-    before = _last_mark()
-    if before == 0 and _LAST_MARK != 0:
-        sys.modules[_TREES].MarkStepBox.mark_step_counter = _LAST_MARK  # no two steps of a process have one mark
+    marks = _marks()
+    ours = marks is None or marks.mark_step_counter == 0  # it counts down from 0, which stands for no mark
+    if ours and marks is not None:
+        marks.mark_step_counter = _LAST_MARK  # no two steps of a process have one mark
     try:
         yield
     finally:
-        if before == 0 and (mark := _last_mark()) != 0:
-            _LAST_MARK = mark
-            sys.modules[_TREES].MarkStepBox.mark_step_counter = 0
+        if ours and (marks := _marks()) is not None:
+            _LAST_MARK = min(_LAST_MARK, marks.mark_step_counter)
+            marks.mark_step_counter = 0
 
 
-def _last_mark() -> int:
-    # It counts down from 0, which stands for no mark.
-    return trees.MarkStepBox.mark_step_counter if (trees := sys.modules.get(_TREES)) is not None else 0
+def _marks() -> Any:
+    trees = sys.modules.get(_TREES)
+    return None if trees is None else trees.MarkStepBox
 
 
 def recordings(device: torch.device) -> int:
