@@ -7,6 +7,9 @@ from torch import Tensor, fx
 
 __all__ = ["cast_where_copied"]
 
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+_VIEWS = (_aten.t, _aten.transpose, _aten.permute, _aten.view, _aten._unsafe_view, _aten.reshape)
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
@@ -25,9 +28,10 @@ def _(gradients: list[Tensor], group_size: int, dtype: torch.dtype) -> Tensor:  
 
 
 def cast_where_copied(graph: fx.Graph) -> None:
-    """Let gradients be cast while they are copied together, as FSDP2 does, and not before.
+    """Let matrix products be cast while they are copied together, as FSDP2 does, and not before.
 
-    A cast by itself reads and writes every gradient once more, and its result is as large again.
+    A cast by itself reads and writes them once more, and its result is as large again. Of what else there is inductor
+    casts within the kernel that computes it, without rounding in between.
     """
     bucketing = getattr(torch.ops, "bucketing", None)
     target = getattr(getattr(bucketing, "_pre_bucket_reduce_scatter", None), "default", None)
@@ -51,9 +55,18 @@ def cast_where_copied(graph: fx.Graph) -> None:
 
 
 def _uncast(gradient: Any) -> Any:
-    """Return what ``gradient`` was before a cast that nothing else needs."""
+    """Return the product that ``gradient`` was before a cast that nothing else needs."""
     source = gradient.args[0] if gradient.args else None
     if gradient.target not in _CASTS or len(gradient.users) != 1 or not isinstance(source, fx.Node):
         return gradient
+    if not _is_product(source):
+        return gradient
     before, after = source.meta["val"], gradient.meta["val"]
     return source if before.device == after.device and before.is_contiguous() and after.is_contiguous() else gradient
+
+
+def _is_product(node: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _VIEWS and isinstance(node.args[0], fx.Node):
+        return _is_product(node.args[0])
+    return packet in _PRODUCTS

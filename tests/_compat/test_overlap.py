@@ -157,9 +157,9 @@ def _told_order():
     ]
 
 
-def test_gradients_are_cast_as_they_are_copied_together(ranks):
+def test_products_are_cast_as_they_are_copied_together(ranks):
     casts, kinds, bits = ranks(_told_casts)
-    assert casts == {True: 0, False: 15}
+    assert casts == {True: 8, False: 15}  # of the rest most are sums, whose kernels cast
     assert kinds == {torch.float32}
     assert bits
 

@@ -21,19 +21,25 @@ def together(*gradients):
 
 
 def alone(a, b):
-    return together(cast(a), b)
+    return together(cast(a.mm(a.t())), b)
 
 
 def needed_elsewhere(a, b):
-    a = cast(a)
-    return together(a, b) + a.sum()
+    product = cast(a.mm(a.t()))
+    return together(product, b) + product.sum()
 
 
 def turned(a, b):
-    return together(cast(a.t()).contiguous(), b)
+    return together(cast(a.mm(a.t()).t()).contiguous(), b)
 
 
-@pytest.mark.parametrize(("function", "casts"), [(alone, 0), (needed_elsewhere, 1), (turned, 1)])
+def computed_with_its_cast(a, b):
+    return together(cast(a * 2), b)
+
+
+@pytest.mark.parametrize(
+    ("function", "casts"), [(alone, 0), (needed_elsewhere, 1), (turned, 1), (computed_with_its_cast, 1)]
+)
 def test_a_cast_that_nothing_else_needs_is_left_to_the_copy(function, casts):
     a, b = torch.randn(4, 6, dtype=HALF), torch.randn(2, 3)
     right = function(a, b)
