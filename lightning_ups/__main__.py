@@ -2,15 +2,13 @@
 
 import importlib
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from lightning_ups import __version__
-from lightning_ups.tools.errors import shortened, unwrapped
+from lightning_ups.tools.errors import explained
 from lightning_ups.tools.spelling import suggestion
 
 __all__ = ["main"]
@@ -50,33 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it: a console script would not find the user's modules
-    try:
-        return _run(words)
-    except KeyboardInterrupt:
-        return _interrupted()
-    except SystemExit as stop:
-        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has shut down, and left by itself
-            return _interrupted()
-        raise
-    except Exception as error:  # the one place where all are caught, and none is lost
-        message = shortened(error)
-        if message is None and not debug and (root := unwrapped(error)) is not error:
-            raise root from root.__cause__
-        if message is None:
-            raise
-        if debug:
-            traceback.print_exception(error)
-        elif (rank := _rank()) != "0":  # the other ranks mostly say the same
-            message = f"[rank {rank}] {message.partition(chr(10))[0]}"
-        else:
-            message += "\n(--debug shows the traceback.)"
-        print(message, file=sys.stderr)
-        return 2
-
-
-def _rank() -> str:
-    """Return the number of this process among those that were started: by torchrun, by Lightning, or by srun."""
-    return next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
+    return explained(lambda: _run(words), debug=debug)
 
 
 def _run(words: list[str]) -> int:
@@ -95,11 +67,6 @@ def _run(words: list[str]) -> int:
         )
     words.remove(command)
     return _call(command, words)
-
-
-def _interrupted() -> int:
-    print("Interrupted.", file=sys.stderr)
-    return 128 + signal.SIGINT
 
 
 def _call(command: str, words: list[str]) -> int:

@@ -4,12 +4,17 @@ import ast
 import builtins
 import dis
 import linecache
+import os
 import re
+import signal
+import sys
 import textwrap
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["shortened", "unwrapped"]
+__all__ = ["explained", "shortened", "unwrapped"]
 
 _EXPLAINED = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
@@ -18,6 +23,47 @@ _OURS = Path(__file__).parents[1]
 _REFUSAL = "MisconfigurationException"  # of Lightning: raised for what is asked of it, and not for what went wrong
 _SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
 _CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
+
+
+def explained(run: Callable[[], int], *, debug: bool) -> int:
+    """Return what ``run`` returns, or the exit code for its error, which is printed in a few lines where it can be.
+
+    Args:
+        run: Is called.
+        debug: Show the whole traceback all the same.
+    """
+    try:
+        return run()
+    except KeyboardInterrupt:
+        return _interrupted()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has shut down, and left by itself
+            return _interrupted()
+        raise
+    except Exception as error:  # the one place where all are caught, and none is lost
+        message = shortened(error)
+        if message is None and not debug and (root := unwrapped(error)) is not error:
+            raise root from root.__cause__
+        if message is None:
+            raise
+        if debug:
+            traceback.print_exception(error)
+        elif (rank := _rank()) != "0":  # the other ranks mostly say the same
+            message = f"[rank {rank}] {message.partition(chr(10))[0]}"
+        else:
+            message += "\n(--debug shows the traceback.)"
+        print(message, file=sys.stderr)
+        return 2
+
+
+def _interrupted() -> int:
+    print("Interrupted.", file=sys.stderr)
+    return 128 + signal.SIGINT
+
+
+def _rank() -> str:
+    """Return the number of this process among those that were started: by torchrun, by Lightning, or by srun."""
+    return next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
 
 
 def shortened(error: BaseException) -> str | None:
