@@ -254,3 +254,47 @@ def test_the_trainer_is_left_as_it_was(tmp_path):
 def test_a_run_that_it_follows_is_the_run_that_it_would_have_been(tmp_path):
     followed = run(tmp_path, stock())
     assert run(tmp_path, stock(), callbacks=[], folder="other") == followed
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter(Rows())
+
+
+@pytest.mark.parametrize("loader", [stock(shuffle=False), lambda: DataLoader(Streamed(), batch_size=4)])
+@pytest.mark.parametrize("step", [2, 8])
+@pytest.mark.filterwarnings("ignore:A resumed run may")
+def test_a_checkpoint_of_a_run_without_it(tmp_path, loader, step):
+    # 6 batches are an epoch. Nobody knows where the data stood; from then on it is known.
+    run(tmp_path, loader, callbacks=[], max_epochs=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        first = run(tmp_path, loader, ckpt_path=tmp_path / "c" / f"step={step}.ckpt", folder="again")
+    assert any("holds no position of the data" in str(each.message) for each in said)
+    resumed = run(tmp_path, loader, ckpt_path=tmp_path / "again" / f"step={step + 2}.ckpt", folder="third", seed=99)
+    assert resumed == first[2:]
+
+
+def test_a_checkpoint_of_a_run_without_it_may_be_refused(tmp_path):
+    run(tmp_path, stock(), callbacks=[], max_epochs=1)
+    refusing = [ExactResume(on_unreplayable="refuse")]
+    with pytest.raises(ValueError, match="holds no position of the data"):
+        run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=2.ckpt", folder="again", callbacks=refusing)
+
+
+@pytest.mark.filterwarnings("ignore:(?!A resumed run may)")
+def test_a_second_fit_begins_its_epoch_anew(tmp_path):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_train_batches=3,
+        callbacks=[ExactResume(), ModelCheckpoint(tmp_path, every_n_train_steps=1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Noisy(), stock()())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Noisy(), stock()())
+    assert trainer.global_step == 6

@@ -70,7 +70,8 @@ class Connection:
         self._resumption.release()
 
     def _follow(self, loaders: list[Any]) -> list[Any]:
-        stand_ins = self._resumption.follow(loaders)
+        within = self._trainer.fit_loop.epoch_loop.restarting and not is_epoch_over(self._trainer)
+        stand_ins = self._resumption.follow(loaders, counted=batches_taken(self._trainer) if within else 0)
         if self._resumption.taken is not None:
             set_batches_taken(self._trainer, self._resumption.taken)
             # Lightning says that the loaders cannot be resumed, which is no longer true.

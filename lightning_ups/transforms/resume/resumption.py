@@ -48,16 +48,21 @@ class Resumption:
         self._saved: dict[str, Any] | None = None
         self._now: dict[str, Any] | None = None  # generators at the moment of saving, until they are put back
         self._at_end = False
+        self._counted = 0  # batches of this epoch before the first one that is known of
         self._named: set[str] = set()
         self._restarted: list[bool] = []
         self.taken: int | None = None
 
     # Following
 
-    def follow(self, loaders: Sequence[Any]) -> list[Any]:
+    def follow(self, loaders: Sequence[Any], *, counted: int = 0) -> list[Any]:
         """Follow ``loaders``, and let them begin where the loaded state says.
 
         Sets ``taken`` to the batches of this epoch that the loop should have taken, or None if that is unknown.
+
+        Args:
+            loaders: All for training.
+            counted: Batches from which the loop goes on to count, if it was loaded without a state of this kind.
 
         Returns:
             What stands for them: themselves, if they are DataLoaders.
@@ -69,6 +74,9 @@ class Resumption:
         self.release()
         self._loaders = [FollowedLoader(loader, self) for loader in loaders]
         saved, self._saved, self.taken = self._saved, None, None
+        self._counted = counted if saved is None else 0
+        if self._counted:
+            self.name("the checkpoint holds no position of the data, which is read from its beginning")
         if saved is not None:
             self._take_up(saved)
         self.review()
@@ -101,8 +109,9 @@ class Resumption:
     def epoch(self) -> list[bool] | None:
         """Note that the loaders are about to be iterated anew; return which were read to their end before, if known."""
         taking_up = any(loader.taking_up for loader in self._loaders)
+        counted, self._counted = self._counted, 0
         for loader in self._loaders:
-            loader.begin_epoch(self.taken or 0 if taking_up else 0)
+            loader.begin_epoch(self.taken or 0 if taking_up else counted)
         return self._restarted if taking_up else None
 
     def make_iterators(self) -> None:
