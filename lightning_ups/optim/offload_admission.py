@@ -44,14 +44,16 @@ class _Drawn:
     Args:
         absent: One parameter has none in the first step.
         sparse: Those of matrices have few rows, as an embedding's may.
+        begun: The optimizer has made its state before the first step.
     """
 
     absent: bool = False
     sparse: bool = False
+    begun: bool = False
 
 
-# The first that the optimizer takes: torch's fused SGD wants all or none, and SparseAdam nothing dense.
-_DRAWN = _Drawn(absent=True), _Drawn(), _Drawn(sparse=True)
+# The first that it takes: torch's fused SGD wants all or none, SparseAdam nothing dense, and Adagrad the state it made.
+_DRAWN = _Drawn(absent=True), _Drawn(), _Drawn(sparse=True), _Drawn(absent=True, begun=True)
 _ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 MakeOurs = Callable[[Optimizer, Admission], Optimizer]
@@ -134,7 +136,7 @@ def _in_parts(
 def _keeps_elements(optimizer: Optimizer, device: torch.device | None, drawn: _Drawn) -> bool:
     """Return whether each tensor of state has one number for each of its parameter's, of the same type."""
     with _seeded(optimizer):
-        twin = twin_of(optimizer, device)
+        twin = twin_of(optimizer, device, begun=drawn.begun)
         names = []
         for step in range(STEPS):
             _fill_gradients(twin, step, drawn)
@@ -153,7 +155,7 @@ def _outcome(
 ) -> tuple[list[Tensor], float]:
     """Return the bits of all parameters and of all state after some steps, and the share of the state."""
     with _seeded(optimizer):
-        twin = twin_of(optimizer, device)
+        twin = twin_of(optimizer, device, begun=drawn.begun)
         stepped = twin if ours is None else ours(twin)
         for step in range(STEPS):
             _fill_gradients(twin, step, drawn)
@@ -192,8 +194,11 @@ def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-def twin_of(optimizer: Optimizer, device: torch.device | None = None) -> Optimizer:
-    """Return an optimizer like ``optimizer`` over tiny parameters on ``device``, with no state and no hooks."""
+def twin_of(optimizer: Optimizer, device: torch.device | None = None, *, begun: bool = False) -> Optimizer:
+    """Return an optimizer like ``optimizer`` over tiny parameters on ``device``, with no hooks.
+
+    It has no state unless ``begun``, and then one of as many entries, each full of its first number.
+    """
     tiny = {p: _tiny(p, device) for group in optimizer.param_groups for p in _chosen(group["params"])}
     twin = object.__new__(type(optimizer))
     apart = {"state", "param_groups", "step"}  # `step`: a scheduler's, which counts
@@ -210,7 +215,18 @@ def twin_of(optimizer: Optimizer, device: torch.device | None = None) -> Optimiz
         for group in optimizer.param_groups
     ]
     twin.param_groups = [group for group in twin.param_groups if group["params"]]
+    if begun:
+        for p, other in tiny.items():
+            if p in optimizer.state:
+                twin.state[other] = {name: _begun(v, p, other) for name, v in optimizer.state[p].items()}
     return twin
+
+
+def _begun(value: Any, parameter: nn.Parameter, tiny: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.dim():
+        return _copied(value)
+    first = local_of(value).reshape(-1)[:1].sum().item()
+    return torch.full_like(tiny.detach(), first, dtype=value.dtype)
 
 
 def _copied(value: Any) -> Any:

@@ -119,6 +119,27 @@ def test_fused_momentum_is_admitted():
         assert_same(train(grouped(SGD, momentum=0.9, fused=True), wrap=wrap)[0], right)
 
 
+class Begun(SGD):
+    """Makes its state before its first step, and counts on it."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {"sum": torch.full_like(p, 0.5), "n": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["n"] += 1
+            p.sub_(self.state[p]["sum"].addcmul_(p.grad, p.grad).rsqrt() * p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_state_that_is_there_before_the_first_step_is_tried_too(update):
+    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), update=update, chunk_bytes=4096)  # noqa: E731
+    assert_same(train(grouped(Begun), wrap=wrap)[0], train(grouped(Begun))[0])
+
+
 def test_what_does_not_step_by_itself_is_refused_with_its_own_words():
     with pytest.raises(ValueError, match=r"^AdamW cannot .* \(RuntimeError: a leaf Variable .*, such as AdamW\.$"):
         OffloadedOptimizer(AdamW(Net().parameters(), differentiable=True))
