@@ -31,21 +31,25 @@ def reduce_into_masters(wrapper: DistributedDataParallel, masters: MasterWeights
 
 def _reduced(masters: MasterWeights, bucket: dist.GradBucket) -> Future[Tensor]:
     parameters = [parameter for parameter in bucket.parameters() if isinstance(parameter, nn.Parameter)]
-    mastered = [parameter for parameter in parameters if parameter in masters.of]
     buffer = bucket.buffer()
-    total = buffer.to(torch.float32) if mastered else buffer
+    if not any(parameter in masters.of for parameter in parameters):
+        return _averaged(buffer)  # complex numbers among others, whose bucket is of their parts
+    total = buffer.to(torch.float32)
     parts = total.split([parameter.numel() for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         if parameter in masters.of and (earlier := masters.of[parameter].grad) is not None:
             part.add_(earlier.flatten())  # of the microbatches before this one
-    total.div_(dist.get_world_size())
-    work = dist.all_reduce(total, async_op=True)
-    assert work is not None
 
     def finish(_: Any) -> Tensor:
         for parameter, part in zip(parameters, parts, strict=True):
             if parameter in masters.of:
                 masters.of[parameter].grad = part.view_as(parameter)
-        return buffer.copy_(total) if mastered else total
+        return buffer.copy_(total)
 
-    return work.get_future().then(finish)
+    return _averaged(total).then(finish)
+
+
+def _averaged(total: Tensor) -> Future[Tensor]:
+    work = dist.all_reduce(total.div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda _: total)

@@ -99,3 +99,29 @@ def with_seeds_of_their_own():
 
 def test_ranks_begin_with_the_masters_of_the_first(ranks):
     assert ranks(with_seeds_of_their_own) == (True, True, True)
+
+
+class Rotates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.view_as_real(torch.view_as_complex(self.linear(x).float().unflatten(-1, (4, 2))) * self.phase)
+
+
+def beside_complex_numbers():
+    torch.manual_seed(0)
+    model = Rotates()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    wrapper = DistributedDataParallel(model)
+    reduce_into_masters(wrapper, masters)
+    batches = parts(1, 2)[0]
+    loss_of(wrapper, batches[dist.get_rank()], micro=1).backward()
+    alone = [torch.autograd.grad(loss_of(model, x, micro=1), [model.phase])[0] for x in batches]
+    return model.phase.grad, sum(alone) / 2
+
+
+def test_complex_parameters_have_no_master_and_are_averaged(ranks):
+    torch.testing.assert_close(*ranks(beside_complex_numbers))
