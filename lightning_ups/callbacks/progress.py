@@ -37,7 +37,7 @@ class LeanProgressBar(TQDMProgressBar):
     def on_train_start(self, *args: Any) -> None:
         super().on_train_start(*args)
         known = (logging.root, *logging.root.manager.loggerDict.values())  # some without handlers, some placeholders
-        loggers = [logger for logger in known if any(map(_is_terminal, getattr(logger, "handlers", ())))]
+        loggers: list[Any] = [logger for logger in known if any(map(_is_terminal, getattr(logger, "handlers", ())))]
         if self.is_enabled and loggers:
             self._redirected = ExitStack()
             self._redirected.enter_context(logging_redirect_tqdm(loggers))
