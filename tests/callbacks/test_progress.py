@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups.callbacks.progress import LeanProgressBar
