@@ -5,6 +5,7 @@ from typing import Any, get_args
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_ups.order import Run, refuse_second
 from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
 
 __all__ = ["ExactResume"]
@@ -33,6 +34,7 @@ class ExactResume(Callback):
     """
 
     resumes_exactly = True  # a strategy that would do it by itself leaves it to this callback
+    only_one = True  # of this class in a Trainer
 
     def __init__(self, *, on_unreplayable: OnUnreplayable = "warn") -> None:
         if on_unreplayable not in get_args(OnUnreplayable):
@@ -46,6 +48,7 @@ class ExactResume(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_second(Run.of(trainer))
         if stage == "fit":
             self._close()
             self._connection = Connection(trainer, on_unreplayable=self._policy)

@@ -30,7 +30,7 @@ from lightning_ups._compat.environment import (
     working_tree,
 )
 from lightning_ups._compat.hyperparameters import logged_hyperparameters
-from lightning_ups.order import Report, Step, applied, apply_declared, finish_optimizers
+from lightning_ups.order import Report, Run, Step, applied, apply_declared, finish_optimizers, refuse_second
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
 from lightning_ups.transforms.flags import current_flags
@@ -64,6 +64,8 @@ class RunManifest(Callback):
         Trainer(callbacks=[RunManifest()])
     """
 
+    only_one = True  # of this class in a Trainer
+
     def __init__(self, *, log_hyperparams: bool = True) -> None:
         self.log_hyperparams = log_hyperparams
         self.path: Path | None = None
@@ -83,6 +85,7 @@ class RunManifest(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_second(Run.of(trainer))
         self._folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks: every rank has to
         self.path, self._report = None, Report()
         self._seen_batch = self._written = False

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_ups._compat.averages import averaged_copies
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
-from lightning_ups.order import PolicyPrecision, applied
+from lightning_ups.order import PolicyPrecision, Run, applied, refuse_second
 from lightning_ups.transforms.checkpoint import is_complete
 from lightning_ups.transforms.clip import gradients_of, total_norm
 from lightning_ups.transforms.guard import Deferred, LossWatch, Verdict
@@ -87,6 +87,8 @@ class StepGuard(Callback):
         Trainer(callbacks=[StepGuard(on_nonfinite="skip", on_spike="rollback")])
     """
 
+    only_one = True  # of this class in a Trainer
+
     def __init__(
         self,
         *,
@@ -127,6 +129,10 @@ class StepGuard(Callback):
         self._undo = ExitStack()
 
     # When
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_second(Run.of(trainer))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

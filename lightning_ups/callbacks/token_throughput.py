@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.callbacks.listening import instead_of
 from lightning_ups.callbacks.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.run_manifest import RunManifest
-from lightning_ups.order import Report, applied
+from lightning_ups.order import Report, Run, applied, refuse_second
 from lightning_ups.transforms.throughput import Summary, first_change, own_peaks
 from lightning_ups.transforms.throughput.table import rendered
 
@@ -58,6 +59,8 @@ class TokenThroughput(Callback):
         Trainer(callbacks=[TokenThroughput(unit="samples", inspect_at=None)])
     """
 
+    only_one = True  # of this class in a Trainer
+
     def __init__(
         self,
         *,
@@ -77,6 +80,8 @@ class TokenThroughput(Callback):
             ("inspect_at", inspect_at, 1),
             ("split_every", split_every, 1),
         ):
+            optional = name != "warmup_steps"
+            check_kind(name, value, int, of="TokenThroughput", why="It counts steps.", optional=optional)
             if value is not None and value < least:
                 raise ValueError(
                     f"TokenThroughput({name}={value}) is out of range."
@@ -107,6 +112,10 @@ class TokenThroughput(Callback):
         self._resting: MeasuredRun | None = None
 
     # When
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_second(Run.of(trainer))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.fit_loop import is_logging_step, logged_step
 from lightning_ups._compat.optional import has
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.callbacks.listening import instead_of
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.callbacks.token_throughput import TokenThroughput
@@ -51,6 +52,9 @@ class TrainingReport(Callback):
     """
 
     def __init__(self, *, pictures: bool | None = None) -> None:
+        check_kind(
+            "pictures", pictures, bool, of="TrainingReport", why="It says whether PNGs are written.", optional=True
+        )
         if pictures:
             can_draw()
         self.pictures = has("matplotlib") if pictures is None else pictures

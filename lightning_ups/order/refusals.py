@@ -12,7 +12,7 @@ from lightning_ups.order.stage import Stage
 from lightning_ups.transforms.parametrise import is_parametrised
 from lightning_ups.transforms.shard import is_sharded
 
-__all__ = ["REFUSALS", "Refusal", "check", "refusals"]
+__all__ = ["REFUSALS", "Refusal", "check", "refusals", "refuse_second"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,15 @@ class Refusal:
         return f"{self.what(run)} {self.why} {self.cure}"
 
 
+_SECOND = Refusal(
+    what=lambda run: f"Two callbacks of one class are given: {_second(run)[0]}.",
+    why="Each follows the whole run from the same place in the Trainer, and they would be in each other's way.",
+    cure="Keep one of them.",
+    holds=lambda run: bool(_second(run)),
+)
+
 REFUSALS = (
+    _SECOND,
     Refusal(
         what=lambda run: f"Two callbacks of one class are given: {_twice(run)[0]}.",
         why="Both would make the same change, and the second would act on the first's result.",
@@ -194,6 +202,17 @@ def check(run: Run) -> None:
     """Raise ValueError with the first refusal, if there is one."""
     for refusal in refusals(run):
         raise ValueError(refusal.text(run))
+
+
+def refuse_second(run: Run) -> None:
+    """Raise ValueError if a callback is given twice of which one is enough: those with ``only_one = True``."""
+    if _SECOND.holds(run):
+        raise ValueError(_SECOND.text(run))
+
+
+def _second(run: Run) -> list[str]:
+    counts = Counter(type(callback).__name__ for callback in run.callbacks if getattr(callback, "only_one", False))
+    return [name for name, count in counts.items() if count > 1]
 
 
 def _twice(run: Run) -> list[str]:

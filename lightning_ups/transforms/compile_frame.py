@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from itertools import count
 from threading import local
@@ -52,10 +53,12 @@ class Compiler:
                 f" Use one of {get_args(Mode)}."
             )
         if self.backend not in (registered := dynamo.backends()):
+            known = tuple(name for name in registered if "TESTING_ONLY" not in name)
+            near = get_close_matches(str(self.backend), known, n=1, cutoff=0.4)
             raise ValueError(
                 f"backend={self.backend!r} is not registered with torch.compile."
                 " A backend has a name once the package that brings it is installed or has registered it."
-                f" Use one of {tuple(registered)}."
+                f" Use one of {known}{f'; the nearest is {near[0]!r}' if near else ''}."
             )
         if self.mode != "default" and not dynamo.takes_mode(self.backend):
             raise ValueError(

@@ -5,7 +5,15 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
-from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile
+from lightning_ups.callbacks import (
+    ActivationCheckpoint,
+    ActivationOffload,
+    Compile,
+    ExactResume,
+    RunManifest,
+    StepGuard,
+    TokenThroughput,
+)
 from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, check, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from tests.toys import Net, loader, trainer
@@ -69,6 +77,10 @@ REFUSED = {
     "two of a class": (
         run(callbacks=(Compile(), Compile())),
         "Two callbacks of one class are given: Compile. .*Keep one",
+    ),
+    "a second one": (
+        run(callbacks=(TokenThroughput(), TokenThroughput())),
+        "Two callbacks of one class are given: TokenThroughput. .*Keep one of them",
     ),
     "averages of masters": (
         run(callbacks=(EMAWeightAveraging(),), precision=BF16Precision()),
@@ -223,3 +235,9 @@ def test_every_row_is_tested():
 def test_a_module_compiled_by_the_user_is_seen(tmp_path):
     with pytest.raises(ValueError, match=r"torch.compile\(Net\) was given to the Trainer"):
         trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(torch.compile(Net(), backend="eager"), loader())
+
+
+@pytest.mark.parametrize("kind", [TokenThroughput, StepGuard, ExactResume, RunManifest])
+def test_a_second_of_these_is_refused_before_anything_is_done(tmp_path, kind):
+    with pytest.raises(ValueError, match=f"Two callbacks of one class are given: {kind.__name__}. .*Keep one of them"):
+        trainer(tmp_path, callbacks=[kind(), kind()]).fit(Net(), loader())

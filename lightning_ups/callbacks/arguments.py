@@ -1,0 +1,29 @@
+"""Checking the kind of an argument, where a wrong one would fail late or pass for something else."""
+
+from typing import Any
+
+__all__ = ["check_kind"]
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+
+
+def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional: bool = False) -> None:
+    """Raise unless ``value`` is of ``kind``; a whole number is a number, and True is none.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        kind: ``bool``, ``int``, ``float`` or ``str``.
+        of: The class that got it.
+        why: What the argument is, as a sentence.
+        optional: Whether it may be None.
+
+    Raises:
+        TypeError: If it is of another kind.
+    """
+    if value is None and optional:
+        return
+    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    if not fits:
+        words = _WORDS[kind] + (", or None" if optional else "")
+        raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")

@@ -1,0 +1,37 @@
+import re
+
+import pytest
+from torch import nn
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile, TokenThroughput, TrainingReport
+from lightning_ups.callbacks.arguments import check_kind
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "cure"),
+    [
+        (lambda: ActivationCheckpoint(save=3), "ActivationCheckpoint(save=3)", "a list of operators"),
+        (lambda: ActivationCheckpoint(every_k="2"), "ActivationCheckpoint(every_k='2')", "Use a whole number."),
+        (lambda: ActivationCheckpoint(every_k=1.5), "ActivationCheckpoint(every_k=1.5)", "Use a whole number."),
+        (lambda: ActivationCheckpoint(memory_budget="half"), "(memory_budget='half')", "Use a number, or None."),
+        (lambda: Compile(dynamic="yes"), "Compile(dynamic='yes')", "Use True or False, or None."),
+        (lambda: Compile(fullgraph="yes"), "Compile(fullgraph='yes')", "Use True or False, or None."),
+        (lambda: Compile(blocks=[nn.Sequential]), "Sequential", "Write its name in the model"),
+        (lambda: TrainingReport(pictures="yes"), "TrainingReport(pictures='yes')", "Use True or False, or None."),
+        (lambda: TokenThroughput(warmup_steps="5"), "TokenThroughput(warmup_steps='5')", "Use a whole number."),
+        (lambda: TokenThroughput(inspect_at="5"), "TokenThroughput(inspect_at='5')", "Use a whole number, or None."),
+    ],
+)
+def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
+    with pytest.raises(TypeError, match=f"{re.escape(given)}.*{re.escape(cure)}"):
+        make()
+
+
+@pytest.mark.parametrize(("value", "kind"), [(True, bool), (2, int), (2, float), (0.5, float), ("a", str), (None, int)])
+def test_a_right_kind_passes(value, kind):
+    check_kind("x", value, kind, of="Some", why="It is one.", optional=value is None)
+
+
+def test_true_is_no_number():
+    with pytest.raises(TypeError, match=r"Some\(x=True\) is a bool\. It counts\. Use a whole number\."):
+        check_kind("x", True, int, of="Some", why="It counts.")
