@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _chunk_with_empty
 from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.tensors import gradient_hooks
@@ -33,6 +33,7 @@ __all__ = [
     "settle",
     "sharding_policy",
     "unreduced",
+    "written_to",
 ]
 
 
@@ -203,6 +204,27 @@ def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tenso
             for held in group.fsdp_params:
                 gathered = getattr(held, "_unsharded_param", None)
                 yield state._modules[0], held.sharded_param, gathered, held._param_fqn or "", held
+
+
+def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
+    """Yield (handle, whether it differs from its shard here) for each parameter that ``module`` has gathered now."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        for group in _groups(module._get_fsdp_state()):
+            for held in group.fsdp_params:
+                shard = held._sharded_local_tensor
+                of_its_own = hasattr(shard, "fsdp_pre_all_gather")  # what it gathers is not what it keeps
+                if held.sharded_state.name == "UNSHARDED" and shard.numel() and not of_its_own:
+                    yield held, _differs(held, shard)
+
+
+def _differs(held: Any, shard: Tensor) -> Tensor:
+    whole = held._unsharded_param
+    whole = (whole.to_local() if isinstance(whole, DTensor) else whole).detach()
+    size, rank = getattr(held.mesh_info, "shard_mesh_size", 1), getattr(held.mesh_info, "shard_mesh_rank", 0)
+    part = _chunk_with_empty(whole, size, dim=held.fsdp_placement.dim)[rank]
+    shard = shard.detach().to(part.device, part.dtype)
+    both_nan = (part != part) & (shard != shard)
+    return ((part != shard) & ~both_nan).any()
 
 
 def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:

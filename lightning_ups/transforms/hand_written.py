@@ -1,0 +1,73 @@
+"""Gathered parameters that a forward writes to by hand, as codebooks that follow an average of what they code."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_ups._compat.fsdp import held_parameters, written_to
+
+__all__ = ["HandWrites"]
+
+
+class HandWrites:
+    """Finds what is written into gathered parameters, which is lost when these are freed.
+
+    Each device compares its shard with its part of what was gathered. No counter of versions would do: a write through
+    ``.data`` counts nowhere.
+
+    Args:
+        root: The sharded model, within a step.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._root = root
+        self._written: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what each module inside the model gathered, after its forward, until the end of the context."""
+        with ExitStack() as hooks:
+            for module in self._root.modules():  # type: ignore[attr-defined]
+                if isinstance(module, FSDPModule) and module is not self._root:
+                    # Before torch's own hook, which frees what was gathered.
+                    hooks.callback(module.register_forward_hook(self._after_forward, prepend=True).remove)  # type: ignore[attr-defined]
+            yield
+
+    def look(self) -> None:
+        """Look at what the model itself has gathered."""
+        self._look_at(self._root)
+
+    def refuse(self, *, device: torch.device) -> None:
+        """Say so if any device found a write. Every rank must call it.
+
+        Raises:
+            RuntimeError: If what a forward wrote would be lost.
+        """
+        held = [(name, handle) for _, _, _, name, handle in held_parameters(self._root)]
+        if not held:
+            return
+        no = torch.zeros((), dtype=torch.bool, device=device)
+        found = torch.stack([self._written.get(id(handle), no).to(device) for _, handle in held]).int()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if names := sorted(name for (name, _), yes in zip(held, found.tolist(), strict=True) if yes):
+            raise RuntimeError(
+                f"{', '.join(names[:3])} {'is' if len(names) == 1 else 'are'} written to by hand within training_step."
+                " There a sharded parameter is a gathered copy that is freed after use, and what was written would be"
+                " lost."
+                f" Make it a buffer, self.register_buffer({names[0].rpartition('.')[2]!r}, ...), which stays whole, or"
+                " write to it in on_train_batch_end, where it is a shard, or train with strategy='ddp'."
+            )
+
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        assert isinstance(module, FSDPModule)
+        self._look_at(module)
+
+    def _look_at(self, module: FSDPModule) -> None:
+        for handle, differs in written_to(module):
+            before = self._written.get(id(handle))
+            self._written[id(handle)] = differs if before is None else before | differs

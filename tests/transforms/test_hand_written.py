@@ -1,0 +1,104 @@
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_ups.strategies import FSDP2Strategy
+from tests.strategies.cases import WIDTH, Case, data
+
+CODES = 6
+
+
+class Coder(nn.Module):
+    """A codebook that follows the means of what it codes."""
+
+    def __init__(self, trained, write):
+        super().__init__()
+        self.write, self.runs = write, 0
+        self.codebook = nn.Parameter(torch.randn(CODES, WIDTH), requires_grad=trained)
+        self.scale = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.scale(x)
+        code = torch.cdist(y.detach(), self.codebook.detach()).argmin(-1)
+        coded = self.codebook[code]
+        self.runs += 1
+        with torch.no_grad():
+            if self.write == "data":
+                self.codebook.data.copy_(self.codebook * 0.9 + 0.1 * y.mean(0))
+            elif self.write == "lerp":
+                self.codebook.lerp_(y.mean(0).expand_as(self.codebook).contiguous(), 0.1)
+            elif self.write == "first rank" and torch.distributed.get_rank() == 0:
+                self.codebook.data[:1] += 1.0  # a row of the first rank's shard
+        return y + (coded - y).detach()
+
+
+class Coding(Case):
+    def __init__(self, *, trained, write, bare=False, manual=False):
+        self.made, self.bare = (trained, write), bare
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def build(self):
+        super().build()
+        self.coder = Coder(*self.made)
+        if self.bare:
+            self.own = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def run(self, x):
+        if self.bare:
+            self.own.data.mul_(0.9)
+        return super().run(self.coder(x))
+
+    def training_step(self, batch, index):
+        if self.automatic_optimization:
+            return super().training_step(batch, index)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        return None
+
+
+def fit(path, options, strategy):
+    warnings.simplefilter("ignore")
+    model = Coding(**options)
+    lightning = Trainer(
+        accelerator="cpu", devices=2, max_steps=2, strategy=FSDP2Strategy(**strategy), default_root_dir=path,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        lightning.fit(model, DataLoader(data(), batch_size=4))
+    except RuntimeError as error:
+        return str(error), model.coder.runs
+    return "", model.coder.runs
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [
+        ({"trained": False, "write": "data"}, {}),
+        ({"trained": True, "write": "data"}, {"sharding": "gradients"}),
+        ({"trained": False, "write": "lerp"}, {"sharding": "none"}),
+        ({"trained": False, "write": "first rank"}, {}),
+        ({"trained": False, "write": "data", "manual": True}, {}),
+    ],
+)
+def test_a_codebook_that_its_forward_writes_to_is_refused_in_the_first_step(ranks, tmp_path, options, strategy):
+    said, runs = ranks(fit, tmp_path, options, strategy)
+    assert "coder.codebook is written to by hand" in said
+    assert "self.register_buffer('codebook', ...)" in said
+    assert runs == 1
+
+
+def test_so_is_what_the_model_itself_holds(ranks, tmp_path):
+    said, _ = ranks(fit, tmp_path, {"trained": False, "write": "", "bare": True}, {})
+    assert "own is written to by hand" in said
+
+
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}, {"offload": True}, {"replicate_size": 2}])
+@pytest.mark.parametrize("manual", [False, True])
+def test_who_writes_nothing_is_left_alone(ranks, tmp_path, strategy, manual):
+    assert ranks(fit, tmp_path, {"trained": True, "write": "", "manual": manual}, strategy) == ("", 2)
