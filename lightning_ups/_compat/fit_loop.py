@@ -6,6 +6,7 @@ from typing import Any
 __all__ = [
     "batches_taken",
     "begin_epoch_anew",
+    "counts_last_batch",
     "fetches_in_step",
     "follow_loaders",
     "in_accumulation",
@@ -82,12 +83,24 @@ def begin_epoch_anew(trainer: Any) -> None:
 
     Lightning does so only where it knows the number of batches; elsewhere it takes the next epoch to be over as well.
     """
+    epochs, most = trainer.fit_loop.epoch_progress, trainer.fit_loop.max_epochs
+    ended = trainer.fit_loop.restarted_mid_epoch and epochs.current.ready == epochs.current.processed
+    if ended and (most == -1 or epochs.current.processed < most):
+        # Lightning ends that epoch and begins the next without counting it: a later save would pass for one at an end.
+        epochs.increment_ready()
+        epochs.increment_started()
     progress = trainer.fit_loop.epoch_loop.batch_progress
     if trainer.fit_loop.max_batches == float("inf"):
         current = progress.current
         current.completed -= current.ready  # -1 if the loop was saved before it counted the last batch; it does so now
         current.ready = current.started = current.processed = 0
         progress.is_last_batch = False
+
+
+def counts_last_batch(trainer: Any) -> bool:
+    """Return whether the loop has counted its last batch as completed; at its end it then begins the next epoch."""
+    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    return total.completed == total.processed
 
 
 def is_epoch_over(trainer: Any) -> bool:

@@ -275,6 +275,19 @@ def test_a_checkpoint_of_a_run_without_it(tmp_path, loader, step):
     assert resumed == first[2:]
 
 
+@pytest.mark.parametrize("loader", [stock(shuffle=False), lambda: DataLoader(Streamed(), batch_size=4)])
+@pytest.mark.filterwarnings("ignore:A resumed run may")
+def test_a_checkpoint_of_a_run_without_it_at_the_end_of_an_epoch(tmp_path, loader):
+    run(tmp_path, loader, callbacks=[], max_epochs=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        first = run(tmp_path, loader, ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again")
+    assert any("holds no position of the data" in str(each.message) for each in said)
+    assert len(first) == 12
+    resumed = run(tmp_path, loader, ckpt_path=tmp_path / "again" / "step=8.ckpt", folder="third", seed=99)
+    assert resumed == first[2:]
+
+
 def test_a_checkpoint_of_a_run_without_it_may_be_refused(tmp_path):
     run(tmp_path, stock(), callbacks=[], max_epochs=1)
     refusing = [ExactResume(on_unreplayable="refuse")]
@@ -298,3 +311,10 @@ def test_a_second_fit_begins_its_epoch_anew(tmp_path):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Noisy(), stock()())
     assert trainer.global_step == 6
+
+
+def test_a_run_resumed_at_the_end_of_an_epoch_may_be_resumed_again(tmp_path):
+    whole = run(tmp_path, stock())
+    run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again")
+    third = run(tmp_path, stock(), ckpt_path=tmp_path / "again" / "step=8.ckpt", folder="third", seed=99)
+    assert third == whole[8:]

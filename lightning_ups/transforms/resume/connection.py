@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning_ups._compat.fit_loop import (
     batches_taken,
     begin_epoch_anew,
+    counts_last_batch,
     follow_loaders,
     in_accumulation,
     is_epoch_over,
@@ -70,8 +71,10 @@ class Connection:
         self._resumption.release()
 
     def _follow(self, loaders: list[Any]) -> list[Any]:
-        within = self._trainer.fit_loop.epoch_loop.restarting and not is_epoch_over(self._trainer)
-        stand_ins = self._resumption.follow(loaders, counted=batches_taken(self._trainer) if within else 0)
+        loaded, over = self._trainer.fit_loop.epoch_loop.restarting, is_epoch_over(self._trainer)
+        counted = batches_taken(self._trainer) if loaded and not over else 0
+        at_end = loaded and over and not counts_last_batch(self._trainer)
+        stand_ins = self._resumption.follow(loaders, counted=counted, at_end=at_end)
         if self._resumption.taken is not None:
             set_batches_taken(self._trainer, self._resumption.taken)
             # Lightning says that the loaders cannot be resumed, which is no longer true.

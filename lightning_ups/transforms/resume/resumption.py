@@ -55,7 +55,7 @@ class Resumption:
 
     # Following
 
-    def follow(self, loaders: Sequence[Any], *, counted: int = 0) -> list[Any]:
+    def follow(self, loaders: Sequence[Any], *, counted: int = 0, at_end: bool = False) -> list[Any]:
         """Follow ``loaders``, and let them begin where the loaded state says.
 
         Sets ``taken`` to the batches of this epoch that the loop should have taken, or None if that is unknown.
@@ -63,6 +63,7 @@ class Resumption:
         Args:
             loaders: All for training.
             counted: Batches from which the loop goes on to count, if it was loaded without a state of this kind.
+            at_end: Whether it was loaded without such a state at the end of an epoch.
 
         Returns:
             What stands for them: themselves, if they are DataLoaders.
@@ -75,7 +76,8 @@ class Resumption:
         self._loaders = [FollowedLoader(loader, self) for loader in loaders]
         saved, self._saved, self.taken = self._saved, None, None
         self._counted = counted if saved is None else 0
-        if self._counted:
+        if saved is None and (counted or at_end):
+            self._at_end = at_end
             self.name("the checkpoint holds no position of the data, which is read from its beginning")
         if saved is not None:
             self._take_up(saved)
