@@ -34,17 +34,22 @@ def _get(shard: DTensor) -> Tensor:
 
 
 def _set(shard: DTensor, values: Tensor) -> None:
-    alike = isinstance(values, DTensor) and (values.device_mesh, values.placements, values.shape) == (
-        shard.device_mesh, shard.placements, shard.shape,
-    )  # fmt: skip
-    if not alike:
-        given = f"split as {values.placements}" if isinstance(values, DTensor) else "not split"
+    if not isinstance(values, DTensor) or _description(values) != _description(shard):
+        given = _said(values)
         raise ValueError(
             f"The data of a parameter that is split over devices was set to a tensor that is {given}."
             " Each device holds its part of the parameter, and would have to take that of the values."
-            " Compute the values from the parameter itself, or split them:"
+            " Compute the values from the parameter itself, in its type, or split them:"
             " torch.distributed.tensor.distribute_tensor(values, parameter.device_mesh, parameter.placements)."
         )
-    torch.Tensor.data.__set__(shard, values)  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(values, DTensor)
-    shard._local_tensor = values._local_tensor.detach()
+    # In place: FSDP2 gathers from memory that the part is a view of. And as a change that autograd does not count.
+    shard._local_tensor.data.copy_(values._local_tensor)
+
+
+def _said(values: Tensor) -> str:
+    split = f"split as {values.placements}" if isinstance(values, DTensor) else "not split"
+    return f"{split}, of {values.dtype} and on {values.device}"
+
+
+def _description(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.dtype, tensor.device

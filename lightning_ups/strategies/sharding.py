@@ -28,6 +28,7 @@ from lightning_ups._compat.evaluation import (
 from lightning_ups._compat.finetuning import finetuning_by_identity
 from lightning_ups._compat.nccl import destroy_at_exit, prepare_nccl
 from lightning_ups._compat.recording import Recording, recording
+from lightning_ups._compat.shard_data import shard_data_written
 from lightning_ups._compat.sigterm import SigtermPoll
 from lightning_ups.order import (
     Context,
@@ -293,6 +294,7 @@ class ShardingStrategy(ModelParallelStrategy):
         self._in_effect.enter_context(self._poll.installed())
         self._in_effect.enter_context(without_inference_mode(trainer))
         self._in_effect.enter_context(finetuning_by_identity())
+        self._in_effect.enter_context(shard_data_written())
 
     @override
     def _get_process_group_backend(self) -> str:

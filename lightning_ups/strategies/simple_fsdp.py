@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from lightning_ups._compat import overlap
 from lightning_ups._compat.partitioner import random_states_in_place
-from lightning_ups._compat.shard_data import shard_data_written
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
 from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
@@ -59,7 +58,6 @@ class _Graphs(Step):
         with ExitStack() as stack:
             stack.enter_context(prepared(plan))
             stack.enter_context(random_states_in_place())
-            stack.enter_context(shard_data_written())
             why = self._not_put_together(module)
             # Programs know where their device's part of what is gathered lies, and inductor's caches do not.
             here = f"{plan} at {context.mesh and context.mesh.get_coordinate()}"

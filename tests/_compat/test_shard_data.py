@@ -13,7 +13,12 @@ def written():
     refused = []
     with shard_data_written(), shard_data_written():
         parameter.data = parameter.data * 3
-        for values in (torch.zeros(4, 2), distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()])):
+        others = (
+            torch.zeros(4, 2),
+            distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()]),
+            parameter.detach().double(),
+        )
+        for values in others:
             with pytest.raises(ValueError, match="distribute_tensor") as error:
                 parameter.data = values
             refused.append(str(error.value))
@@ -25,8 +30,9 @@ def test_values_that_are_set_are_the_shards(ranks):
     values, gradient, refused = ranks(written)
     assert values == [[3.0, 3.0]] * 4
     assert gradient == [[2.0, 2.0]] * 4
-    assert ["is not split." in text for text in refused] == [True, False]
-    assert "is split as (Replicate(),)." in refused[1]
+    assert ["is not split, of torch.float32 and on cpu." in text for text in refused] == [True, False, False]
+    assert "is split as (Replicate(),), of" in refused[1]
+    assert "of torch.float64" in refused[2]
 
 
 def test_torchs_own_is_put_back():

@@ -171,6 +171,29 @@ def test_callbacks_that_touch_weights(ranks, tmp_path, name):
     check(ranks(with_callback, tmp_path, name), with_callback(tmp_path, name))
 
 
+class Clamps(cases.Case):
+    """Bounds its weights after each step, as critics do."""
+
+    def on_train_batch_end(self, *_):
+        for parameter in self.layers.parameters():
+            parameter.data = parameter.data.clamp(-0.05, 0.05)
+
+
+def clamping(tmp_path):
+    CASES["Clamps"] = Clamps
+    model, lightning = made(tmp_path, name="Clamps")
+    lightning.fit(model, loader(8 if dist.is_initialized() else 16))
+    return {"losses": losses_of(model, 5), "weights": weights_of(model)}
+
+
+def test_data_that_is_set_between_steps_is_kept(ranks, tmp_path):
+    found, right = ranks(clamping, tmp_path), clamping(tmp_path)
+    clamped = [value for name, value in right["weights"].items() if "layers" in name]
+    assert clamped
+    assert max(value.abs().max().item() for value in clamped) < 0.0501
+    check(found, right)
+
+
 def copied(tmp_path):
     model, lightning = made(tmp_path, epochs=1)
     lightning.fit(model, loader())
