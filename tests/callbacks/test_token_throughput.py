@@ -548,12 +548,12 @@ def test_a_peak_of_another_type_is_no_peak(tmp_path, peak):
         assert "computes in fp32, which peak_tflops does not have" in throughput.summary.why_no_mfu
 
 
-def test_two_of_them_leave_the_trainer_as_it_was(tmp_path):
+def test_two_of_them_are_refused_and_leave_the_trainer_as_it_was(tmp_path):
     made = trainer(tmp_path, callbacks=[TokenThroughput(table=False), TokenThroughput(table=False)], epochs=1)
     stock = made.profiler
-    for _ in range(2):
+    with pytest.raises(ValueError, match="Two callbacks of one class are given: TokenThroughput. .*Keep one of them"):
         made.fit(Net(), many(8))
-        assert made.profiler is stock
+    assert made.profiler is stock
 
 
 def test_fast_dev_run_is_left_alone(tmp_path, capsys):
