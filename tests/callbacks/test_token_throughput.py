@@ -551,7 +551,7 @@ def test_a_peak_of_another_type_is_no_peak(tmp_path, peak):
 def test_two_of_them_are_refused_and_leave_the_trainer_as_it_was(tmp_path):
     made = trainer(tmp_path, callbacks=[TokenThroughput(table=False), TokenThroughput(table=False)], epochs=1)
     stock = made.profiler
-    with pytest.raises(ValueError, match="Two callbacks of one class are given: TokenThroughput. .*Keep one of them"):
+    with pytest.raises(ValueError, match="Two callbacks of one class are given: TokenThroughput"):
         made.fit(Net(), many(8))
     assert made.profiler is stock
 
