@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _chunk_with_empty
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.function_modes import outside_function_modes
 from lightning_ups._compat.tensors import gradient_hooks
 
 __all__ = [
@@ -208,7 +209,7 @@ def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tenso
 
 def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
     """Yield (handle, whether it differs from its shard here) for each parameter that ``module`` has gathered now."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with outside_function_modes(), torch.no_grad():
         for group in _groups(module._get_fsdp_state()):
             for held in group.fsdp_params:
                 shard = held._sharded_local_tensor

@@ -1,8 +1,8 @@
 """Fake tensors, the compiler's split of a graph into forward and backward, and modes, by torch's private names."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+
+from lightning_ups._compat.log_levels import only_from
 
 __all__ = [
     "NEEDS_VALUES",
@@ -93,16 +95,9 @@ def forget_compiled() -> None:
     torch.compiler.reset()
 
 
-@contextmanager
-def quiet_compiler() -> Iterator[None]:
+def quiet_compiler() -> AbstractContextManager[None]:
     """Let Dynamo warn of nothing while the context is open: what is rehearsed is not what will run."""
-    logger = logging.getLogger("torch._dynamo")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    return only_from(logging.ERROR, "torch._dynamo")
 
 
 def is_tracing() -> bool:

@@ -1,7 +1,7 @@
-"""Hearing when the Trainer does what, through the place at which it tells its profiler, and what it hands on."""
+"""Hearing when the Trainer does what, through the place at which it tells its profiler."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
@@ -9,29 +9,9 @@ from typing_extensions import override
 
 from lightning_ups.transforms.throughput import Phase
 
-__all__ = ["Listener", "instead_of"]
+__all__ = ["Listener"]
 
 _UNKNOWN: Any = object()
-
-
-@contextmanager
-def instead_of(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Let ``owner`` call ``method`` by ``name`` while the context is open, and give it back what it had of its own.
-
-    Contexts may end in any order: what was put in the place of ``method`` meanwhile stays.
-    """
-    place: Any = method
-    place.before, place.over = vars(owner).get(name, _UNKNOWN), False
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        place.over = True
-        while getattr(now := vars(owner).get(name, _UNKNOWN), "over", False):
-            if now.before is _UNKNOWN:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, now.before)
 
 
 class Listener(Profiler):

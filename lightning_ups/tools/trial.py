@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_ups._compat.fake import attach, first_batch
+from lightning_ups._compat.log_levels import only_from
 from lightning_ups.order import Run, Step
 from lightning_ups.tools.layers import items
 
@@ -125,16 +126,9 @@ class Trial:
         )
 
 
-@contextmanager
-def _warnings_only() -> Iterator[None]:
+def _warnings_only() -> AbstractContextManager[None]:
     """Leave out what Lightning says whenever a Trainer is made and stops: there is one for each trial."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return only_from(logging.WARNING, "lightning.pytorch")
 
 
 class StepClock(Callback):

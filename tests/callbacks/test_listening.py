@@ -1,7 +1,7 @@
 import pytest
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
-from lightning_ups.callbacks.listening import Listener, instead_of
+from lightning_ups.callbacks.listening import Listener
 
 
 @pytest.fixture
@@ -82,26 +82,6 @@ def test_two_leave_nothing_whoever_goes_first():
         both[second].remove(Trainer)
         assert Trainer.profiler is Trainer.stock
     assert len(Trainer.stock.recorded_durations["save_checkpoint"]) == 2
-
-
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("own", [True, False])
-def test_a_method_is_given_back_whoever_goes_first(first, own):
-    class Owner:
-        def name(self):
-            return "class's"
-
-    owner = Owner()
-    if own:
-        owner.name = mine = lambda: "its own"
-    both = [instead_of(owner, "name", lambda number=number: number) for number in (0, 1)]
-    for each in both:
-        each.__enter__()
-    assert owner.name() == 1
-    both[first].__exit__(None, None, None)
-    assert owner.name() == 1 - first
-    both[1 - first].__exit__(None, None, None)
-    assert vars(owner) == ({"name": mine} if own else {})
 
 
 def test_another_profiler_in_its_place_stays():
