@@ -19,6 +19,7 @@ __all__ = [
     "Layer",
     "Tree",
     "addressed",
+    "class_name",
     "items",
     "option_layer",
     "options",
@@ -256,7 +257,7 @@ def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | 
         elif setting and preset is not None and _listing([preset], list_, kind):
             over.setdefault((list_, kind), []).append(f"--trainer.{list_}.{'.'.join(setting)}={text}")
         elif setting and kind[:1].isupper():
-            known = {_class_name(item) for each in (*layers, *filter(None, [preset])) for item in _listed(each, list_)}
+            known = {class_name(item) for each in (*layers, *filter(None, [preset])) for item in _listed(each, list_)}
             add = f"Add one by --trainer.{list_}+={kind} --trainer.{list_}.{'.'.join(setting)} VALUE."
             near = nearest(kind, known)
             raise ValueError(
@@ -286,9 +287,7 @@ def _listing(layers: Sequence[Layer], name: str, kind: str) -> list[tuple[Layer,
         for key in (name, f"{name}+"):
             if key in trainer:
                 trainer[key] = items(trainer[key])
-                found += [
-                    (layer, trainer[key], at) for at, each in enumerate(trainer[key]) if _class_name(each) == kind
-                ]
+                found += [(layer, trainer[key], at) for at, each in enumerate(trainer[key]) if class_name(each) == kind]
         if found or name in trainer:  # which replaces what the layers below it list
             return found
     return []
@@ -299,9 +298,10 @@ def _listed(layer: Layer, name: str) -> list[Any]:
     return [*items(trainer.get(name)), *items(trainer.get(f"{name}+"))] if isinstance(trainer, dict) else []
 
 
-def _class_name(item: Any) -> str:
-    path = item.get("class_path") if isinstance(item, dict) else item
-    return str(path).rpartition(".")[2]
+def class_name(item: Any) -> str:
+    """Return the last part of the name of the class that ``item`` of a list names."""
+    path = item.get("class_path", "") if isinstance(item, dict) else str(item)
+    return path.rpartition(".")[2]
 
 
 def _as_mapping(item: Any) -> Tree:

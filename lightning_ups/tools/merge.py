@@ -12,7 +12,7 @@ from typing import Any
 
 from jsonargparse import get_loader
 
-from lightning_ups.tools.layers import LISTS, Keys, Layer, Tree, items
+from lightning_ups.tools.layers import LISTS, Keys, Layer, Tree, class_name, items
 from lightning_ups.tools.spelling import suggestion
 
 __all__ = ["over_preset"]
@@ -100,11 +100,11 @@ class _Merge:
             if len(left) == len(standing):
                 there = [kind.__name__ for kind in map(self._kind, standing) if kind]
                 raise ValueError(
-                    f"{place}: {name}- takes {_name(unwanted)} away, which is not there."
-                    f" It takes classes out of {preset.name}. {suggestion(_name(unwanted), there)}"
+                    f"{place}: {name}- takes {class_name(unwanted)} away, which is not there."
+                    f" It takes classes out of {preset.name}. {suggestion(class_name(unwanted), there)}"
                 )
             standing = left
-            self.said.append(f"{place}: without {_name(unwanted)}")
+            self.said.append(f"{place}: without {class_name(unwanted)}")
         return standing
 
     def _over(self, standing: list[Any], layer: Layer, key: str) -> list[Any]:
@@ -125,7 +125,7 @@ class _Merge:
         for name, value in above.items():
             if name in below and not _same(below[name], value):
                 place = layer.place(*keys, "init_args", name)
-                self.said.append(f"{place}: {_name(item)}.{name} {_brief(value)} instead of {_brief(below[name])}")
+                self.said.append(f"{place}: {class_name(item)}.{name} {_brief(value)} instead of {_brief(below[name])}")
         spec: Tree = {"class_path": item} if isinstance(item, str) else item
         return spec | ({"init_args": below | above} if below | above else {})
 
@@ -183,10 +183,5 @@ def _same(value: Any, other: Any) -> bool:
     return value == other or (isinstance(other, str) and get_loader("yaml")(other) == value)
 
 
-def _name(item: Any) -> str:
-    path = item.get("class_path", "") if isinstance(item, dict) else str(item)
-    return path.rpartition(".")[2]
-
-
 def _brief(value: Any) -> str:
-    return _name(value) if isinstance(value, dict) and "class_path" in value else str(value)
+    return class_name(value) if isinstance(value, dict) and "class_path" in value else str(value)

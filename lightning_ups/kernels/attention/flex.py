@@ -40,11 +40,8 @@ def flex(
         mask = block_mask(q_BSHD.shape[1], causal=causal, window=window, ids_BS=ids, device=q_BSHD.device)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BSHD, k_BTKD, v_BTKD))
     if q.device.type == "cpu" and not torch.is_grad_enabled():
-        q, k, v = (
-            q.detach(),
-            k.detach(),
-            v.detach(),
-        )  # torch looks whether they require gradients, not whether any is made
+        # Torch looks whether they require gradients, not whether any is made.
+        q, k, v = (tensor.detach() for tensor in (q, k, v))
     options = {
         "block_mask": mask,
         "score_mod": None if softcap is None else _capped(softcap),
