@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
 from lightning_ups.transforms.float8_layers import adapted
 from lightning_ups.transforms.float8_mx import mx_linear_from
+from lightning_ups.transforms.on_module import OnModule
 
 __all__ = [
     "Float8Conversion",
@@ -64,12 +64,12 @@ class Float8Conversion:
             setattr(parent, name, original)
 
 
-_CONVERSIONS: "WeakKeyDictionary[nn.Module, Float8Conversion]" = WeakKeyDictionary()
+_CONVERSION = OnModule[Float8Conversion]("float8")
 
 
 def conversion_of(module: nn.Module) -> Float8Conversion | None:
     """Return what the last conversion of ``module`` did, or None."""
-    return _CONVERSIONS.get(module)
+    return _CONVERSION.get(module)
 
 
 def convert_to_float8(
@@ -135,7 +135,7 @@ def convert_to_float8(
         shared=tuple(shared),
         _originals=originals,
     )
-    _CONVERSIONS[module] = done
+    _CONVERSION.keep(module, done)
     return done
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,22 @@ class MeshSizes:
         return cls(replicate=replicate, shard=num_devices // wanted, tensor=tensor)
 
 
+# Each mesh has groups of processes, and each group of NCCL has buffers on the device and connections to all others:
+# a script that fits, tests and fits again needs them once.
+_MESHES: dict[tuple[str, MeshSizes], tuple[Any, DeviceMesh]] = {}
+
+
 def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
-    """Return a mesh with the dimensions ``data_parallel`` and ``tensor_parallel``."""
+    """Return a mesh with the dimensions ``data_parallel`` and ``tensor_parallel``, one for all runs of the process."""
+    world, earlier = _MESHES.get((device_type, sizes), (None, None))
+    if earlier is not None and world is dist.group.WORLD:
+        return earlier
+    mesh = _new_mesh(device_type, sizes)
+    _MESHES[device_type, sizes] = dist.group.WORLD, mesh  # which was initialised by now
+    return mesh
+
+
+def _new_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
     if sizes.replicate == 1:
         return init_device_mesh(device_type, (sizes.shard, sizes.tensor), mesh_dim_names=(DATA, TENSOR))
     shape = (sizes.replicate, sizes.shard, sizes.tensor)

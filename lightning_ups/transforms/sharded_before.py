@@ -2,24 +2,25 @@
 
 from dataclasses import fields
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_ups.transforms.on_module import OnModule
+
 __all__ = ["check_same", "recall", "refuse_lazy", "remember"]
 
-_RECORDS: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
+_RECORD = OnModule[Any]("sharded")
 
 
 def remember(model: nn.Module, record: Any) -> None:
     """Keep what was done to ``model``, as long as it lives."""
-    _RECORDS[model] = record
+    _RECORD.keep(model, record)
 
 
 def recall(model: nn.Module) -> Any:
     """Return what was done to ``model``, or None."""
-    return _RECORDS.get(model)
+    return _RECORD.get(model)
 
 
 def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, layout: Any) -> None:

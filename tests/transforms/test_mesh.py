@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -34,6 +35,27 @@ def test_neighbours_split_matrices_and_the_data_dimension_has_one_name(four_rank
     assert names == ("replicate", "shard", "tensor_parallel")
     assert sharded == ("replicate", "shard")
     assert (data, tensor) == ([0, 2], [0, 1])
+
+
+def built():
+    sizes, others = MeshSizes.of(2), MeshSizes.of(2, tensor=2)
+    first, other = build_mesh("cpu", sizes), build_mesh("cpu", others)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    again = build_mesh("cpu", sizes)
+    return again is first, other is first, len(dist.distributed_c10d._world.pg_map) - groups
+
+
+def test_all_runs_of_a_process_share_a_mesh_and_its_groups(ranks):
+    assert ranks(built) == (True, False, 0)
+
+
+def test_a_mesh_of_another_world_is_left(tmp_path):
+    meshes = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / str(number)}", rank=0, world_size=1)
+        meshes.append(build_mesh("cpu", MeshSizes.of(1)))
+        dist.destroy_process_group()
+    assert meshes[0] is not meshes[1]
 
 
 def parts():

@@ -1,0 +1,103 @@
+"""What a run leaves behind when its trainer and its module are dropped: nothing."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile, OptimizerOffload
+from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
+from tests.toys import trainer
+
+STRATEGIES = {
+    "full": FSDP2Strategy,
+    "gradients": partial(FSDP2Strategy, sharding="gradients"),
+    "copies": partial(FSDP2Strategy, replicate_size=2),
+    "simple": SimpleFSDPStrategy,
+    "auto": lambda: "auto",
+}
+PLUGINS = {
+    "stock": lambda: {},
+    "bf16": lambda: {"plugins": [BF16Precision()]},
+    "float8": lambda: {"plugins": [Float8Precision(emulate=True, head=True)]},
+    "recomputed": lambda: {"callbacks": [ActivationCheckpoint(save="nothing")]},
+    "compiled": lambda: {"callbacks": [Compile(backend="eager")]},
+    "offloaded": lambda: {"callbacks": [OptimizerOffload()]},
+}
+KINDS = ("Trainer", "Wide", "FSDPParamGroup", "AdamW", "ProcessGroup")
+
+
+class Wide(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+
+    def training_step(self, batch, _):
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def validation_step(self, batch, index):
+        self.training_step(batch, index)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def left():
+    gc.collect()
+    objects = gc.get_objects()
+    found = {kind: sum(type(o).__name__ == kind for o in objects) for kind in KINDS}
+    found["FSDPModule"] = sum(isinstance(o, FSDPModule) for o in objects)
+    found["groups"] = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    return found
+
+
+def run(tmp_path, strategy, plugins, devices):
+    torch.compiler.reset()
+    batches = DataLoader(torch.randn(16, 16), batch_size=16)
+    options = PLUGINS[plugins]()
+    lightning = trainer(tmp_path, strategy=STRATEGIES[strategy](), devices=devices, epochs=2, **options)
+    model = Wide()
+    lightning.validate(model, batches, verbose=False)
+    lightning.fit(model, batches, batches)
+
+
+def counts(tmp_path, strategy, plugins, devices):
+    """Return what is left after each of three runs; the first may make what all of them share."""
+    found = []
+    for _ in range(3):
+        run(tmp_path, strategy, plugins, devices)
+        found.append(left())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plugins", ["stock", "bf16", "float8", "recomputed", "compiled", "offloaded"])
+def test_runs_in_one_process_leave_nothing(tmp_path, plugins):
+    first, second, third = counts(tmp_path, "auto", plugins, 1)
+    assert first == second == third
+
+
+def on_ranks(tmp_path, strategy, plugins):
+    import warnings
+
+    warnings.simplefilter("ignore")
+    return counts(tmp_path, strategy, plugins, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plugins"),
+    [("full", "stock"), ("gradients", "stock"), ("copies", "stock"), ("simple", "compiled")]
+    + [("full", plugins) for plugins in PLUGINS if plugins != "stock"],
+)
+def test_runs_on_two_ranks_leave_nothing(ranks, tmp_path, strategy, plugins):
+    first, second, third = ranks(on_ranks, tmp_path, strategy, plugins)
+    assert first == second == third
