@@ -99,7 +99,9 @@ def test_what_was_printed_names_no_folder_of_the_machine(finished):
         ("a/tmp/b 1/2", "a/tmp/b 1/2"),
     ],
 )
-def test_only_whole_folders_are_taken_away(processes, text, wanted):
+def test_only_whole_folders_are_taken_away(processes, monkeypatch, text, wanted):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere/tmp")  # a clone may lie in the folder of the machine
+    monkeypatch.setenv("HOME", "/nowhere")
     assert processes.portable(text) == wanted
 
 
