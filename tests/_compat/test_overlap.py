@@ -48,9 +48,11 @@ class Model(nn.Module):
 
 
 GRAPHS = []  # after the passes
+GATHERED = []  # what each graph gathered before them, and what was known of it
 
 
 def passed(graph, inputs):
+    GATHERED.append([known(node) for node in graph.graph.nodes if "all_gather" in str(node.target)])
     inductor_config.post_grad_custom_post_pass(graph.graph)
     GRAPHS.append(graph)
     for node in graph.graph.nodes:
@@ -58,6 +60,17 @@ def passed(graph, inputs):
             node.target = lambda after, function, *args: function(*args)
     graph.recompile()
     return make_boxed_func(graph.forward)
+
+
+def known(node):
+    above, queue = set(), [node]
+    while queue:
+        new = [other for other in queue.pop().all_input_nodes if other not in above]
+        above.update(new)
+        queue += new
+    sources = [other.name for other in above if other.op == "placeholder"]
+    modules = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
+    return f"{node.name} {node.args[1:]} of {sources}, {node.meta.get('custom')}, {modules[-1:]}"
 
 
 @cache
@@ -69,6 +82,7 @@ def register():
 def run(*, together, tie=False, recompute=True, **options):
     register()
     GRAPHS.clear()
+    GATHERED.clear()
     model, seen = nn.Module(), []
     model.root = Model(tie=tie)
     names, blocks = [name for name, _ in roots(model)], find_blocks(model)
@@ -113,14 +127,14 @@ def _told_together():
 
 
 def test_a_tied_parameter_is_reduced_once(ranks):
-    forward, backward = ranks(_told_tied)
-    assert forward[2] == {"gathers": 5}
+    (forward, backward), gathered = ranks(_told_tied)
+    assert forward[2] == {"gathers": 5}, gathered
     assert backward[1]["reduce-scatters"] == 15
     assert backward[2] == {"gathers": 3, "reduce-scatters": 5}
 
 
 def _told_tied():
-    return trained(together=True, tie=True)
+    return trained(together=True, tie=True), "\n".join(GATHERED[0])
 
 
 @pytest.mark.slow
@@ -135,8 +149,8 @@ def _told_kept():
 
 
 def test_a_block_is_gathered_while_the_one_before_computes(ranks):
-    forward, backward = ranks(_told_order)
-    assert forward == ["gather"] * 3 + ["tanh", "gather", "tanh", "gather", "tanh"]
+    (forward, backward), gathered = ranks(_told_order)
+    assert forward == ["gather"] * 3 + ["tanh", "gather", "tanh", "gather", "tanh"], gathered
     # What forward ended with is still there, and the last reduction waits for nothing else.
     assert backward == [
         "gather", "reduce", "gather", "tanh", "reduce", "gather", "tanh", "reduce", "tanh", "reduce", "reduce",
@@ -146,7 +160,7 @@ def test_a_block_is_gathered_while_the_one_before_computes(ranks):
 def _told_order():
     trained(together=True)
     words = {"all_gather": "gather", "reduce_scatter_tensor": "reduce", "tanh": "tanh"}
-    return [
+    orders = [
         [
             word
             for node in graph.graph.nodes
@@ -155,6 +169,7 @@ def _told_order():
         ]
         for graph in GRAPHS
     ]
+    return orders, "\n".join(GATHERED[0])
 
 
 def test_products_are_cast_as_they_are_copied_together(ranks):
