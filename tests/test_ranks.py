@@ -25,6 +25,11 @@ def fail_on(rank):
         raise ValueError("on purpose")
 
 
+def raise_nothing():
+    with pytest.raises(ValueError, match="which nothing raises"):
+        pass
+
+
 def end():
     os._exit(3)
 
@@ -40,6 +45,12 @@ def test_nothing_that_is_drawn_is_the_same_by_chance(tmp_path):
 def test_an_error_names_its_rank_and_the_ranks_live_on(ranks):
     with pytest.raises(AssertionError, match=r"(?s)rank 1:.*ValueError: on purpose"):
         ranks(fail_on, 1)
+    assert len(ranks(who)) == 2
+
+
+def test_a_failure_of_pytest_is_an_error_too(ranks):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0:.*DID NOT RAISE.*ValueError"):
+        ranks(raise_nothing)
     assert len(ranks(who)) == 2
 
 
