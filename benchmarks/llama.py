@@ -472,9 +472,12 @@ def main() -> None:
     row = rows()[options.row]
     if options.side:
         work(SIDES[options.side], row)
+    sides = options.sides or row.sides
+    runner = options.titan / "bench_titan.sh"
+    if "torchtitan" in sides and not runner.is_file():
+        parser.error(f"torchtitan runs by {runner}, which does not exist: name the folder by --titan, or other --sides")
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "env.txt").write_text(environment())
-    sides = options.sides or row.sides
     results: list[dict[str, Any]] = []
     for result in run(options.row, sides, options):
         results.append(result)
@@ -484,11 +487,14 @@ def main() -> None:
 
 def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterable[dict[str, Any]]:
     """Run the sides in turn, round after round, while the budget lasts, and yield what each found."""
-    start, longest = time.monotonic(), dict[str, float]()
+    start, longest, failed = time.monotonic(), dict[str, float](), set[str]()
     first = 45 if rows()[name].gpus == 1 else 80  # seconds, of a side that has not run yet
     for turn in range(1, options.rounds + 1):
         for side in sides:
             left = options.budget - (time.monotonic() - start)
+            if side in failed:
+                print(f"{side}, round {turn}: left out, it failed before", flush=True)
+                continue
             if left < longest.get(side, first):
                 print(f"{side}, round {turn}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
@@ -502,6 +508,8 @@ def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterabl
             with (options.output / "log.txt").open("a") as file:
                 file.write(f"===== {side}, round {turn}\n{text}\n")
             print(json.dumps({key: value for key, value in result.items() if key != "step_ms_all"}), flush=True)
+            if "error" in result:
+                failed.add(side)
             yield result
 
 

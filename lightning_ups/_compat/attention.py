@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal
@@ -66,12 +67,27 @@ def load_fa3(*, feature: str) -> Any:
 
 
 def missing_package(backend: str) -> str | None:
-    """Return why the package behind ``backend`` cannot be had, or None, without importing it."""
+    """Return why the package behind ``backend`` cannot be had, or None; an installed one is loaded to know."""
     if backend == "fa4":
-        found = RequirementCache(_FA4)
-        return None if found else f"{_FA4} is not installed"
+        return _broken_fa4() if RequirementCache(_FA4) else f"{_FA4} is not installed"
     if backend == "fa3":
         return None if find_spec("flash_attn_interface") else "flash_attn_interface is not installed"
+    return None
+
+
+@cache
+def _broken_fa4() -> str | None:
+    try:
+        load_fa4(feature="Attention by backend 'fa4'")
+    except ImportError as error:
+        reason = str(error.__cause__ or error).strip().rstrip(".")
+        warnings.warn(
+            f"{_FA4} is installed and cannot be loaded: {reason}."
+            " Attention that is chosen by 'auto' goes without it."
+            f" Reinstall it for this torch and CUDA: pip install --force-reinstall '{_FA4}'; or uninstall it.",
+            stacklevel=2,
+        )
+        return f"{_FA4} is installed and cannot be loaded: {reason}"
     return None
 
 

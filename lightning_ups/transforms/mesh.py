@@ -63,7 +63,8 @@ class MeshSizes:
 
 
 # Each mesh has groups of processes, and each group of NCCL has buffers on the device and connections to all others:
-# a script that fits, tests and fits again needs them once.
+# a script that fits, tests and fits again needs them once. And torch finds what it knows of DTensors by the value of
+# their mesh: of two that are equal, one graph may use the groups of both, and its collectives are not put together.
 _MESHES: dict[tuple[str, MeshSizes], tuple[Any, DeviceMesh]] = {}
 
 

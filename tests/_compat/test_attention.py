@@ -1,7 +1,10 @@
 import os
+import sys
+from functools import cache
 
 import pytest
 import torch
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_ups._compat import attention as compat
 from tests.kernels.attention.cases import CASES, expected, gradients, worst
@@ -21,11 +24,32 @@ def test_what_is_in_torch_misses_nothing(backend):
     assert compat.missing_package(backend) is None
 
 
-@pytest.mark.skipif(compat.missing_package("fa4") is None, reason="it is installed")
+@pytest.mark.skipif(bool(RequirementCache(compat._FA4)), reason="it is installed")
 def test_a_missing_package_is_said_without_importing_it():
     assert compat.missing_package("fa4") == "flash-attn-4>=4.0.0b1 is not installed"
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-ups\[flash\]'"):
         compat.load_fa4(feature="This")
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('No CTK installed.')", "ImportError('No CTK installed')"])
+def test_a_package_that_cannot_be_loaded_is_said_once_and_kept_out(monkeypatch, tmp_path, error):
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    for part in (folder.parent, folder):
+        (part / "__init__.py").touch()
+    (folder / "interface.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compat, "_FA4", "torch>=2.0")  # something that is installed
+    monkeypatch.setattr(compat, "_broken_fa4", cache(compat._broken_fa4.__wrapped__))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(UserWarning, match=r"cannot be loaded: No CTK installed\. .*'auto' goes without.*Reinst"):
+        assert compat.missing_package("fa4").endswith("cannot be loaded: No CTK installed")
+    assert compat.missing_package("fa4") is not None  # without another warning, which would be an error
+    with pytest.raises(ImportError, match=r"This found .* could not load .*No CTK installed\. .*Reinstall"):
+        compat.load_fa4(feature="This")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
 
 
 def test_fa3_says_where_it_comes_from(monkeypatch):

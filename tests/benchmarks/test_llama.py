@@ -70,6 +70,30 @@ def test_torchtitan_is_run_by_its_runner(llama, tmp_path, monkeypatch, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"env.txt", "results.jsonl", "log.txt", "table.md"}
 
 
+def test_a_runner_that_is_not_there_is_said_before_anything_runs(llama, tmp_path, monkeypatch, capsys):
+    words = ["--row", "1B-4", "--titan", str(tmp_path), "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["llama.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        llama.main()
+    assert f"{tmp_path / 'bench_titan.sh'}, which does not exist: name the folder by --titan" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_side_that_failed_is_not_run_again(llama, tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def child(name, side, timeout):
+        ran.append(side)
+        return ({"error": "no kernel"} if side == "ours" else result(side, 100)), ""
+
+    monkeypatch.setattr(llama, "child", child)
+    words = ["--row", "1B-4", "--sides", "ours", "bare", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["llama.py", *words])
+    llama.main()
+    assert ran == ["ours", "bare", "bare"]
+    assert "ours, round 2: left out, it failed before" in capsys.readouterr().out
+
+
 def test_what_is_interrupted_keeps_what_it_has(llama, tmp_path, monkeypatch):
     def run(name, sides, options):
         yield result("ours", 107)
@@ -77,14 +101,18 @@ def test_what_is_interrupted_keeps_what_it_has(llama, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llama, "run", run)
-    monkeypatch.setattr(sys, "argv", ["llama.py", "--row", "1B-4", "--output", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys, "argv", ["llama.py", "--row", "1B-4", "--sides", "ours", "--output", str(tmp_path / "out")]
+    )
     with pytest.raises(KeyboardInterrupt):
         llama.main()
     assert "1.070 of torchtitan" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_nothing_begins_that_the_budget_does_not_allow(llama, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["llama.py", "--row", "8B", "--budget", "60", "--output", str(tmp_path / "out")])
+    (tmp_path / "bench_titan.sh").touch()
+    words = ["--row", "8B", "--budget", "60", "--output", str(tmp_path / "out"), "--titan", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["llama.py", *words])
     llama.main()
     assert capsys.readouterr().out.count("left out, 60 s of the budget are left") == 8
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_ups.transforms.blocks import find_blocks, roots
 from lightning_ups.transforms.compile_frame import prepared
 from lightning_ups.transforms.gather_graph import GatherPlan
+from lightning_ups.transforms.mesh import MeshSizes, build_mesh
 from lightning_ups.transforms.parametrise import (
     ParametriseOptions,
     is_parametrised,
@@ -22,7 +22,7 @@ from lightning_ups.transforms.shard import ShardOptions, is_sharded, shard
 
 
 def two_ranks():
-    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    return build_mesh("cpu", MeshSizes.of(dist.get_world_size()))  # the one that strategies have
 
 
 def done(model, mesh=None, **options):
@@ -236,8 +236,7 @@ def test_switches_nest_and_come_off_after_an_error(ranks):
 
 def two_models():
     half, full, copied = Net(), Net(), Net()
-    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
-    mesh["replicate", "shard"]._flatten("data_parallel")
+    mesh = build_mesh("cpu", MeshSizes(replicate=2, shard=1, tensor=1))
     records = [done(half, param_dtype=torch.bfloat16), done(full), done(copied, mesh)]
     types = []
     for model, record in zip((half, full, copied), records, strict=True):
