@@ -184,13 +184,15 @@ def _reductions_of_copies(graph: fx.Graph) -> list[list[fx.Node]]:
 
 def _after(node: fx.Node) -> list[fx.Node]:
     """Return what is computed from ``node``, in order and at last the output, if it is computed from nothing else."""
-    found = {node}
-    for other in node.graph.nodes:
-        if not found.isdisjoint(other.all_input_nodes):
-            if other.op != "output" and len(other.all_input_nodes) != 1:
-                return []
-            found.add(other)
-    return [other for other in node.graph.nodes if other in found and other is not node]
+    found: dict[fx.Node, None] = {}
+    queue = [*node.users]
+    while queue:
+        other = queue.pop(0)
+        if other.op != "output" and len(other.all_input_nodes) != 1:
+            return []
+        found[other] = None
+        queue += other.users
+    return sorted(found, key=lambda other: other.op == "output")
 
 
 @contextmanager
