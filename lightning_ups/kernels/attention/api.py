@@ -60,7 +60,7 @@ def attention(
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
         y = self.out(attention(q, k, v).flatten(2))
     """
-    q, k, v = in_autocast_dtype(q, k, v)
+    q, k, v = (tensor if _dense(tensor) else tensor.contiguous() for tensor in in_autocast_dtype(q, k, v))
     _validate(q, k, v, causal=causal, window=window, documents=documents)
     kind = kind_of(
         q, k, v, causal=causal, window=window is not None, documents=documents is not None, softcap=bool(softcap)
@@ -105,6 +105,10 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
         tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
         for tensor in tensors
     )
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.dim() == 0 or tensor.stride(-1) == 1  # which is all that every kernel wants of the layout
 
 
 def _validate(

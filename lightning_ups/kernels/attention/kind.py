@@ -1,12 +1,13 @@
 """What kind of attention is asked for: all that decides which backend can do it, and nothing that changes by batch."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
+from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kind", "kind_of"]
+__all__ = ["Kind", "constant", "kind_of"]
 
 
 class Kind(NamedTuple):
@@ -61,22 +62,28 @@ def kind_of(
     mask: Tensor | None = None,
     dropout: bool = False,
 ) -> Kind:
-    """Return the kind of a request for tensors [batch, seq, heads, dim]."""
+    """Return the kind of a request for tensors [batch, seq, heads, dim], in constants also where sizes are symbolic."""
+    queries, keys = q_BSHD.shape[1], k_BTKD.shape[1]
     return Kind(
         q_BSHD.device.type,
         q_BSHD.dtype,
-        q_BSHD.shape[2],
-        k_BTKD.shape[2],
-        q_BSHD.shape[3],
-        v_BTKE.shape[3],
+        index(q_BSHD.shape[2]),
+        index(k_BTKD.shape[2]),
+        index(q_BSHD.shape[3]),
+        index(v_BTKE.shape[3]),
         causal,
         window,
         documents,
-        softcap,
+        constant(softcap),
         mask is not None,
         mask is not None and mask.requires_grad,
-        dropout,
-        q_BSHD.shape[1] == k_BTKD.shape[1],
-        k_BTKD.shape[1] == 1,
+        constant(dropout),
+        constant(queries == keys),
+        constant(keys == 1),
         torch.is_grad_enabled() and (q_BSHD.requires_grad or k_BTKD.requires_grad or v_BTKE.requires_grad),
     )
+
+
+def constant(truth: object) -> bool:
+    """Return whether ``truth`` holds; in a compiled function, where it may be a comparison of symbols, a constant."""
+    return True if truth else False  # noqa: SIM210  (`bool` of a symbol is one; a branch is not)

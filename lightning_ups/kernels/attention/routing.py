@@ -110,7 +110,11 @@ def _routed(
     enable_gqa: bool,
 ) -> Tensor:
     plain = q_BHSD.dim() == k_BKTD.dim() == v_BKTD.dim() == 4 and not q_BHSD.is_nested and q_BHSD.device.type != "meta"
-    if not plain or (q_BHSD.shape[1] != k_BKTD.shape[1] and not enable_gqa):
+    if (
+        not plain
+        or (q_BHSD.shape[1] != k_BKTD.shape[1] and not enable_gqa)
+        or ("auto" in priority and not _regular(q_BHSD, k_BKTD, v_BKTD, attn_mask))
+    ):
         # Other shapes, nested tensors and mistakes: torch's own function knows best what to do, or to say.
         return scaled_dot_product_attention(
             q_BHSD, k_BKTD, v_BKTD, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -137,6 +141,17 @@ def _routed(
     else:
         out = attention_forward(q, k, v, None, q.shape[1], is_causal, 0, 0.0, float(factor), name)[0]
     return out.transpose(1, 2)
+
+
+def _regular(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None) -> bool:
+    # Whether a `Kind` says all that decides which kernel can do it. Torch broadcasts, and copies, for its slower ones.
+    return (
+        q_BHSD.shape[0] == k_BKTD.shape[0] == v_BKTD.shape[0]
+        and k_BKTD.shape[1:3] == v_BKTD.shape[1:3]
+        and q_BHSD.shape[3] == k_BKTD.shape[3]
+        and all(tensor.stride(-1) == 1 for tensor in (q_BHSD, k_BKTD, v_BKTD))
+        and (mask is None or mask.dim() in (2, 4))
+    )
 
 
 @torch.compiler.assume_constant_result

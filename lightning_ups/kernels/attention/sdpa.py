@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ups._compat.attention import flash2_packed, scaled_dot_product_attention
 from lightning_ups.kernels.attention.documents import Documents
+from lightning_ups.kernels.attention.kind import constant
 from lightning_ups.kernels.attention.mask import dense_mask
 
 __all__ = ["TORCH_BACKENDS", "TorchBackend", "torch_attention"]
@@ -59,7 +60,7 @@ def torch_attention(
             ids_BS=None if documents is None else documents.ids,
             device=q_BSHD.device,
         )
-    grouped = q_BSHD.shape[2] != k_BTKD.shape[2]
+    grouped = constant(q_BSHD.shape[2] != k_BTKD.shape[2])
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BSHD, k_BTKD, v_BTKD))
     if grouped and backend == "efficient":  # it knows no groups
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))

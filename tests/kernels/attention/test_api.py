@@ -87,3 +87,34 @@ def test_what_does_not_fit_is_refused(tensors, options, cure):
 def test_bare_ids_are_refused():
     with pytest.raises(TypeError, match=r"Use Documents.from_ids"):
         attention(Q, K, K, documents=torch.zeros(2, 8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "case", [Case("causal"), Case("softcap", softcap=30.0), Case("window", window=5)], ids=lambda case: case.name
+)
+def test_compiled_code_serves_many_lengths(case, dynamic):
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    class Block(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, window=case.window, softcap=case.softcap)
+
+    compiled = torch.compile(Block(), backend=count, fullgraph=True, dynamic=dynamic)
+    for batch, seq in ((2, 10), (2, 12), (3, 17), (4, 23)):
+        shaped = Case(**{**case.__dict__, "batch": batch, "seq": seq})
+        wanted = expected(shaped.tensors(), shaped.options())[:1]
+        assert worst([compiled(*shaped.tensors())], wanted) < 2e-6
+    assert len(graphs) < 4
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_a_last_axis_that_is_not_dense_is_copied(backend):
+    tensors = Case("").tensors()
+    apart = [tensor.transpose(1, 3).contiguous().transpose(1, 3) for tensor in tensors]
+    assert apart[0].stride(-1) != 1
+    assert worst(gradients(attention, apart, {"backend": backend}), expected(tensors, {"causal": True})) < 2e-6

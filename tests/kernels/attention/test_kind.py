@@ -23,3 +23,18 @@ def test_masks_and_lengths():
     q, k = torch.zeros(1, 5, 4, 16), torch.zeros(1, 6, 4, 16)
     kind = kind_of(q, k, k, causal=False, mask=torch.zeros(5, 6, requires_grad=True))
     assert (kind.square, kind.mask, kind.mask_trains) == (False, True, True)
+
+
+def test_it_is_constant_where_sizes_are_symbolic():
+    kinds = []
+
+    @torch.compiler.assume_constant_result
+    def keep(kind):
+        kinds.append(kind)
+        return 1
+
+    def function(q):
+        return q * keep(tuple(kind_of(q, q, q, causal=True, softcap=q.shape[1] > 3, dropout=q.shape[1] > 3)))
+
+    torch.compile(function, backend="eager", fullgraph=True, dynamic=True)(torch.zeros(2, 5, 4, 16))
+    assert kinds == [tuple(kind_of(*[torch.zeros(2, 5, 4, 16)] * 3, causal=True, softcap=True, dropout=True))]

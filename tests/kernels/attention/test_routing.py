@@ -171,6 +171,34 @@ def test_masks_and_unusual_shapes_stay_with_torch():
             model(q, k, v, gqa=False)
 
 
+@pytest.mark.parametrize("backends", ["auto", ["fa4", "auto"]], ids=str)
+@pytest.mark.parametrize("kind", ["3d mask", "other heads of values", "one row of keys", "last axis not dense"])
+def test_what_torch_broadcasts_or_copies_goes_to_torch(fa4_on_cpu, backends, kind):
+    q, k, v = (torch.randn(2, 4, 24, 16) for _ in range(3))
+    mask = torch.rand(4, 24, 24) > 0.3 if kind == "3d mask" else None
+    if kind == "other heads of values":
+        v = v[:, :2]
+    elif kind == "one row of keys":
+        k, v = k[:1], v[:1]
+    elif kind == "last axis not dense":
+        q, k, v = (tensor.mT.contiguous().mT for tensor in (q, k, v))
+    wanted = model(q, k, v, mask, causal=False)
+    with routed_attention(backends):
+        torch.testing.assert_close(model(q, k, v, mask, causal=False), wanted)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", ["auto", "fa4"])
+def test_compiled_code_serves_many_lengths(fa4_on_cpu, backend, dynamic):
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    with routed_attention(backend):
+        for batch, seq in ((2, 10), (2, 12), (3, 17), (4, 23)):
+            tensors = [t.transpose(1, 2).requires_grad_() for t in Case("", batch=batch, seq=seq).tensors()]
+            found, wanted = compiled(*tensors), ORIGINAL(*tensors, is_causal=True, enable_gqa=True)
+            for ours, torchs in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (found, wanted)), strict=True):
+                torch.testing.assert_close(ours, torchs)
+
+
 def test_autocast():
     with routed_attention("reference"), torch.autocast("cpu", torch.bfloat16):
         assert model(*inputs()).dtype == torch.bfloat16
