@@ -1,5 +1,9 @@
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,11 @@ def attention(monkeypatch):
     # Parts run here instead of in processes of their own, each of which would import torch.
     def finished(command, *, timeout):
         told = dict(zip(command[2::2], command[3::2], strict=True))
-        attention.run_part(told["--part"], deadline=float("inf"), log=Path(told["--log"]))
+        attention.run_part(
+            told["--part"],
+            deadline=time.monotonic() + float(told["--seconds"]) * 100,
+            log=Path(told["--out"]) / "attention.jsonl",
+        )
         return "a warning"
 
     monkeypatch.setattr(attention, "finished", finished)
@@ -31,7 +39,8 @@ def run(attention, monkeypatch, folder, *words):
 
 
 def measurements(folder):
-    return [json.loads(line) for line in (folder / "attention.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "attention.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["part"] != "begun"]
 
 
 @pytest.mark.slow
@@ -77,6 +86,134 @@ def test_what_is_cut_off_keeps_every_measurement_by_then(attention, monkeypatch,
 def test_parts_have_all_of_the_time_together(attention):
     apart = {part: share for part, share in attention.SHARES.items() if part not in attention.CHECKED}
     assert sum(apart.values()) + attention.SHARES["correct-flex"] == pytest.approx(1.0)
+
+
+def only_speed(attention, monkeypatch, *parts):
+    monkeypatch.setattr(attention, "TOGETHER", tuple((part,) for part in parts))
+    calls = []
+
+    def measure(shape, *_, **__):
+        calls.append(shape)
+        return {"training": {"math": 1.0}, "forward": {"math": 1.0}, "trouble": {}}
+
+    monkeypatch.setattr(attention, "measure", measure)
+    return calls
+
+
+def test_a_later_call_goes_on_from_an_earlier_one(attention, monkeypatch, tmp_path, capsys):
+    calls = only_speed(attention, monkeypatch, "64")
+    run(attention, monkeypatch, tmp_path)
+    with (tmp_path / "attention.jsonl").open("a") as file:
+        file.write('{"part": "spe')  # as a process that is killed leaves it
+    assert "part 128: 2 of 2 not measured; the same command goes on from here" in capsys.readouterr().out
+    only_speed(attention, monkeypatch, "64", "128").clear()
+    run(attention, monkeypatch, tmp_path)
+    assert [shape.head_dim for shape in calls] == [64, 64]
+    assert "going on from 2 measurements" in capsys.readouterr().out
+    assert {row["head_dim"] for row in json.loads((tmp_path / "cpu.json").read_text())["rows"]} == {64, 128}
+
+
+def test_a_shape_at_which_a_process_dies_is_tried_last_and_costs_only_itself(attention, monkeypatch, tmp_path):
+    calls = only_speed(attention, monkeypatch, "64")
+    measure, run_part = attention.measure, attention.run_part
+
+    def dies(shape, *rest):
+        if not shape.held:
+            raise MemoryError
+        return measure(shape, *rest)
+
+    def process(*args, **kwargs):
+        try:
+            run_part(*args, **kwargs)
+        except MemoryError:
+            return
+
+    monkeypatch.setattr(attention, "measure", dies)
+    monkeypatch.setattr(attention, "run_part", process)
+    run(attention, monkeypatch, tmp_path)
+    assert [shape.held for shape in calls] == [True]
+    assert [line["held"] for line in measurements(tmp_path) if line["part"] == "speed"] == [True]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--minutes", "0"], "there are no measurements"),
+        (["--minutes", "-1"], "measures nothing"),
+        (["--install"], "is for a table of a GPU"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(attention, monkeypatch, tmp_path, words, told):
+    monkeypatch.setattr(attention, "run_all", None)
+    with pytest.raises(SystemExit, match=told):
+        run(attention, monkeypatch, tmp_path / "new", *words)
+
+
+def test_measurements_of_another_machine_are_not_gone_on_from(attention, monkeypatch, tmp_path):
+    only_speed(attention, monkeypatch, "64")
+    run(attention, monkeypatch, tmp_path)
+    here = attention.device()
+    monkeypatch.setattr(attention, "device", lambda: {**here, "versions": {**here["versions"], "torch": "9.9"}})
+    with pytest.raises(SystemExit, match=r"was measured with torch .* \(here 9.9\)"):
+        run(attention, monkeypatch, tmp_path)
+
+
+def test_a_gpu_without_flash_attention_4_ends_it_unless_asked_to_go_on(attention, monkeypatch, tmp_path):
+    calls = only_speed(attention, monkeypatch, "64")
+    monkeypatch.setattr(attention, "ON_GPU", True)
+    monkeypatch.setattr(attention, "device", lambda: {"device": "Test", "capability": [9, 0], "versions": {}})
+    monkeypatch.setattr(attention, "shapes", lambda dim: [attention.Shape(dim, 4, 2, 32, 2)])
+    monkeypatch.setattr(attention, "missing_package", lambda _: "it cannot be loaded: RuntimeError")
+    with pytest.raises(SystemExit, match=r"it cannot be loaded.*--without-fa4"):
+        run(attention, monkeypatch, tmp_path)
+    assert not calls
+    run(attention, monkeypatch, tmp_path, "--without-fa4")
+    assert len(calls) == 1
+    monkeypatch.setattr(attention, "missing_package", lambda _: None)
+    with pytest.raises(SystemExit, match="right in none of 0 cases"):
+        run(attention, monkeypatch, tmp_path)
+    wrong = {"part": "correct", "backend": "fa4", "error": "no kernel"}
+    assert "none of 1 cases: no kernel" in attention.fa4_is_wrong([wrong])
+    assert attention.fa4_is_wrong([wrong, {**wrong, "ok": True}]) is None
+
+
+def test_what_training_wants_comes_first(attention, monkeypatch):
+    monkeypatch.setattr(attention, "ON_GPU", True)
+    assert [parts[0] for parts in attention.TOGETHER][1:3] == ["128", "64"]
+    for width in (64, 128, 256):
+        shapes = list(attention.shapes(width))
+        assert [shape.seq for shape in shapes[:4]] == [1024, 2048, 4096, 8192]
+        assert all(shape.batch * shape.seq == 32768 and shape.causal for shape in shapes[:4])
+        assert len(set(shapes)) == len(shapes)
+        assert {s.seq for s in shapes if s.held} >= {1536, 6144, 12288}
+        assert any(s.held and s.heads == 8 * s.kv_heads for s in shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_no_process(tmp_path, number):
+    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    script = [sys.executable, str(BENCHMARKS / "attention.py"), "--out", str(tmp_path)]
+    with subprocess.Popen(script, env=environment, stderr=subprocess.DEVNULL) as process:
+        while len(parts := of_folder(tmp_path)) < 4 and process.poll() is None:
+            time.sleep(0.1)
+        assert len(parts) == 4, "the script, and the three parts that it begins with"
+        process.send_signal(number)
+        assert process.wait(timeout=100) != 0
+    assert of_folder(tmp_path) == []
+
+
+def of_folder(folder):
+    """Return the processes that were told of a folder."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in command.read_text():
+                found.append(command)
+        except OSError:
+            continue
+    return found
 
 
 def test_nothing_measured_is_no_table(attention, monkeypatch, tmp_path, capsys):
