@@ -2,25 +2,30 @@
 
 A benchmark is a script with a function that takes a case's name and returns its figures as a dict. Called without
 arguments it runs all its cases; `--cases a b` picks some; `--output DIR` keeps result.json, log.txt and env.txt there.
+What an earlier call has left in that folder stays: results, log and environments are added to it.
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from processes import finished, result_of
+from processes import Interrupted, finished, portable, result_of
 
-__all__ = ["environment", "left_on_device", "main"]
+__all__ = ["add_to", "earlier", "environment", "keep", "left_on_device", "main", "prepare", "unloadable", "unmet_gpus"]
 
 PACKAGES = (
     "torch",
@@ -35,12 +40,19 @@ PACKAGES = (
 
 
 def main(
-    cases: Mapping[str, Callable[[], dict[str, Any]]], *, columns: Sequence[str], timeout_s: int = 240
+    cases: Mapping[str, Callable[[], dict[str, Any]]],
+    *,
+    columns: Sequence[str],
+    timeout_s: int = 240,
+    unmet: Callable[[Sequence[str]], str | None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run ``cases``, each as a child of this script, print a table of ``columns``, and return what they found."""
+    """Run ``cases``, each as a child of this script, print a table of ``columns``, and return what they found.
+
+    ``unmet`` says of the cases that were chosen what they need and is not there; then none begins.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", help="run this one here, and print its figures as one line of JSON")
-    parser.add_argument("--cases", nargs="*", default=list(cases), help="run only these, each in its own process")
+    parser.add_argument("--cases", nargs="+", default=list(cases), help="run only these, each in its own process")
     parser.add_argument("--output", type=Path, help="keep the raw output in this folder")
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything: later cases are left out")
     options = parser.parse_args()
@@ -49,20 +61,43 @@ def main(
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of a case with several ranks know less
             print("\nRESULT " + json.dumps(found), flush=True)
         return []
-    start, results, log = time.monotonic(), [], []
+    if unknown := [name for name in options.cases if name not in cases]:
+        parser.error(f"there is no case {unknown[0]!r}; the cases are: {', '.join(map(repr, cases))}")
+    if unmet is not None and (lacks := unmet(options.cases)):
+        parser.error(lacks)
+    if options.output:
+        prepare(parser, options.output)
+    return _run(options, columns=columns, timeout_s=timeout_s)
+
+
+def _run(options: argparse.Namespace, *, columns: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
+    start, results, failed = time.monotonic(), list[dict[str, Any]](), set[str]()
+    before = earlier(options.output / "result.json") if options.output else []
     for name in options.cases:
         left = options.budget - (time.monotonic() - start)
+        if name in failed:
+            print(f"{name}: left out, it failed before", flush=True)
+            continue
         if left < 30:
             print(f"{name}: left out, the budget of {options.budget:.0f} s is spent", flush=True)
             continue
-        began = time.monotonic()
-        result, text = _child(name, timeout_s=min(timeout_s, left))
+        began, interrupted = time.monotonic(), None
+        try:
+            result, text = _child(name, timeout_s=min(timeout_s, left))
+        except Interrupted as error:
+            interrupted, text = error, error.said + "\ninterrupted"
+            result = {"case": name, **result_of(text)}
         result["seconds_in_all"] = round(time.monotonic() - began, 1)
         results.append(result)
-        log.append(f"===== {name}\n{text}")
         print(json.dumps(result), flush=True)
         if options.output:
-            _keep(options.output, results, log)
+            keep(options.output / "result.json", [*before, *results])
+            add_to(options.output / "log.txt", f"===== {name}\n{text}\n")
+        if interrupted is not None:
+            print(_table(results, ("case", *columns)), flush=True)
+            raise interrupted
+        if "error" in result:
+            failed.add(name)
     print(_table(results, ("case", *columns)))
     return results
 
@@ -72,32 +107,101 @@ def _child(name: str, *, timeout_s: float) -> tuple[dict[str, Any], str]:
     return {"case": name, **result_of(text)}, text
 
 
-def _keep(folder: Path, results: Sequence[Mapping[str, Any]], log: Sequence[str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "log.txt").write_text("\n".join(log))
-    (folder / "env.txt").write_text(environment())
+def prepare(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make ``folder``, and add to its env.txt what the figures depend on; whoever cannot write there is told so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = folder / "env.txt"
+        add_to(known, ("\n" if known.exists() else "") + environment())
+    except OSError as error:
+        parser.error(f"--output {folder} cannot be written ({error.strerror}): name another folder")
+
+
+def add_to(path: Path, text: str) -> None:
+    """Add ``text`` to a file."""
+    with path.open("a") as file:
+        file.write(text)
+
+
+def keep(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``results`` whole or not at all, whenever this process may end."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(results, indent=1) + "\n")
+    beside.replace(path)
+
+
+def earlier(path: Path) -> list[dict[str, Any]]:
+    """Return the results that an earlier call has left; a file that is none of ours is put aside."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        found = None
+    if isinstance(found, list):
+        return found
+    path.replace(path.with_suffix(".unreadable"))
+    return []
+
+
+def unmet_gpus(number: int, *, what: str) -> str | None:
+    """Say that ``what`` needs GPUs that this machine does not have."""
+    import torch
+
+    there = torch.cuda.device_count()
+    return f"{what} needs {number} GPU{'s' * (number > 1)}, and this machine has {there}" if there < number else None
+
+
+def unloadable(module: str, *, what: str) -> str | None:
+    """Say that ``what`` needs a package that is not there, or that fails as it is imported."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  (a wheel for another CUDA raises whatever it likes)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return f"{what} needs {module.partition('.')[0]}, which cannot be loaded ({portable(reason)})"
+    return None
 
 
 def environment() -> str:
-    """Return what the figures depend on: command, versions, device."""
+    """Return what the figures depend on: command, settings, versions, device."""
     import torch
 
-    words = [
-        Path(word).name if Path(word).is_absolute() else word for word in sys.argv
-    ]  # not where this machine has it
-    lines = [f"command: python {shlex.join(words)}", f"python {platform.python_version()}"]
+    words = ["python", *sys.orig_argv[1:]]
+    settings = [f"{name}={_anywhere(value)}" for name, value in sorted(os.environ.items()) if name.startswith("UPS_")]
+    lines = [f"command: {' '.join([*map(shlex.quote, settings), shlex.join(map(_anywhere, words))])}"]
+    lines += [time.strftime("begun: %Y-%m-%d %H:%M:%S UTC", time.gmtime()), f"python {platform.python_version()}"]
     for package in PACKAGES:
         try:
             lines.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             lines.append(f"{package} absent")
     if torch.cuda.is_available():
-        lines.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+        lines += [f"{torch.cuda.device_count()} GPUs are visible", *_gpus()]
         lines.append(f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}")
     else:
         lines.append(f"cpu, {os.cpu_count()} cores")
     return "\n".join(lines) + "\n"
+
+
+def _anywhere(word: str) -> str:
+    """Return a word of the command without the folders of this machine."""
+    option, equals, value = word.partition("=")
+    if equals and option.startswith("--"):
+        return f"{option}={_anywhere(value)}"
+    return Path(word).name if Path(word).is_absolute() else word
+
+
+@cache
+def _gpus() -> list[str]:
+    # Not by torch: this process would hold memory of a GPU that the cases want whole.
+    words = ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.used,memory.total", "--format=csv,noheader"]
+    if shutil.which(words[0]) is None:
+        return ["GPUs unknown: there is no nvidia-smi"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"GPUs unknown: {type(error).__name__}"]
+    return [f"GPU {line}" for line in done.stdout.splitlines()]
 
 
 @contextmanager

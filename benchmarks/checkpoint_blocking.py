@@ -18,23 +18,26 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import environment, left_on_device
-from processes import finished
+from cases import add_to, earlier, keep, left_on_device, prepare, unmet_gpus
+from processes import Interrupted, finished
 
 STEPS, EVERY = 24, 8
+BYTES = {"tiny": 10**8, "150M": 2 * 10**9, "1B": 19 * 10**9, "8B": 97 * 10**9}  # of a checkpoint, 12 for each weight
 
 
 def main() -> None:
     """Start one process for each GPU and way, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("checkpoint_blocking"))
-    parser.add_argument("--size", default="1B")
+    parser.add_argument("--size", choices=["tiny", "150M", "1B", "8B"], default="1B")
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--accelerator", default="gpu")
+    parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
     parser.add_argument("--folder", type=Path, help="where checkpoints go, such as /dev/shm; default: a temporary one")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each way")
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -42,30 +45,69 @@ def main() -> None:
     if asked.way:
         print("\nRESULT " + json.dumps(_measure(asked)), flush=True)
         return
-    asked.output.mkdir(parents=True, exist_ok=True)
-    (asked.output / "env.txt").write_text(environment())
-    results = []
-    with (asked.output / "log.txt").open("w") as log:
+    if lacks := _unmet(asked):
+        parser.error(lacks)
+    prepare(parser, asked.output)
+    before, results = earlier(asked.output / "result.json"), list[dict[str, Any]]()
+    start = time.monotonic()
+    try:
         for way in ("sync", "async"):
-            results += _in_processes(asked, way, log)
-            (asked.output / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
+            left = asked.budget - (time.monotonic() - start)
+            if left < (60 if asked.accelerator == "gpu" else 0):
+                print(f"{way}: left out, {left:.0f} s of the budget are left", flush=True)
+                continue
+            result, interrupted = _in_processes(asked, way, timeout=min(asked.timeout, left))
+            results.append(result)
+            keep(asked.output / "result.json", [*before, *results])
+            if interrupted is not None:
+                raise interrupted
+    finally:  # also when it is told to end
+        print(json.dumps(results, indent=1), flush=True)
 
 
-def _in_processes(asked: argparse.Namespace, way: str, log: Any) -> list[dict[str, Any]]:
+def _unmet(asked: argparse.Namespace) -> str | None:
+    """Say what is asked for and cannot be."""
+    if asked.accelerator == "gpu" and (lacks := unmet_gpus(1, what="this")):
+        return f"{lacks}: --accelerator cpu --size tiny --seq 32 tries it out"
+    folder = asked.folder or Path(tempfile.gettempdir())
+    if not folder.is_dir():
+        return f"--folder {folder} does not exist: name one that does, such as /dev/shm"
+    needed, free = 2 * BYTES[asked.size], shutil.disk_usage(folder).free
+    if free < needed:
+        return (
+            f"two checkpoints need {needed / 1e9:.0f} GB in {folder}, which has {free / 1e9:.0f} free:"
+            " name another --folder, or a smaller --size"
+        )
+    return None
+
+
+def _in_processes(asked: argparse.Namespace, way: str, *, timeout: float) -> tuple[dict[str, Any], Interrupted | None]:
     import torch
 
-    number = torch.cuda.device_count() if asked.accelerator == "gpu" else 1
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+    number, interrupted = torch.cuda.device_count() if asked.accelerator == "gpu" else 1, None
+    with tempfile.TemporaryDirectory(dir=asked.folder, ignore_cleanup_errors=True) as folder:
         command = [sys.executable, __file__, "--way", way, "--size", asked.size, "--seq", str(asked.seq)]
         command += ["--accelerator", asked.accelerator, "--folder", folder]
-        output = finished(command, timeout=asked.timeout, ranks=number)
-    log.write(f"===== {way}\n{output}\n")
-    log.flush()
-    found = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
-    if len(found) != number:
-        print(output[-4000:], file=sys.stderr)
-    return found[:1]
+        try:
+            output = finished(command, timeout=timeout, ranks=number)
+        except Interrupted as error:
+            interrupted, output = error, error.said + "\nended, since the benchmark was interrupted"
+    add_to(asked.output / "log.txt", f"===== {way}\n{output}\n")
+    return _result(output, way=way, ranks=number), interrupted
+
+
+def _result(output: str, *, way: str, ranks: int) -> dict[str, Any]:
+    """Return what rank zero found, and of each save how long the rank waited that it held up longest."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in output.splitlines():
+        if line.startswith("RESULT "):
+            with suppress(json.JSONDecodeError):  # cut off
+                one = json.loads(line.removeprefix("RESULT "))
+                found[one["rank"]] = one
+    if len(found) != ranks:
+        return {"way": way, "error": output.strip()[-1500:] or "it ended without a word", "ranks_done": sorted(found)}
+    saves = zip(*(one["saves"] for one in found.values()), strict=True)
+    return found[0] | {"blocked_s_slowest_rank": [max(save["blocked_s"] for save in ranks) for ranks in saves]}
 
 
 def _measure(asked: argparse.Namespace) -> dict[str, Any]:

@@ -14,8 +14,10 @@ On a CPU, where there is nothing to copy, all sizes are tiny, so that the script
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from shutil import disk_usage
 from typing import Any, Literal
 
 import torch
@@ -162,6 +164,16 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     f"{size} MiB, {loader}": partial(compared, size, loader) for loader in ("ready", "workers") for size in (64, 1)
 }
 
+
+def unmet(names: Sequence[str]) -> str | None:
+    """Say where there is too little shared memory for the workers' batches."""
+    shared = Path("/dev/shm")
+    if ON_GPU and "64 MiB, workers" in names and shared.exists() and disk_usage(shared).free < 400 * 2**20:
+        free = disk_usage(shared).free // 2**20
+        return f"'64 MiB, workers' needs 400 MiB of /dev/shm, which has {free}: enlarge it, or leave that case out"
+    return None
+
+
 if __name__ == "__main__":
     columns = ("plain_ms", "prefetch_ms", "ratio", "copy_ms", "hidden", "losses_equal", "peak_gib")
-    main(CASES, columns=columns, timeout_s=100)
+    main(CASES, columns=columns, timeout_s=100, unmet=unmet)

@@ -16,13 +16,14 @@ import os
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import environment, left_on_device
-from processes import finished
+from cases import add_to, left_on_device, prepare, unmet_gpus
+from processes import Interrupted, finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,46 +99,76 @@ def main() -> None:
         _work(Config(**{**json.loads(arguments.worker), "strategy": _pairs(arguments.worker)}))
         return
     chosen = [c for c in _sets()[arguments.set] if (arguments.only or "") in c.name]
+    if lacks := _unmet(arguments, chosen):
+        parser.error(lacks)
+    if arguments.output:
+        prepare(parser, arguments.output)
     results: list[dict[str, Any]] = []
-    start, longest = time.monotonic(), dict[str, float]()
-    for _ in range(arguments.rounds):
+    try:
+        _run(chosen, arguments, results)
+    finally:  # also when it is told to end
+        print("\n" + _table(results), flush=True)
+
+
+def _unmet(arguments: argparse.Namespace, chosen: list[Config]) -> str | None:
+    if not chosen:
+        names = ", ".join(repr(config.name) for config in _sets()[arguments.set])
+        return f"no configuration of {arguments.set} has {arguments.only!r} in its name: {names}"
+    return None if arguments.set == "tiny" else unmet_gpus(max(c.gpus for c in chosen), what=f"set {arguments.set}")
+
+
+def _run(chosen: list[Config], arguments: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    start, longest, failed = time.monotonic(), dict[str, float](), set[str]()
+    for turn in range(1, arguments.rounds + 1):
         for config in chosen:
             left = arguments.budget - (time.monotonic() - start)
+            if config.name in failed:
+                print(f"{config.name}, round {turn}: left out, it failed before", flush=True)
+                continue
             if left < longest.get(config.name, 20.0 if config.size == "tiny" else 60.0):
                 print(f"{config.name}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
-            result, text = _launch(config, min(arguments.timeout, left))
+            result, text, interrupted = _launch(config, min(arguments.timeout, left))
             longest[config.name] = 1.1 * result["wall_s"]
             results.append(result)
+            if "error" in result:
+                failed.add(config.name)
             if arguments.output:
-                _keep(arguments.output, result, text, table=_table(results))
-    print("\n" + _table(results))
+                _keep(arguments.output, {"round": turn, **result}, text, table=_table(results))
+            if interrupted is not None:
+                raise interrupted
 
 
 def _keep(folder: Path, result: dict[str, Any], text: str, *, table: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "env.txt").write_text(environment())
     (folder / "table.md").write_text(table + "\n")
-    with (folder / "results.jsonl").open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    with (folder / "log.txt").open("a") as file:
-        file.write(f"===== {result['name']}\n{text}\n")
+    add_to(folder / "results.jsonl", json.dumps(result) + "\n")
+    add_to(folder / "log.txt", f"===== {result['name']}\n{text}\n")
 
 
 def _pairs(text: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in json.loads(text)["strategy"])
 
 
-def _launch(config: Config, timeout: float) -> tuple[dict[str, Any], str]:
+def _launch(config: Config, timeout: float) -> tuple[dict[str, Any], str, Interrupted | None]:
     command = [sys.executable, __file__, "--worker", json.dumps(asdict(config))]
-    began = time.monotonic()
+    began, interrupted = time.monotonic(), None
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # one side needs 136 of 139 GiB
-    out = finished(command, timeout=timeout, ranks=config.gpus, environment=allocator)
-    lines = [line for line in out.splitlines() if line.startswith('{"name"')]
-    result: dict[str, Any] = json.loads(lines[-1]) if lines else {"name": config.name, "error": out[-6000:]}
+    try:
+        out = finished(command, timeout=timeout, ranks=config.gpus, environment=allocator)
+    except Interrupted as error:
+        interrupted, out = error, error.said + "\nended, since the benchmark was interrupted"
+    result = _result(out) or {"name": config.name, "error": out[-6000:]}
     result["wall_s"] = round(time.monotonic() - began, 1)
     print(json.dumps(result), flush=True)
-    return result, out
+    return result, out, interrupted
+
+
+def _result(out: str) -> dict[str, Any] | None:
+    for line in reversed(out.splitlines()):
+        if line.startswith('{"name"'):
+            with suppress(json.JSONDecodeError):  # cut off
+                return json.loads(line)
+    return None
 
 
 def _work(config: Config) -> None:

@@ -3,6 +3,7 @@
     python benchmarks/llama.py --row 1B-4 --output benchmarks/results/DATE_llama_1B-4
     python benchmarks/llama.py --row 8B-float8 --sides ours torchtitan --titan PATH_OF_ITS_RUNNER
     python benchmarks/llama.py --row tiny          # on a CPU, in a minute: tries it out
+    python benchmarks/llama.py --row 1B-4 --rounds 0 --output DIR   # the table of what was kept there
 
 Every side is a process of its own, in turn, A B A B, on the same machine. All of them train the same shape with
 float32 masters and moments, gradients clipped to a norm of 1 at each step, fused AdamW, random tokens, weights drawn as
@@ -25,16 +26,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from cases import environment
+from cases import add_to, prepare, unloadable, unmet_gpus
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from processes import finished, portable, result_of
+from processes import Interrupted, finished, portable, result_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -354,7 +357,6 @@ def bare_sharded(row: Row) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
@@ -383,12 +385,13 @@ def bare_sharded(row: Row) -> None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def scaled() -> None:
-        if row.float8:
-            precompute_float8_dynamic_scale_for_fsdp(model)
+    afterwards: list[Callable[[], None]] = []
+    if row.float8:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
+        afterwards.append(partial(precompute_float8_dynamic_scale_for_fsdp, model))
     with routed_attention("auto"):
-        looped(row, model, clipped, optimizer, device=device, afterwards=scaled)
+        looped(row, model, clipped, optimizer, device=device, afterwards=afterwards)
 
 
 def looped(
@@ -399,7 +402,7 @@ def looped(
     *,
     device: torch.device,
     graphs: bool = False,
-    afterwards: Callable[[], None] = lambda: None,
+    afterwards: Sequence[Callable[[], None]] = (),
 ) -> None:
     """Run the steps, and tell the figures."""
     pinned = [batch.pin_memory() if ON_GPU else batch for batch in batches(row, rank=int(os.environ.get("RANK", "0")))]
@@ -413,7 +416,8 @@ def looped(
         loss.backward()
         norm = clipped()
         optimizer.step()
-        afterwards()
+        for task in afterwards:
+            task()
         optimizer.zero_grad()
         if step == 0:
             first = norm.clone()
@@ -473,21 +477,49 @@ def main() -> None:
     if options.side:
         work(SIDES[options.side], row)
     sides = options.sides or row.sides
-    runner = options.titan / "bench_titan.sh"
-    if "torchtitan" in sides and not runner.is_file():
-        parser.error(f"torchtitan runs by {runner}, which does not exist: name the folder by --titan, or other --sides")
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "env.txt").write_text(environment())
-    results: list[dict[str, Any]] = []
-    for result in run(options.row, sides, options):
-        results.append(result)
-        (options.output / "table.md").write_text(table(options.row, results) + "\n")
-    print(table(options.row, results))
+    if options.rounds and (lacks := unmet(row, options.row, sides, options.titan)):
+        parser.error(lacks)
+    if options.rounds:
+        prepare(parser, options.output)
+    results = kept(options.output, options.row)
+    try:
+        for result in run(options.row, sides, options):
+            results.append(result)
+            (options.output / "table.md").write_text(table(options.row, results) + "\n")
+    finally:  # also when it is told to end
+        print(table(options.row, results), flush=True)
+
+
+def unmet(row: Row, name: str, sides: Iterable[str], runner: Path) -> str | None:
+    """Say what ``sides`` of ``row`` need and is not there."""
+    if "torchtitan" in sides and not (runner / "bench_titan.sh").is_file():
+        path = runner / "bench_titan.sh"
+        return f"torchtitan runs by {path}, which does not exist: name the folder by --titan, or other --sides"
+    if "torchtitan" in sides and not row.titan:
+        return f"there is no setting of torchtitan for row {name}: name other --sides"
+    if (ON_GPU or row.size != "tiny") and (lacks := unmet_gpus(row.gpus, what=f"row {name}")):
+        return lacks
+    if row.float8 and (lacks := unloadable("torchao.float8", what=f"row {name}")):
+        return lacks
+    if ON_GPU and find_spec("flash_attn") is None:
+        print("Note: flash-attn-4 is not installed; sides of ours and bare take the next best attention.", flush=True)
+    return None
+
+
+def kept(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return what earlier calls have kept of a row on this kind of device."""
+    path = folder / "results.jsonl"
+    found: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):  # cut off, since the call that wrote it was killed
+            found.append(json.loads(line))
+    return [one for one in found if one["row"] == name and (one.get("gpu", True) or not ON_GPU)]
 
 
 def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterable[dict[str, Any]]:
     """Run the sides in turn, round after round, while the budget lasts, and yield what each found."""
     start, longest, failed = time.monotonic(), dict[str, float](), set[str]()
+    call = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     first = 45 if rows()[name].gpus == 1 else 80  # seconds, of a side that has not run yet
     for turn in range(1, options.rounds + 1):
         for side in sides:
@@ -498,19 +530,24 @@ def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterabl
             if left < longest.get(side, first):
                 print(f"{side}, round {turn}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
-            began = time.monotonic()
-            limit = min(left, options.timeout)
-            result, text = titan(rows()[name], options, limit) if side == "torchtitan" else child(name, side, limit)
+            began, limit = time.monotonic(), min(left, options.timeout)
+            interrupted = None
+            try:
+                result, text = titan(rows()[name], options, limit) if side == "torchtitan" else child(name, side, limit)
+            except Interrupted as error:
+                interrupted, text = error, error.said
+                result = {"error": "interrupted"}
             longest[side] = 1.1 * (time.monotonic() - began)
-            result = {"row": name, "side": side, "round": turn, "seconds": round(time.monotonic() - began, 1), **result}
-            with (options.output / "results.jsonl").open("a") as file:
-                file.write(json.dumps(result) + "\n")
-            with (options.output / "log.txt").open("a") as file:
-                file.write(f"===== {side}, round {turn}\n{text}\n")
+            asked = {"row": name, "side": side, "round": turn, "gpu": ON_GPU, "call": call}
+            result = {**asked, "seconds": round(time.monotonic() - began, 1), **result}
+            add_to(options.output / "results.jsonl", json.dumps(result) + "\n")
+            add_to(options.output / "log.txt", f"===== {side}, round {turn}\n{text}\n")
             print(json.dumps({key: value for key, value in result.items() if key != "step_ms_all"}), flush=True)
             if "error" in result:
                 failed.add(side)
             yield result
+            if interrupted is not None:
+                raise interrupted
 
 
 def child(name: str, side: str, timeout: float) -> tuple[dict[str, Any], str]:
@@ -558,7 +595,7 @@ def first_norm(said: str) -> float | None:
     return None
 
 
-def table(name: str, results: Iterable[Mapping[str, Any]]) -> str:
+def table(name: str, results: Sequence[Mapping[str, Any]]) -> str:
     """Return the row's table: medians, spreads, ratios of ours to each side, and the goal."""
     row, speeds = rows()[name], {}
     kept: dict[str, Mapping[str, Any]] = {}
@@ -582,6 +619,8 @@ def table(name: str, results: Iterable[Mapping[str, Any]]) -> str:
         ratio = mine / statistics.median(speeds[row.against])
         verdict = "reached" if ratio >= row.goal else "missed"
         lines.append(f"\n{name}: {ratio:.3f} of {row.against}; the goal of {row.goal:.2f} is {verdict}.")
+    if (calls := len({result.get("call") for result in results})) > 1:
+        lines.append(f"\nThese are runs of {calls} calls, perhaps on different machines of one kind.")
     return "\n".join(lines)
 
 

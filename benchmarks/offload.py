@@ -11,6 +11,7 @@ machine.
 """
 
 import json
+import math
 import os
 import resource
 import statistics
@@ -18,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from cases import left_on_device, main
+from cases import left_on_device, main, unloadable, unmet_gpus
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.plugins import Precision
 from processes import result_of
@@ -39,7 +41,7 @@ from lightning_ups.callbacks import (
     OptimizerOffload,
 )
 from lightning_ups.data import RandomTokens
-from lightning_ups.models import GPTModule
+from lightning_ups.models import SIZES, GPTModule
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision
 
@@ -55,7 +57,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "aot_eager" if TINY else "inductor"
 HOST_GB = float(os.environ.get("UPS_BENCH_HOST_GB", "105"))  # of 120: Python, buffers and the batch want some
 LIMIT_S = 150  # for a trial of the search
-SAYS = "UPS_BENCH_SAYS"  # where a search says what it finds: cases run with their output put aside
+SAYS = "OFFLOAD_SAYS"  # where a search says what it finds: cases run with their output put aside
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,41 @@ class Cases(dict[str, Callable[[], dict[str, Any]]]):
 
 CASES = Cases({name: partial(measured, case) for name, case in SPEED.items()})
 SEARCHES = {f"largest {name}": partial(largest, name) for name in LARGEST}
+
+
+def unmet(names: Sequence[str]) -> str | None:
+    """Say what the cases ``names`` need and is not there."""
+    if SIZE not in SIZES:
+        return f"UPS_BENCH_SIZE={SIZE} is not a size: choose one of {', '.join(SIZES)}"
+    if not TINY and (lacks := unmet_gpus(1, what=f"the {SIZE} GPT")):
+        return f"{lacks}: UPS_BENCH_SIZE=tiny tries it all on any machine"
+    chosen = {name: SPEED[name.removeprefix("largest ")] for name in names if name.removeprefix("largest ") in SPEED}
+    for name, case in chosen.items():
+        batch = max(min(case.batch, TOKENS // SEQ), 1)
+        if TOKENS % (SEQ * batch):
+            return f"UPS_BENCH_TOKENS={TOKENS} are not whole microbatches of {batch} x {SEQ} tokens, as {name!r} has"
+    if any(case.bits == 8 for case in chosen.values()) and (lacks := unloadable("torchao.optim", what="8-bit state")):
+        return f"{lacks}: choose other --cases"
+    offloads = any(
+        isinstance(make, partial) and make.func is OptimizerOffload for c in chosen.values() for make in c.callbacks
+    )
+    if offloads and not TINY and (free := _host_gb()) is not None and free < HOST_GB:
+        return f"offloading may take {HOST_GB:.0f} GB of the host, which has {free:.0f} free: set UPS_BENCH_HOST_GB"
+    return None
+
+
+def _host_gb() -> float | None:
+    """Return the free memory of the host, or of what this container may use of it."""
+    free = None
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024 / 1e9
+    with suppress(OSError, ValueError):  # "max" is no number
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free or math.inf, (limit - used) / 1e9)
+    return free
+
+
 COLUMNS = ("tok_s", "step_s", "peak_gib", "state_on_device_gib", "state_on_host_gib", "parameters")
 
 if __name__ == "__main__":
@@ -282,4 +319,4 @@ if __name__ == "__main__":
     searching = any(argument.startswith("largest") for argument in sys.argv)
     if searching:
         CASES.update(SEARCHES)
-    main(CASES, columns=COLUMNS, timeout_s=560 if searching else 240)
+    main(CASES, columns=COLUMNS, timeout_s=560 if searching else 240, unmet=unmet)

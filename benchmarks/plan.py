@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cases import environment, left_on_device
-from processes import finished, result_of
+from cases import add_to, earlier, keep, left_on_device, prepare, unloadable
+from processes import Interrupted, finished, result_of
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "results" / "2026-11-21_compile_and_checkpoint" / "result.json"
@@ -261,27 +262,47 @@ def main() -> None:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print("RESULT " + json.dumps(figures), flush=True)
         return
-    results: list[dict[str, Any]] = []
-    for result in _recorded(options) if options.recorded else _all(options):
-        print(json.dumps(result), flush=True)
-        results.append(result)
-        if options.output:
-            _keep(options.output, results)
-    print(_table(results))
+    if lacks := _unmet(options):
+        parser.error(lacks)
+    if options.output:
+        prepare(parser, options.output)
+    before, results = earlier(options.output / "result.json") if options.output else [], list[dict[str, Any]]()
+    try:
+        for result in _recorded(options) if options.recorded else _all(options):
+            print(json.dumps(result), flush=True)
+            results.append(result)
+            if options.output:
+                keep(options.output / "result.json", [*before, *results])
+                (options.output / "table.md").write_text(_table(results) + "\n")
+    finally:  # also when it is told to end
+        print(_table(results), flush=True)
 
 
-def _keep(folder: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "env.txt").write_text(environment())
-    (folder / "table.md").write_text(_table(results) + "\n")
+def _unmet(options: argparse.Namespace) -> str | None:
+    """Say what is asked for and cannot be."""
+    import torch
+
+    names = [*recorded()] if options.recorded else [config.name for config in CONFIGURATIONS]
+    if not any(options.only in name for name in names):
+        return f"no configuration has {options.only!r} in its name: {', '.join(names)}"
+    if (size := os.environ.get("UPS_BENCH_SIZE")) not in (None, "", "tiny"):
+        return f"UPS_BENCH_SIZE={size} is not known: it is tiny, or not set"
+    runs = torch.cuda.device_count() or size
+    foreign = any(config.foreign and options.only in config.name for config in CONFIGURATIONS)
+    if foreign and runs and not options.recorded and (lacks := unloadable("transformers", what="Llama")):
+        return f"{lacks}; choose others by --only"
+    return None
 
 
 def _recorded(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    start = time.monotonic()
     for name, (config, peak) in recorded().items():
-        if options.only in name:
-            found = _child("plan", config, timeout=options.budget)
+        left = options.budget - (time.monotonic() - start)
+        if options.only in name and left > 0:
+            found, interrupted = _child("plan", config, options, timeout=left)
             yield {"name": name, "measured_gib": peak, "tuned": name in TUNED, **found}
+            if interrupted is not None:
+                raise interrupted
 
 
 def _all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -290,29 +311,55 @@ def _all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     size = os.environ.get("UPS_BENCH_SIZE")
     gpus, start = torch.cuda.device_count(), time.monotonic()
     for config in CONFIGURATIONS:
-        if options.only not in config.name or (gpus and config.devices > gpus):
+        if options.only not in config.name:
+            continue
+        if gpus and config.devices > gpus:
+            print(f"{config.name}: left out, there is one GPU", flush=True)
             continue
         if size == "tiny":
             config = replace(config, size="tiny", seq=32, batch=2, compile=None)
         left = options.budget - (time.monotonic() - start)
-        if left < 40 and gpus:
-            print(f"{config.name}: left out, the budget of {options.budget:.0f} s is spent", flush=True)
+        if left < (40 if gpus else 0):
+            print(f"{config.name}: left out, {left:.0f} s of the budget are left", flush=True)
             continue
-        began = time.monotonic()
+        began, stop, interrupted = time.monotonic(), threading.Event(), None
         # Planned at the same time, so that the GPU does not wait, and kept even if the run does not fit.
         with ThreadPoolExecutor(1) as beside:
-            plan = beside.submit(_child, "plan", config, timeout=left, gpu=False)
-            peak = _child("measure", config, timeout=left) if gpus or size else {}
-        result = {"name": config.name, "tuned": False, **plan.result(), **peak}
+            plan = beside.submit(_child, "plan", config, options, timeout=left, gpu=False, stop=stop)
+            try:
+                peak, interrupted = _child("measure", config, options, timeout=left) if gpus or size else ({}, None)
+                if interrupted is not None:
+                    stop.set()
+                said, _ = plan.result()
+            except BaseException:
+                stop.set()
+                raise
+        result = {"name": config.name, "tuned": False, **said, **peak}
         result["seconds"] = round(time.monotonic() - began, 1)
         yield result
+        if interrupted is not None:
+            raise interrupted
 
 
-def _child(what: str, config: Configuration, *, timeout: float, gpu: bool = True) -> dict[str, Any]:
+def _child(
+    what: str,
+    config: Configuration,
+    options: argparse.Namespace,
+    *,
+    timeout: float,
+    gpu: bool = True,
+    stop: threading.Event | None = None,
+) -> tuple[dict[str, Any], Interrupted | None]:
     command = [sys.executable, __file__, "--worker", what, json.dumps(asdict(config))]
-    hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    found = result_of(finished(command, timeout=timeout, environment=hidden))
-    return {f"{what}_error": found["error"]} if "error" in found else found
+    hidden, interrupted = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}, None
+    try:
+        text = finished(command, timeout=timeout, environment=hidden, stop=stop)
+    except Interrupted as error:
+        interrupted, text = error, error.said + "\nended, since the benchmark was interrupted"
+    if options.output:
+        add_to(options.output / "log.txt", f"===== {config.name}, {what}\n{text}\n")
+    found = result_of(text)
+    return {f"{what}_error": found["error"]} if "error" in found else found, interrupted
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 The ranks are started here and not by torchrun: its workers live in sessions of their own, outlive it when it is killed,
 and keep the pipe open that its parent reads. What the ranks print goes to a file, so that nobody waits for a full pipe.
+All that a run has started ends with it, also when the benchmark itself is told to end by SIGINT, SIGTERM or SIGHUP.
 """
 
 import json
@@ -13,63 +14,129 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-__all__ = ["finished", "portable", "result_of"]
+__all__ = ["Interrupted", "finished", "portable", "result_of"]
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # so that a script works from any folder, installed or not
 
 QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+class Interrupted(KeyboardInterrupt):
+    """The benchmark was told to end while something ran; ``said`` is what that had printed until then."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__("interrupted")
+        self.said = said
+
+
 def finished(
-    command: Sequence[str], *, timeout: float, ranks: int = 1, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    timeout: float,
+    ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+    stop: threading.Event | None = None,
 ) -> str:
     """Run ``command``, once or as so many ranks, and return all that was printed; all end after ``timeout`` seconds.
 
-    The text is `portable`. When a rank fails, the others are given ten seconds, since they wait for it.
+    The text is `portable`, and ends with what ended the ranks that could not say so. When one fails, the others are
+    given ten seconds, since they wait for it. ``stop`` ends all, for runs in threads that nothing else interrupts.
+
+    Raises:
+        Interrupted: If this process is told to end; the ranks have ended then.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        processes = [
-            subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, **QUIET, **_rank(rank, ranks), **(environment or {})},
-            )
-            for rank in range(ranks)
-        ]
-        end = time.monotonic() + timeout
+    run = uuid.uuid4().hex
+    with tempfile.TemporaryFile("w+", errors="replace") as output, _told_to_end():
+        processes: list[subprocess.Popen[bytes]] = []
         said = ""
         try:
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() not in (None, 0) for process in processes):
-                    end = min(end, time.monotonic() + 10)
-                if time.monotonic() > end:
-                    said = f"\nended after {timeout:.0f} s, or since a rank had failed"
-                    break
-                time.sleep(0.1)
-        finally:  # also when this process is interrupted, which the ranks in their sessions do not hear of
-            for process in processes:
-                _end(process)
-        output.seek(0)
-        return portable(output.read()) + said
+            for rank in range(ranks):
+                told = {**os.environ, **QUIET, **_rank(rank, ranks), **(environment or {}), _RUN: run}
+                processes.append(
+                    subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=told)
+                )
+            said = _waited(processes, timeout=timeout, stop=stop)
+        except KeyboardInterrupt as error:
+            _end(processes, run)  # before what it printed is read
+            raise Interrupted(_said(output)) from error
+        finally:
+            failed = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+            _end(processes, run)
+        printed = _said(output)
+        for rank, code in failed.items():
+            if code < 0 or not printed.strip():  # others say themselves why
+                how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+                said += f"\n{f'rank {rank}' if ranks > 1 else 'it'} ended with {how}"
+        return printed + said
+
+
+def _waited(processes: Sequence["subprocess.Popen[bytes]"], *, timeout: float, stop: threading.Event | None) -> str:
+    end = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() not in (None, 0) for process in processes):
+            end = min(end, time.monotonic() + 10)
+        if stop is not None and stop.is_set():
+            return "\nended since the benchmark was told to end"
+        if time.monotonic() > end:
+            return f"\nended after {timeout:.0f} s, or since a rank had failed"
+        time.sleep(0.1)
+    return ""
+
+
+def _said(output: Any) -> str:
+    output.seek(0)
+    return portable(output.read())
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP do what SIGINT does: by themselves they would leave the ranks behind, on the GPU."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers if signal.getsignal(number) is not None}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def result_of(text: str) -> dict[str, Any]:
-    """Return what a script printed as its RESULT, a line of JSON, or the end of all that it printed as its error."""
-    found = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
-    return json.loads(found[-1]) if found else {"error": text.strip()[-1500:]}
+    """Return what a script printed as its RESULT, a line of JSON, or the end of all that it printed as its error.
+
+    A line that was cut off, since the script was ended while it printed it, does not count.
+    """
+    for line in reversed(text.splitlines()):
+        if line.startswith("RESULT "):
+            with suppress(json.JSONDecodeError):
+                return json.loads(line.removeprefix("RESULT "))
+    return {"error": text.strip()[-1500:] or "it ended without a word"}
 
 
 def portable(text: str) -> str:
     """Return ``text`` without this machine's folders, as raw output keeps it: files by where the project has them."""
     paths = sysconfig.get_paths()
+    installed = {path: "site-packages" for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
     folders = {
-        str(Path(__file__).parent.parent): ".",
+        **{str(path): "." for path in (Path.cwd(), Path(__file__).parent.parent, ROOT)},
+        **installed,
         paths["purelib"]: "site-packages",
         paths["platlib"]: "site-packages",
         paths["stdlib"]: "python",
@@ -108,27 +175,35 @@ def _port() -> int:
     return _PORTS[-1]
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    # The whole session: loaders' workers, and what a shell script has started, in groups of their own by `timeout` too.
+_RUN = "UPS_BENCHMARK_RUN"  # tells by the environment who belongs to a run
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"], run: str) -> None:
+    """End all that a run has started: what is in the ranks' sessions, and what has left them, as torchrun's workers.
+
+    All are told at once, so that many ranks that hang take no longer than one.
+    """
+    leaders = [process.pid for process in processes]
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for member in _session(process.pid):
-            with suppress(ProcessLookupError):
+        for member in _members(leaders, run):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(member, number)
-        process.send_signal(number)  # where there is no /proc; it does nothing to one that has ended
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
+        for process in processes:
+            process.send_signal(number)  # where there is no /proc; it does nothing to one that has ended
         end = time.monotonic() + 5
-        while _session(process.pid) and time.monotonic() < end:
+        while time.monotonic() < end and (any(p.poll() is None for p in processes) or _members(leaders, run)):
             time.sleep(0.05)
-    process.wait()
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):  # one that a driver holds is not waited for
+            process.wait(timeout=5)
 
 
-def _session(leader: int) -> list[int]:
-    found = []
+def _members(leaders: Sequence[int], run: str) -> list[int]:
+    found, mark = [], f"{_RUN}={run}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it may have ended
+        with suppress(OSError):  # it may have ended, or be another user's
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state != "Z":
+            if state != "Z" and (int(session) in leaders or mark in (folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
     return found
 

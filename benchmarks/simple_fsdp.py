@@ -15,16 +15,17 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import environment, left_on_device
+from cases import add_to, earlier, keep, left_on_device, prepare, unmet_gpus
 from fsdp2 import Config
-from processes import finished, result_of
+from processes import Interrupted, finished, result_of
 
 PROFILED = 3
 LEAST_S = 45  # a run that gets less is not begun
@@ -89,30 +90,46 @@ def main() -> None:
     if options.worker:
         work(config, WAYS[options.worker], backend=options.backend)
         return
-    options.output.mkdir(parents=True, exist_ok=True)
-    results = run_all(config, options)
-    print(table(results))
-    (options.output / "table.md").write_text(table(results) + "\n")
-    (options.output / "env.txt").write_text(environment())
+    if options.set != "tiny" and (lacks := unmet_gpus(config.gpus, what=f"set {options.set}")):
+        parser.error(lacks)
+    prepare(parser, options.output)
+    before, results = earlier(options.output / "result.json"), list[dict[str, Any]]()
+    try:
+        # The caches are large, hold paths of this machine, and would make another call's cold runs warm.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+            for result in run_all(config, options, caches=Path(caches)):
+                results.append(result)
+                keep(options.output / "result.json", [*before, *results])
+                (options.output / "table.md").write_text(table(results) + "\n")
+    finally:  # also when it is told to end
+        print(table(results), flush=True)
 
 
-def run_all(config: Config, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run each way cold and, if it compiles, warm, while the budget lasts; keep what comes out."""
-    start, results, log = time.monotonic(), [], []
+def run_all(config: Config, options: argparse.Namespace, *, caches: Path) -> Iterator[dict[str, Any]]:
+    """Run each way cold and, if it compiles, warm, while the budget lasts; yield what comes out of each."""
+    start = time.monotonic()
     for name in options.ways:
-        cache = options.output.resolve() / "cache" / f"{options.set} {name}".replace(" ", "_").replace(",", "")
+        cache, found = caches / f"{options.set} {name}".replace(" ", "_").replace(",", ""), dict[str, Any]()
         for steps in ("cold", "warm") if WAYS[name].compiles else ("cold",):
             left = options.budget - (time.monotonic() - start)
-            if left < LEAST_S:
-                print(f"{name}, {steps}: left out, the budget of {options.budget:.0f} s is spent", flush=True)
+            if "error" in found:
+                print(f"{name}, {steps}: left out, the cold run failed", flush=True)
                 continue
-            result, text = launch(config, name, options, cache=cache, warm=steps == "warm", timeout=left)
-            results.append({"way": name, "cache": steps, **result})
-            log.append(f"===== {name}, {steps}\n{text}")
-            print(json.dumps(results[-1]), flush=True)
-            (options.output / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-            (options.output / "log.txt").write_text("\n".join(log))
-    return results
+            if left < LEAST_S or (steps == "warm" and not found):
+                print(f"{name}, {steps}: left out, {left:.0f} s of the budget are left", flush=True)
+                continue
+            interrupted = None
+            try:
+                found, text = launch(config, name, options, cache=cache, warm=steps == "warm", timeout=left)
+            except Interrupted as error:
+                interrupted, text = error, error.said
+                found = {"error": "interrupted"}
+            result = {"way": name, "cache": steps, "set": options.set, **found}
+            add_to(options.output / "log.txt", f"===== {name}, {steps}\n{text}\n")
+            print(json.dumps(result), flush=True)
+            yield result
+            if interrupted is not None:
+                raise interrupted
 
 
 def launch(

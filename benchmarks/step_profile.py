@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import add_to, prepare, unloadable, unmet_gpus
 from lightning.pytorch import Callback, Trainer
 from llama import ALLOCATOR, SIDES, Row, Watch, rows, work
-from processes import finished
+from processes import Interrupted, finished
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
@@ -148,12 +149,20 @@ def main() -> None:
 
         Watch.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
         work(SIDES["ours"], row)
-    options.output.mkdir(parents=True, exist_ok=True)
+    if lacks := unmet_gpus(row.gpus, what=f"row {options.row}"):
+        parser.error(lacks)
+    if row.float8 and (lacks := unloadable("torchao.float8", what=f"row {options.row}")):
+        parser.error(lacks)
+    prepare(parser, options.output)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         command = [sys.executable, __file__, "--row", options.row, "--trace", str(path)]
-        said = finished(command, timeout=options.budget, ranks=row.gpus, environment=ALLOCATOR)
-        (options.output / "log.txt").write_text(said)
+        try:
+            said = finished(command, timeout=options.budget, ranks=row.gpus, environment=ALLOCATOR)
+        except Interrupted as error:
+            add_to(options.output / "log.txt", f"===== {options.row}, interrupted\n{error.said}\n")
+            raise
+        add_to(options.output / "log.txt", f"===== {options.row}\n{said}\n")
         if not path.exists():
             sys.exit(f"no trace was made:\n{said[-3000:]}")
         trace = json.loads(path.read_text())["traceEvents"]

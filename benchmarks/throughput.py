@@ -292,7 +292,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "cost small": partial(cost, "small"),
     "look small": partial(residue, "small"),
     "healthy": partial(trouble, None),
-    "trouble loader": partial(trouble, "slow loader", sleep_s=0.1 if ON_GPU else 0.02),
+    "trouble loader": partial(trouble, "slow loader", sleep_s=0.3 if ON_GPU else 0.02),
     "trouble batch": partial(trouble, "batch too small", batch=1, seq=128 if ON_GPU else 16),
     "trouble sync": partial(trouble, "host sync", module=Waiting),
     "trouble exchange": exchange,
@@ -300,4 +300,4 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     columns = ("tok_s", "off_by_percent", "mfu", "mfu_by_hand", "cost_percent", "interval_percent", "first", "right")
-    main(CASES, columns=columns, timeout_s=150)
+    main(CASES, columns=columns, timeout_s=240)

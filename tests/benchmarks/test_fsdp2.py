@@ -65,6 +65,43 @@ def test_each_result_is_kept_at_once_and_the_budget_holds(fsdp2, monkeypatch, tm
     assert capsys.readouterr().out.count("left out") == 2 * len(fsdp2._sets()["tiny"])
 
 
+def test_what_fails_is_not_run_again_and_what_is_interrupted_is_kept(fsdp2, monkeypatch, tmp_path, capsys):
+    told = iter(["no kernel", json.dumps(result("tiny ours, 2 ranks, batch 2", 9, [4.0])) + '\n{"name": "cut', None])
+
+    def finished(command, **_):
+        if (said := next(told)) is None:
+            raise fsdp2.Interrupted("step 1")
+        return said
+
+    monkeypatch.setattr(fsdp2, "finished", finished)
+    words = ["fsdp2.py", "--set", "tiny", "--only", "rank", "--rounds", "2", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(KeyboardInterrupt):
+        fsdp2.main()
+    found = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(one["round"], one["name"][:14], one.get("error")) for one in found] == [
+        (1, "tiny ours, 1 r", "no kernel"),
+        (1, "tiny ours, 2 r", None),
+        (2, "tiny ours, 2 r", "step 1\nended, since the benchmark was interrupted"),
+    ]
+    assert "tiny ours, 1 rank, batch 4, round 2: left out, it failed before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "8B"], "set 8B needs 4 GPUs, and this machine has 1"),
+        (["--set", "parity", "--only", "4 GPUs"], "no configuration of parity has '4 GPUs' in its name: '1B ours"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(fsdp2, monkeypatch, capsys, words, said):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["fsdp2.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        fsdp2.main()
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_one_rank_and_two_have_the_same_losses(tmp_path):
     done = subprocess.run(

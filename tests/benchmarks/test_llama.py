@@ -23,8 +23,9 @@ def llama(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import llama
 
+    monkeypatch.setattr(llama, "unmet_gpus", lambda *_, **__: None)  # nothing here runs on one
     yield llama
-    for name in ("llama", "cases"):
+    for name in ("llama", "cases", "processes"):
         sys.modules.pop(name, None)
 
 
@@ -77,6 +78,79 @@ def test_a_runner_that_is_not_there_is_said_before_anything_runs(llama, tmp_path
         llama.main()
     assert f"{tmp_path / 'bench_titan.sh'}, which does not exist: name the folder by --titan" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--row", "8B", "--sides", "ours"], "row 8B needs 4 GPUs, and this machine has 0"),
+        (["--row", "1B-4-float8", "--sides", "ours"], "row 1B-4-float8 needs torchao, which cannot be loaded"),
+        (["--row", "150M-4", "--sides", "torchtitan"], "there is no setting of torchtitan for row 150M-4"),
+        (["--row", "tiny", "--output", "{}/bench_titan.sh"], "cannot be written (File exists): name another folder"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(llama, tmp_path, monkeypatch, capsys, words, said):
+    (tmp_path / "bench_titan.sh").touch()
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise RuntimeError('another CUDA')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    if "8B" in words:
+        monkeypatch.undo()
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(llama, "child", lambda *_: pytest.fail("it has begun"))
+    words = [word.format(tmp_path) for word in words]
+    monkeypatch.setattr(sys, "argv", ["llama.py", "--titan", str(tmp_path), "--output", str(tmp_path / "out"), *words])
+    with pytest.raises(SystemExit, match="2"):
+        llama.main()
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_earlier_calls_have_kept_is_in_the_table(llama, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(llama, "child", lambda name, side, timeout: (result(side, 100), "words of it"))
+    out = tmp_path / "out"
+    out.mkdir()
+    old = [result("ours", 107) | {"row": "1B-4"}, result("ours", 9) | {"row": "1B-8"}]
+    (out / "results.jsonl").write_text("\n".join([*map(json.dumps, old), '{"side": "ours", "tok_s']) + "\n")
+    words = [
+        "llama.py",
+        "--row",
+        "1B-4",
+        "--sides",
+        "torchtitan",
+        "bare",
+        "--output",
+        str(out),
+        "--titan",
+        str(tmp_path),
+    ]
+    (tmp_path / "bench_titan.sh").write_text(TITAN)
+    monkeypatch.setattr(sys, "argv", words)
+    llama.main()
+    shown = (out / "table.md").read_text()
+    assert "| bare | 100 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.070x |" in shown
+    assert "These are runs of 2 calls" in shown
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [*words, "--rounds", "0"])
+    llama.main()
+    assert capsys.readouterr().out == shown
+
+
+def test_a_side_that_is_interrupted_keeps_its_words(llama, tmp_path, monkeypatch, capsys):
+    def child(name, side, timeout):
+        if side == "bare":
+            raise llama.Interrupted("step 1")
+        return result(side, 100), ""
+
+    monkeypatch.setattr(llama, "child", child)
+    words = ["llama.py", "--row", "1B-4", "--sides", "ours", "bare", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(KeyboardInterrupt):
+        llama.main()
+    assert "===== bare, round 1\nstep 1\n" in (tmp_path / "log.txt").read_text()
+    assert "| ours | 100 |" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_side_that_failed_is_not_run_again(llama, tmp_path, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 import os
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,7 +107,64 @@ def test_only_whole_folders_are_taken_away(processes, monkeypatch, text, wanted)
     assert processes.portable(text) == wanted
 
 
+def test_what_has_left_the_session_is_ended_too(finished):
+    code = (
+        "import subprocess, time;"
+        "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True); time.sleep(600)"
+    )
+    text, _ = run(finished, code, timeout=3)
+    stat = Path("/proc", text.split()[0], "stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_ranks_that_hang_are_told_together(finished, tmp_path):
+    code = (
+        "import os, pathlib, signal, time;"
+        "signal.signal(signal.SIGTERM, lambda *_: print(time.monotonic(), flush=True));"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch()\nwhile True: time.sleep(600)"
+    )
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as beside:
+        text = beside.submit(run, finished, code, timeout=300, ranks=3, stop=stop)
+        while len([*tmp_path.iterdir()]) < 3:
+            time.sleep(0.1)
+        stop.set()
+        told = [float(line) for line in text.result()[0].splitlines() if line[:1].isdigit()]
+    assert len(told) == 3
+    assert max(told) - min(told) < 4, "one after the other would be five seconds apart, or more"
+
+
+def test_a_rank_that_says_nothing_is_told_of(finished):
+    assert (
+        run(finished, "import os; os.kill(os.getpid(), 9)", timeout=60)[0].strip() == "it ended with signal 9 (Killed)"
+    )
+    assert run(finished, "raise SystemExit(3)", timeout=60)[0].strip() == "it ended with exit code 3"
+    assert "exit code" not in run(finished, "print('no memory'); raise SystemExit(3)", timeout=60)[0]
+
+
+def test_a_run_in_a_thread_can_be_stopped(finished):
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as beside:
+        text = beside.submit(run, finished, "import time; time.sleep(600)", timeout=300, stop=stop)
+        stop.set()
+        assert "told to end" in text.result()[0]
+
+
+def test_an_interrupt_keeps_what_was_printed(processes, monkeypatch):
+    def waited(*_, **__):
+        time.sleep(2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "_waited", waited)
+    with pytest.raises(processes.Interrupted) as stopped:
+        run(processes.finished, "import time; print('step 1', flush=True); time.sleep(600)", timeout=300)
+    assert stopped.value.said in ("step 1\n", "")  # on a machine where Python takes two seconds to start
+
+
 def test_a_result_is_the_last_one_told_and_an_error_what_was_said(processes):
     assert processes.result_of('x\nRESULT {"a": 1}\ny\nRESULT {"a": 2}\nz') == {"a": 2}
     assert processes.result_of(" no memory\n") == {"error": "no memory"}
     assert len(processes.result_of("x" * 9999)["error"]) < 9999
+    assert processes.result_of('RESULT {"a": 1}\nRESULT {"a": 2, "b') == {"a": 1}, "cut off"
+    assert processes.result_of("RESULT {")["error"] == "RESULT {"
+    assert processes.result_of("\n")["error"]
