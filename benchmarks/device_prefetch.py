@@ -11,6 +11,7 @@ by. Losses of all six runs must be equal, bit for bit. A 64 MiB batch needs 400 
 On a CPU, where there is nothing to copy, all sizes are tiny, so that the script can be tried.
 """
 
+import gc
 import statistics
 import tempfile
 import time
@@ -108,6 +109,7 @@ def trained(num_bytes: int, loader: Loader, *callbacks: Callback) -> dict[str, A
     torch.manual_seed(0)
     module, clock = Products(reads=loader == "workers"), Clock()
     if ON_GPU:
+        gc.collect()  # what the run before held would count as this one's
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

@@ -571,7 +571,7 @@ def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[s
         if (log := Path(folder) / "titan.log").exists():
             text += portable(log.read_text(errors="replace"))
     for line in text.splitlines():
-        if line.startswith("RESULT_JSON "):
+        if line.startswith("RESULT_JSON ") and line.endswith("}"):  # else it was cut off
             found = json.loads(line.removeprefix("RESULT_JSON "))
             if "error" in found:
                 return {"error": found["error"]}, text

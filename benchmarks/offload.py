@@ -118,7 +118,8 @@ class Module(GPTModule):
 class Clock(Callback):
     """Times optimizer steps, each a whole accumulation, by the clock after the device is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tokens: int) -> None:
+        self.tokens = tokens
         self.times: list[float] = []
         self.losses: list[torch.Tensor] = []
         self.state: dict[str, Any] = {}
@@ -152,7 +153,7 @@ class Clock(Callback):
         if steps:
             found["first_step_s"] = round(self.times[1] - self.times[0], 2)
             found["step_s"] = round(statistics.median(steps), 3)
-            found["tok_s"] = round(TOKENS / statistics.median(steps))
+            found["tok_s"] = round(self.tokens / statistics.median(steps))
         return found
 
 
@@ -197,7 +198,7 @@ def run(case: Case, *, layers: int | None = None, steps: int = STEPS, tokens: in
     """Train ``steps`` optimizer steps."""
     seed_everything(0, verbose=False)
     torch.set_float32_matmul_precision("high")
-    clock = Clock()
+    clock = Clock(tokens=tokens)
     module = Module(bits=case.bits, rounds=case.precision is BF16WeightsPrecision, layers=layers)
     batch = min(case.batch, tokens // SEQ)
     trainer = Trainer(

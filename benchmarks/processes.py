@@ -110,7 +110,9 @@ def _told_to_end() -> Iterator[None]:
         yield
         return
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers if signal.getsignal(number) is not None}
+    # What somebody else handles, or ignores as nohup does, stays as it is.
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
@@ -185,11 +187,13 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], run: str) -> None:
     """
     leaders = [process.pid for process in processes]
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for member in _members(leaders, run):
+        members = _members(leaders, run)
+        for member in members:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(member, number)
         for process in processes:
-            process.send_signal(number)  # where there is no /proc; it does nothing to one that has ended
+            if process.pid not in members:  # where there is no /proc; it does nothing to one that has ended
+                process.send_signal(number)
         end = time.monotonic() + 5
         while time.monotonic() < end and (any(p.poll() is None for p in processes) or _members(leaders, run)):
             time.sleep(0.05)

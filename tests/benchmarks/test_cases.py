@@ -33,7 +33,10 @@ def cut():
 def dies():
     os.kill(os.getpid(), 9)
 
-CASES = {"good": lambda: words("hello"), "fails": fails, "hangs": hangs, "cut": cut, "dies": dies}
+def search():
+    return {"case": "a trial of it", "speed": 2}
+
+CASES = {"search": search, "good": lambda: words("hello"), "fails": fails, "hangs": hangs, "cut": cut, "dies": dies}
 main(CASES, columns=("speed",), timeout_s=600, unmet=lambda names: "dies needs luck" if "unlucky" in sys.argv else None)
 """
 
@@ -60,11 +63,11 @@ def ran(script, *words):
 
 
 def test_a_case_that_fails_costs_itself_and_all_that_was_said_is_kept(script):
-    names = ["fails", "good", "fails", "cut", "dies"]
+    names = ["fails", "good", "fails", "cut", "dies", "search"]
     code, out, err = ran(script, "--cases", *names, f"--output={script.parent / 'out'}")
     assert code == 0, err
     found = json.loads((script.parent / "out" / "result.json").read_text())
-    assert [one["case"] for one in found] == ["fails", "good", "cut", "dies"]
+    assert [one["case"] for one in found] == ["fails", "good", "cut", "dies", "search"]
     assert "fails: left out, it failed before" in out
     assert "no kernel" in found[0]["error"]
     assert (found[1]["speed"], found[2]["speed"]) == (1.5, 9)
@@ -74,7 +77,7 @@ def test_a_case_that_fails_costs_itself_and_all_that_was_said_is_kept(script):
     assert "===== good\nhello" in kept
     known = (script.parent / "out" / "env.txt").read_text()
     assert "UPS_BENCH_SIZE=tiny" in known
-    assert "python some.py --cases fails good fails cut dies --output=out" in known
+    assert "python some.py --cases fails good fails cut dies search --output=out" in known
 
 
 def test_what_an_earlier_call_has_left_stays(script):
@@ -96,7 +99,7 @@ def test_what_an_earlier_call_has_left_stays(script):
 def test_what_cannot_be_is_said_before_anything_runs(script):
     (script.parent / "file").touch()
     for words, said in (
-        (["--cases", "good", "god"], "there is no case 'god'; the cases are: 'good', 'fails'"),
+        (["--cases", "good", "god"], "there is no case 'god'; the cases are: 'search', 'good', 'fails'"),
         (["--cases", "good", "--output", "file"], "--output file cannot be written (File exists)"),
         (["--cases", "good", "unlucky"], "there is no case 'unlucky'"),
     ):

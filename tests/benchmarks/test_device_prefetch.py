@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,3 +36,10 @@ def test_losses_that_differ_are_found(benchmark_, monkeypatch):
 
     monkeypatch.setattr(benchmark_, "trained", trained)
     assert benchmark_.compared(1, "ready")["losses_equal"] is False
+
+
+def test_shared_memory_that_is_too_small_is_said_before_anything_runs(benchmark_, monkeypatch):
+    monkeypatch.setattr(benchmark_, "ON_GPU", True)
+    monkeypatch.setattr(benchmark_, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
+    assert "'64 MiB, workers' needs 400 MiB of /dev/shm, which has 64" in benchmark_.unmet(benchmark_.CASES)
+    assert benchmark_.unmet(["64 MiB, ready", "1 MiB, workers"]) is None

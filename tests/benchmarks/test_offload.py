@@ -23,6 +23,33 @@ def offload(monkeypatch):
         sys.modules.pop(name, None)
 
 
+def test_what_cases_need_is_said_before_any_runs(offload, monkeypatch, tmp_path):
+    assert offload.unmet(["plain", "together, 8-bit", "largest together"]) is None
+    (tmp_path / "torchao.py").write_text("raise RuntimeError('another CUDA')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "8-bit state needs torchao" in offload.unmet(["plain", "largest together, 8-bit"])
+    assert offload.unmet(["plain", "largest together"]) is None
+    monkeypatch.setattr(offload, "TOKENS", 3 * offload.SEQ)
+    assert offload.unmet(["plain", "checkpointing"]) is None, "one microbatch of three"
+    monkeypatch.setattr(offload, "TOKENS", 6 * offload.SEQ)
+    assert "are not whole microbatches of 4 x 32 tokens, as 'checkpointing'" in offload.unmet(["checkpointing"])
+    monkeypatch.setattr(offload, "SIZE", "7B")
+    assert "UPS_BENCH_SIZE=7B is not a size" in offload.unmet(["plain"])
+
+
+def test_a_size_for_gpus_needs_one_and_room_on_the_host(offload, monkeypatch):
+    monkeypatch.setattr(offload, "TINY", False)
+    monkeypatch.setattr(offload, "SIZE", "8B")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "the 8B GPT needs 1 GPU, and this machine has 0: UPS_BENCH_SIZE=tiny" in offload.unmet(["plain"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(offload, "HOST_GB", 1e9)
+    assert "which has" in offload.unmet(["plain", "largest together"])
+    assert offload.unmet(["plain", "largest plain"]) is None
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_state_is_where_a_case_says_and_losses_are_the_same(offload, tmp_path, monkeypatch):
@@ -44,6 +71,12 @@ def test_a_trial_has_the_number_of_blocks_and_keeps_what_the_host_has_no_room_fo
     assert seen["layers"] == 3
     offloads = [make() for make in seen["case"].callbacks if make.func is offload.OptimizerOffload]
     assert 0.5 < offloads[0].resident < 1
+
+
+def test_tokens_a_second_are_of_the_tokens_that_a_run_had(offload):
+    clock = offload.Clock(tokens=offload.SEQ)
+    clock.times = [0.0, 5.0, 7.0, 9.0]
+    assert clock.figures()["tok_s"] == offload.SEQ / 2
 
 
 def test_the_search_finds_the_largest(offload, monkeypatch):

@@ -15,7 +15,7 @@ def plan(monkeypatch):
     import plan
 
     yield plan
-    for name in ("plan", "cases"):
+    for name in ("plan", "cases", "processes"):
         sys.modules.pop(name, None)
 
 
@@ -39,6 +39,44 @@ def test_the_recorded_peaks(plan):
     peaks = {name: peak for name, (_, peak) in plan.recorded().items()}
     assert peaks["eager"] == 67.0
     assert len(peaks) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "said"),
+    [
+        (["--only", "1C"], "tiny", "no configuration has '1C' in its name: 1B eager"),
+        ([], "1B", "UPS_BENCH_SIZE=1B is not known: it is tiny, or not set"),
+        (["--only", "Llama"], "tiny", "Llama needs transformers, which cannot be loaded (RuntimeError: another CUDA)"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(plan, monkeypatch, tmp_path, capsys, words, size, said):
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('another CUDA')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.setenv("UPS_BENCH_SIZE", size)
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        plan.main()
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_is_interrupted_ends_the_plan_beside_it(plan, monkeypatch, tmp_path, capsys):
+    def finished(command, *, stop, **_):
+        if "measure" in command:
+            raise plan.Interrupted("step 1")
+        assert stop.wait(60), "the plan goes on"
+        return 'RESULT {"planned_gib": 2.0}'
+
+    monkeypatch.setattr(plan, "finished", finished)
+    monkeypatch.setenv("UPS_BENCH_SIZE", "tiny")
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--only", "1B eager", "--output", str(tmp_path / "out")])
+    with pytest.raises(KeyboardInterrupt):
+        plan.main()
+    (result,) = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["planned_gib"] == 2.0
+    assert "interrupted" in result["measure_error"]
+    assert "===== 1B eager, measure\nstep 1\n" in (tmp_path / "out" / "log.txt").read_text()
+    assert "| 1B eager | 2.0 | - |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ def simple_fsdp(monkeypatch):
     import simple_fsdp
 
     yield simple_fsdp
-    for name in ("simple_fsdp", "fsdp2", "cases", "step_profile", "llama"):
+    for name in ("simple_fsdp", "fsdp2", "cases", "processes", "step_profile", "llama"):
         sys.modules.pop(name, None)
 
 
@@ -45,6 +45,52 @@ def test_the_table_compares_with_fsdp2_eager(simple_fsdp):
 def test_what_compiles_runs_twice(simple_fsdp):
     compiles = {name: way.compiles for name, way in simple_fsdp.WAYS.items()}
     assert [name for name, yes in compiles.items() if not yes] == ["FSDP2, eager"]
+
+
+def called(simple_fsdp, monkeypatch, tmp_path, launch, *words):
+    monkeypatch.setattr(simple_fsdp, "launch", launch)
+    monkeypatch.setattr(sys, "argv", ["simple_fsdp.py", "--set", "tiny", "--output", str(tmp_path / "out"), *words])
+    simple_fsdp.main()
+
+
+def test_a_cold_run_that_failed_has_no_warm_one_and_caches_are_fresh(simple_fsdp, monkeypatch, tmp_path, capsys):
+    seen = []
+
+    def launch(config, name, options, *, cache, warm, timeout):
+        seen.append((name, warm))
+        assert cache.exists() is warm, "cold is without what an earlier call has left"
+        cache.mkdir(exist_ok=True)
+        return ({"error": "no kernel"} if name == "SimpleFSDP" else result(name)), "words"
+
+    ways = ["--ways", "SimpleFSDP", "FSDP2, blocks compiled"]
+    for _ in range(2):
+        called(simple_fsdp, monkeypatch, tmp_path, launch, *ways)
+    assert seen == [("SimpleFSDP", False), ("FSDP2, blocks compiled", False), ("FSDP2, blocks compiled", True)] * 2
+    assert "SimpleFSDP, warm: left out, the cold run failed" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"env.txt", "log.txt", "result.json", "table.md"}
+    assert len(json.loads((tmp_path / "out" / "result.json").read_text())) == 6, "what was there stays"
+
+
+def test_what_is_interrupted_keeps_all(simple_fsdp, monkeypatch, tmp_path, capsys):
+    def launch(config, name, *_, **__):
+        if name == "SimpleFSDP":
+            raise simple_fsdp.Interrupted("step 1")
+        return result(name), ""
+
+    with pytest.raises(KeyboardInterrupt):
+        called(simple_fsdp, monkeypatch, tmp_path, launch, "--ways", "FSDP2, eager", "SimpleFSDP")
+    out = tmp_path / "out"
+    assert [one["way"] for one in json.loads((out / "result.json").read_text())] == ["FSDP2, eager", "SimpleFSDP"]
+    assert "===== SimpleFSDP, cold\nstep 1" in (out / "log.txt").read_text()
+    assert "| FSDP2, eager | 1000 |" in (out / "table.md").read_text()
+    assert (out / "env.txt").exists()
+
+
+def test_gpus_that_are_not_there_are_said_before_anything_runs(simple_fsdp, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="2"):
+        called(simple_fsdp, monkeypatch, tmp_path, None, "--set", "1B-2")
+    assert "set 1B-2 needs 2 GPUs, and this machine has 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ def step_profile(monkeypatch):
     import step_profile
 
     yield step_profile
-    for name in ("step_profile", "llama", "cases"):
+    for name in ("step_profile", "llama", "cases", "processes"):
         sys.modules.pop(name, None)
 
 
@@ -64,3 +64,25 @@ def test_rooflines_are_arithmetic(step_profile):
     assert least["optimizer and clip"] == pytest.approx(1.498482688e9 * 30 / 4.25e12 * 1e3, rel=1e-3)
     shown = step_profile.table({"step": 100.0, "products": 160.0}, least)
     assert "| products | 160.0 | 160.0% | 154.4 |" in shown
+
+
+def test_gpus_that_are_not_there_are_said_before_anything_runs(step_profile, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["step_profile.py", "--row", "8B", "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="2"):
+        step_profile.main()
+    assert "row 8B needs 4 GPUs, and this machine has 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_interrupted_keeps_its_words(step_profile, monkeypatch, tmp_path):
+    def finished(*_, **__):
+        raise step_profile.Interrupted("step 1")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(step_profile, "finished", finished)
+    monkeypatch.setattr(sys, "argv", ["step_profile.py", "--row", "1B-4", "--output", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        step_profile.main()
+    assert "step 1" in (tmp_path / "log.txt").read_text()
+    assert "step_profile" in (tmp_path / "env.txt").read_text() or "pytest" in (tmp_path / "env.txt").read_text()
