@@ -14,15 +14,17 @@
 Each configuration runs in a process of its own, prints one line of JSON, and is kept as OUT/NAME.json at once. What is
 there already is not run again, so that a set may be spread over several calls, each with its --budget in seconds; on
 another machine, copy what there is into OUT first. Times of products are kept in OUT/cache, so that `filter: auto`
-decides by those of the predictions. To measure is refused without OUT's predictions. Transformer Engine takes part
-where it is installed.
+decides by those of the predictions. To measure is refused without OUT's predictions, and so is an OUT with results of
+the other size or another device. Transformer Engine takes part where it can be loaded. What cannot run is said before
+anything does.
 """
 
 import argparse
 import json
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,9 +64,14 @@ def main() -> int:
     if options.case:
         print("RESULT " + json.dumps(_cases(tiny=options.tiny, output=options.output)[options.case]()), flush=True)
         return 0
-    if not options.summary:
-        _run(options)
-    print(*_summary(options.output), sep="\n")
+    if options.summary:
+        print(*_summary(options.output), sep="\n")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a configuration ends too
+    try:
+        _run(options, _chosen(options))
+    finally:  # also when it is interrupted
+        print(*_summary(options.output), sep="\n", flush=True)
     return 0
 
 
@@ -85,17 +92,84 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
     return cases
 
 
-def _run(options: argparse.Namespace) -> None:
+def _chosen(options: argparse.Namespace) -> list[str]:
+    """Return the configurations that are asked for and not there yet.
+
+    Raises:
+        SystemExit: If it is known that they cannot run, or would not fit together.
+    """
+    asked = [
+        name
+        for name in _cases(tiny=options.tiny, output=options.output)
+        if (options.set == "all" or SETS[options.set](name)) and options.only in name
+    ]
+    if not asked:
+        hint = " Is Transformer Engine installed?" if "te" in f"{options.set} {options.only}" else ""
+        raise SystemExit(f"No configuration of --set {options.set} has {options.only!r} in its name.{hint}")
+    if other := _others(options.output, {"tiny": options.tiny, "device": _device()}):
+        raise SystemExit(f"{other} Speeds of two kinds make no table. Give another --output.")
+    names = [name for name in asked if not _path(options.output, name).exists()]
+    for name in [name for name in asked if name not in names]:
+        print(f"{name}: is there", flush=True)
+    return _possible(names, tiny=options.tiny, output=options.output)
+
+
+def _possible(names: Sequence[str], *, tiny: bool, output: Path) -> list[str]:
+    for name in names:
+        model = name.split()[1]
+        if name.startswith("measure") and not _path(output, f"predict {model}").exists():
+            predicted = any(other == f"predict {model}" for other in names[: names.index(name)])
+            if not predicted:
+                raise SystemExit(
+                    f"Nothing is predicted for {model} yet. Run its --set predict-... first, and commit what it wrote."
+                )
+    ours = [name for name in names if "bf16" not in name and " te " not in name]
+    if ours and (wrong := _broken("torchao.float8")):
+        raise SystemExit(f"{ours[0]!r} needs torchao, which cannot be loaded: {wrong}. Install it for this torch.")
+    if not tiny and any(" vit" in name for name in names) and (wrong := _broken("timm")):
+        raise SystemExit(f"The model 'vit' needs timm, which cannot be loaded: {wrong}. Install it, or use --only.")
+    theirs = [name for name in names if " te " in name]
+    if theirs and (wrong := _broken("transformer_engine.pytorch")):
+        print(f"Transformer Engine cannot be loaded, and is left out: {wrong}", flush=True)
+        names = [name for name in names if name not in theirs]
+        if not names:
+            raise SystemExit("Nothing is left to run. Install Transformer Engine for this torch and CUDA.")
+    return list(names)
+
+
+def _broken(module: str) -> str | None:
+    """Return why ``module`` cannot be imported, tried in a process of its own."""
+    said = finished([sys.executable, "-c", f"import {module}; print('\\nRESULT {{}}')"], timeout=120)
+    error = result_of(said).get("error")
+    return None if error is None else (error.splitlines() or ["it ended without a word"])[-1].rstrip(".")
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _others(output: Path, here: Mapping[str, Any]) -> str | None:
+    """Return which result in ``output`` is of another kind than what would be run."""
+    for name, found in _found(output).items():
+        for key, value in here.items():
+            if isinstance(found, dict) and key in found and found[key] != value:
+                return f"{name}.json in --output has {key} {found[key]!r}, and this would have {value!r}."
+    return None
+
+
+def _run(options: argparse.Namespace, names: Sequence[str]) -> None:
     start = time.monotonic()
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "env.txt").write_text(environment())
-    for name in _cases(tiny=options.tiny, output=options.output):
-        if (options.set != "all" and not SETS[options.set](name)) or options.only not in name:
-            continue
+    here = {"tiny": options.tiny, "device": _device()}
+    least = 5 if options.tiny else 60  # in less time no configuration gets to its end
+    for name in names:
         path = _path(options.output, name)
         left = options.budget - (time.monotonic() - start)
-        if path.exists() or left < 20:
-            print(f"{name}: {'is there' if path.exists() else 'left out, the budget is spent'}", flush=True)
+        if left < least:
+            print(f"{name}: left out, the budget is spent", flush=True)
             continue
         command = [sys.executable, __file__, "--case", name, "--output", str(options.output)]
         cache = options.output / "cache"
@@ -103,7 +177,18 @@ def _run(options: argparse.Namespace) -> None:
             [*command, *(["--tiny"] if options.tiny else [])], timeout_s=min(options.timeout, left), cache=cache
         )
         print(json.dumps({"case": name, **result}), flush=True)
-        (path if "error" not in result else path.with_suffix(".failed")).write_text(json.dumps(result, indent=1) + "\n")
+        _keep(path, result, here)
+
+
+def _keep(path: Path, result: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    failed = path.with_suffix(".failed")
+    if "error" in result:
+        failed.write_text(json.dumps({**result, **here}, indent=1) + "\n")
+        return
+    part = path.with_suffix(".part")  # so that what is there is whole
+    part.write_text(json.dumps({**result, **here}, indent=1) + "\n")
+    part.replace(path)
+    failed.unlink(missing_ok=True)
 
 
 def _path(output: Path, name: str) -> Path:
@@ -372,8 +457,14 @@ def _made_up(product: Any, recipe: str) -> Any:
 # What is said
 
 
+def _found(output: Path) -> dict[str, Any]:
+    kinds = ("speed_", "losses_", "predict_", "measure_")
+    paths = [path for path in sorted(output.glob("*_*.json")) if path.name.startswith(kinds)]
+    return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
 def _summary(output: Path) -> list[str]:
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(output.glob("*_*.json"))}
+    found = _found(output)
     return [*_speeds(found), "", *_bands(found), "", *_predictions(found)]
 
 

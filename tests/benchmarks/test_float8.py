@@ -1,4 +1,3 @@
-import argparse
 import json
 import os
 import subprocess
@@ -49,22 +48,66 @@ def test_what_compiles_beside_a_precision_is_allowed_there(float8):
     assert float8._compiled(BF16Precision(), compiled=False) == []
 
 
-def test_what_is_finished_is_kept_when_a_run_is_cut_off(float8, tmp_path, monkeypatch):
+def test_what_is_finished_is_kept_when_a_run_is_cut_off(float8, tmp_path, monkeypatch, capsys):
     ran = []
 
     def child(command, *, timeout_s, cache):
         if len(ran) == 2:
             raise KeyboardInterrupt
         ran.append(command[command.index("--case") + 1])
-        return {"step_ms": 1.0}
+        return {"tokens_per_s": 1.0, "peak_gib": 1.0, "converted": 0, "losses": [1.0]}
 
     monkeypatch.setattr(float8, "_child", child)
-    options = argparse.Namespace(output=tmp_path, tiny=True, set="speed", only="", budget=100.0, timeout=10.0)
+    monkeypatch.setattr(sys, "argv", ["float8.py", "--tiny", "--set", "speed", "--output", str(tmp_path)])
+    monkeypatch.setattr(float8, "_broken", lambda _: None)
+    (tmp_path / "speed_tensorwise.failed").write_text("{}")
     with pytest.raises(KeyboardInterrupt):
-        float8._run(options)
+        float8.main()
     assert ran == ["speed bf16", "speed tensorwise"]
-    kept = {path.name for path in tmp_path.glob("*.json")}
-    assert kept == {"speed_bf16.json", "speed_tensorwise.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"env.txt", "speed_bf16.json", "speed_tensorwise.json"}
+    assert "| precision | tokens/s |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--only", "nonsense"], "No configuration of --set all has 'nonsense'"),
+        (["--set", "measure-other"], "Nothing is predicted for vit yet"),
+        (["--set", "recipes"], "needs torchao, which cannot be loaded: no CUDA"),
+        (["--set", "predict-gpt"], "'predict 1B' needs torchao"),
+    ],
+)
+def test_what_cannot_run_is_said_before_anything_does(float8, tmp_path, monkeypatch, words, told):
+    monkeypatch.setattr(sys, "argv", ["float8.py", "--tiny", "--output", str(tmp_path), *words])
+    monkeypatch.setattr(float8, "_broken", lambda _: "no CUDA")
+    monkeypatch.setattr(float8, "_child", None)
+    with pytest.raises(SystemExit, match=told):
+        float8.main()
+
+
+def test_transformer_engine_that_cannot_be_loaded_is_left_out(float8, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(float8, "_broken", lambda module: "no CUDA" if "engine" in module else None)
+    names = ["speed bf16", "speed tensorwise", "speed te delayed"]
+    assert float8._possible(names, tiny=True, output=tmp_path) == names[:2]
+    assert "is left out: no CUDA" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="Nothing is left to run"):
+        float8._possible(names[2:], tiny=True, output=tmp_path)
+
+
+def test_why_a_package_cannot_be_loaded(float8, tmp_path, monkeypatch):
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('built for CUDA 12.')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert float8._broken("breaks") == "RuntimeError: built for CUDA 12"
+    assert float8._broken("json") is None
+    assert "No module named" in float8._broken("nowhere_to_be_found")
+
+
+def test_results_of_another_size_are_not_added_to(float8, tmp_path, monkeypatch):
+    float8._keep(tmp_path / "speed_bf16.json", {"tokens_per_s": 1.0}, {"tiny": True, "device": "cpu"})
+    monkeypatch.setattr(sys, "argv", ["float8.py", "--set", "speed", "--output", str(tmp_path)])
+    monkeypatch.setattr(float8, "_summary", lambda _: [])
+    with pytest.raises(SystemExit, match=r"speed_bf16.json in --output has tiny True, and this would have False"):
+        float8.main()
 
 
 def test_the_tables_follow_from_what_was_kept(float8, tmp_path):
@@ -104,7 +147,7 @@ def test_a_configuration_runs_once_and_is_kept(tmp_path, case):
 @pytest.mark.slow
 def test_predictions_come_before_measuring(tmp_path):
     done = run(tmp_path, "--set", "measure-other", "--only", "mixed")
-    assert "Nothing is predicted for mixed yet" in done.stdout
+    assert "Nothing is predicted for mixed yet" in done.stderr
     assert run(tmp_path, "--set", "predict-other", "--only", "mixed").returncode == 0
     said = json.loads((tmp_path / "predict_mixed.json").read_text())
     assert 0 < len(said["converts"]) < said["of"]
