@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_ups._compat.outputs import was_skipped
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
@@ -85,7 +86,7 @@ class ActivationOffload(Declaration):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._unproven is None:
+        if self._unproven is None or was_skipped(pl_module, outputs):
             return
         (done, report), self._unproven = self._unproven, None
         report.update(

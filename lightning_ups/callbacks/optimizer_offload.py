@@ -1,11 +1,13 @@
 """Optimizer state on the host: larger models for a part of the link to the device."""
 
+from functools import cache
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ups._compat.outputs import was_skipped
 from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update
 from lightning_ups.order import Context, Declaration, Report, Stage
 
@@ -84,13 +86,17 @@ class OptimizerOffload(Declaration):
         if self.update == "torchao":
             return TorchAOOffloaded(optimizer, clips=self._clips)
         chunk_bytes = int(self.chunk_mb * 2**20)
-        return OffloadedOptimizer(optimizer, update=self.update, chunk_bytes=chunk_bytes, resident=self.resident)
+        ours = OffloadedOptimizer(optimizer, update=self.update, chunk_bytes=chunk_bytes, resident=self.resident)
+        # What names an optimizer by its class, as LearningRateMonitor does, is to go on under the name that it had.
+        ours.__class__ = _under_the_name_of(type(optimizer))
+        return ours
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._report is None or not any(ours.steps_made for ours in self._ours):
+        # A batch that is skipped is stepped all the same, without gradients: no state comes of it.
+        if self._report is None or was_skipped(pl_module, outputs) or not any(ours.steps_made for ours in self._ours):
             return
         report, self._report = self._report, None
         host = sum(ours.host_bytes for ours in self._ours)
@@ -116,6 +122,13 @@ class OptimizerOffload(Declaration):
         self._report = None
         while self._ours:
             self._ours.pop().undo()
+
+
+@cache
+def _under_the_name_of(kind: type[Optimizer]) -> type[OffloadedOptimizer]:
+    ours = type(kind.__name__, (OffloadedOptimizer,), {"__doc__": OffloadedOptimizer.__doc__})
+    ours.__module__, ours.__qualname__ = OffloadedOptimizer.__module__, OffloadedOptimizer.__qualname__
+    return ours
 
 
 def _refuse_offloaded(optimizer: Optimizer, context: Context) -> None:

@@ -148,6 +148,12 @@ REFUSALS = (
         ),
     ),
     Refusal(
+        what=lambda run: f"Compile(backend={_without_random_numbers(run)!r}) is given with ActivationCheckpoint.",
+        why="That backend draws anew what it recomputes, so that dropout would get wrong gradients.",
+        cure="Use backend='aot_eager' or the default, or leave one of the two callbacks out.",
+        holds=lambda run: run.training and _without_random_numbers(run) is not None,
+    ),
+    Refusal(
         what=lambda run: f"torch.compile({type(run.module).__name__}) was given to the Trainer, and Compile() as well.",
         why="The second compilation would be inside the first, and only one of them could be reported or undone.",
         cure="Pass the module as it is, and keep the callback.",
@@ -253,6 +259,14 @@ def _whole(run: Run) -> list[str]:
 
 def _not_whole(run: Run) -> list[str]:
     return [f"{type(step).__name__}({step.not_as_whole})" for step in run.declarations if step.not_as_whole]
+
+
+def _without_random_numbers(run: Run) -> str | None:
+    """Return the backend that does not keep what is drawn in a graph that is recomputed, if there is such a graph."""
+    if not any(step.stage is Stage.RECOMPUTE and not step.needs_compile for step in run.declarations):
+        return None
+    backends = [getattr(getattr(step, "compiler", None), "backend", None) for step in run.declarations]
+    return next((each for each in backends if each in ("eager", "eager_noexcept", "eager_debug")), None)
 
 
 def _compilation_off() -> str | None:

@@ -40,7 +40,13 @@ def test_a_step_that_returns_nothing_was_skipped(tmp_path, wrap):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_module_that_optimizes_itself_skips_nothing(tmp_path):
+def test_a_module_that_optimizes_itself_skips_nothing_once_it_has_stepped(tmp_path):
+    class StepsFromTheSecond(Manual):
+        def training_step(self, batch, index):
+            if index:
+                super().training_step(batch, index)
+                self.optimizers().step()
+
     asks = Asks()
-    trainer(tmp_path, callbacks=[asks], epochs=1).fit(Manual(), loader(4))
-    assert asks.answers == [False, False]
+    trainer(tmp_path, callbacks=[asks], epochs=1).fit(StepsFromTheSecond(), loader(2))
+    assert asks.answers == [True, False, False, False]

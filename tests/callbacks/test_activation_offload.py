@@ -123,3 +123,15 @@ def test_two_ranks(ranks, tmp_path, others):
         result, moved[strategy] = ranks(on_ranks, tmp_path, strategy, [ActivationOffload(min_mb=0), *others])
         assert result == right
     assert moved["fsdp2"] == moved["ddp"] > 0  # gathered parameters are parameters
+
+
+class SkipsTheFirst(Net):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) if index else None
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None:UserWarning")
+def test_a_first_batch_that_is_skipped_before_any_block_ran_is_no_first_step(tmp_path):
+    module, reports = SkipsTheFirst(), Reports()
+    trainer(tmp_path, callbacks=[ActivationOffload(min_mb=0), reports], epochs=1).fit(module, loader(2))
+    assert reports.parts["ActivationOffload"]["blocks_run"] == 3

@@ -120,6 +120,10 @@ REFUSED = {
         run(strategy=SIMPLE, callbacks=(ActivationOffload(),)),
         "SimpleFSDPStrategy makes one graph of whole models",
     ),
+    "recomputed without random numbers": (
+        run(callbacks=(Compile(backend="eager"), ActivationCheckpoint())),
+        r"Compile\(backend='eager'\) is given with ActivationCheckpoint.*Use backend='aot_eager' or the default",
+    ),
     "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
     "Transformer Engine, delayed": (
         run(precision=TEPrecision(recipe="delayed"), callbacks=(Compile(),)),
