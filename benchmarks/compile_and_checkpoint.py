@@ -169,5 +169,7 @@ CASES: dict[str, Any] = {
 }
 
 if __name__ == "__main__":
+    if DEVICE == "cpu" and not TINY:
+        raise SystemExit("There is no GPU for the 1.5 B GPT. Set UPS_BENCH_SIZE=tiny to try the script out.")
     columns = ("tok_s", "peak_gib", "saved_gib", "backward_tflop", "loss_first", "loss_last", "worst_relative")
     main(CASES, columns=columns, timeout_s=200)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from cases import left_on_device, main
 from lightning.pytorch import Callback, Trainer, seed_everything
+from processes import portable
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -523,6 +524,33 @@ def chosen_cases() -> dict[str, Callable[[], dict[str, Any]]]:
     return {name: run for name, run in CASES.items() if options.set is None or SETS[options.set](name)}
 
 
+def without_engine(cases: Iterable[str]) -> list[str]:
+    """Return those of the cases that can run here: all, or those that need no Transformer Engine.
+
+    Raises:
+        SystemExit: If it cannot be loaded, and nothing is left.
+    """
+    from lightning_ups._compat.te import engine
+
+    try:
+        engine()
+    except Exception as error:  # built for another torch or CUDA, it raises whatever it likes
+        left = [name for name in cases if name.startswith("speed bf16")]
+        why = portable(f"{type(error).__name__}: {error}".splitlines()[0])
+        print(
+            f"Transformer Engine cannot be loaded: {why}. Left without it: {', '.join(left) or 'nothing'}.", flush=True
+        )
+        if not left:
+            raise SystemExit("Install Transformer Engine for this torch and CUDA.") from error
+        return left
+    return list(cases)
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning)
-    main(chosen_cases(), columns=("ok", "failed", "num_checks", "tokens_s", "gib", "last_loss", "skipped", "error"))
+    cases = chosen_cases()
+    if "--case" not in sys.argv and not {"-h", "--help"} & {*sys.argv}:
+        cases = {name: cases[name] for name in without_engine(cases)}
+        if cases.keys() <= {*TWO_GPUS} and torch.cuda.device_count() < 2:
+            raise SystemExit(f"--set two-gpus needs 2 GPUs, and {torch.cuda.device_count()} are visible.")
+    main(cases, columns=("ok", "failed", "num_checks", "tokens_s", "gib", "last_loss", "skipped", "error"))

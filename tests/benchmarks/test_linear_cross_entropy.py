@@ -1,5 +1,5 @@
-import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,14 @@ def script(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # where shapes are tiny
     import linear_cross_entropy
 
+    def finished(command, *, timeout):  # here instead of in a process of its own, which would import torch
+        told = dict(zip(command[2::2], command[3::2], strict=True))
+        log = Path(told["--out"]) / "linear_cross_entropy.jsonl"
+        shape = linear_cross_entropy.SHAPES[int(told["--shape"])]
+        linear_cross_entropy.run_shape(shape, log=log, end=time.monotonic() + 100)
+        return "a warning"
+
+    monkeypatch.setattr(linear_cross_entropy, "finished", finished)
     yield linear_cross_entropy
     for name in ("linear_cross_entropy", "cases", "processes"):
         sys.modules.pop(name, None)
@@ -20,7 +28,7 @@ def script(monkeypatch):
 def run(script, monkeypatch, folder, *words):
     monkeypatch.setattr(sys, "argv", ["linear_cross_entropy.py", "--out", str(folder), *words])
     script.main()
-    return [json.loads(line) for line in (folder / "linear_cross_entropy.jsonl").read_text().splitlines()]
+    return script.lines_of(script.SHAPES[0], folder / "linear_cross_entropy.jsonl")
 
 
 def test_every_way_tells_time_and_error(script, monkeypatch, tmp_path, capsys):
@@ -35,15 +43,34 @@ def test_every_way_tells_time_and_error(script, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "env.txt").exists()
 
 
-def test_what_fails_or_comes_too_late_costs_only_itself(script, monkeypatch, tmp_path):
+def test_what_fails_or_comes_too_late_costs_only_itself(script, monkeypatch, tmp_path, capsys):
     def broken(hidden, weight, targets):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(script, "ways", lambda: {"broken": broken, "usual, eager": script.usual})
     lines = run(script, monkeypatch, tmp_path)
     assert [line.get("error") for line in lines] == ["RuntimeError: no kernel", None]
-    lines = run(script, monkeypatch, tmp_path, "--budget", "-1")
-    assert [line["error"] for line in lines] == ["left out: the budget is spent"] * 2
+    assert lines[1]["milliseconds"] > 0
+    monkeypatch.setattr(script, "finished", None)
+    assert run(script, monkeypatch, tmp_path) == lines, "a later call has nothing to do"
+    assert "is there" in capsys.readouterr().out
+    run(script, monkeypatch, tmp_path / "late", "--budget", "-1")
+    assert "left out: the budget is spent" in capsys.readouterr().out
+
+
+def test_what_is_cut_off_keeps_what_is_known_and_is_gone_on_with(script, monkeypatch, tmp_path, capsys):
+    with monkeypatch.context() as cut:
+        cut.setattr(script, "timed", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(script, cut, tmp_path)
+    log = tmp_path / "linear_cross_entropy.jsonl"
+    before = script.lines_of(script.SHAPES[0], log)
+    assert {"usual, eager", "ours, chunk 64"} <= {line["way"] for line in before if line["error_weight"] < 1e-2}
+    assert not script.is_timed(script.SHAPES[0], log)
+    with log.open("a") as file:
+        file.write('{"way": "us')
+    lines = run(script, monkeypatch, tmp_path)
+    assert all("milliseconds" in line for line in lines)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none of its own")

@@ -74,6 +74,19 @@ def test_each_case_belongs_to_one_set(te, monkeypatch):
     assert te.chosen_cases() == te.CASES
 
 
+def test_what_needs_transformer_engine_is_left_out_where_it_cannot_be_loaded(te, monkeypatch, capsys):
+    assert te.without_engine(te.CASES) == list(te.CASES)
+
+    def broken(name):
+        raise RuntimeError("built for CUDA 12")
+
+    monkeypatch.setattr("lightning_ups._compat.te._required", broken)
+    assert te.without_engine(te.CASES) == ["speed bf16", "speed bf16, compiled"]
+    assert "cannot be loaded: RuntimeError: built for CUDA 12" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="Install Transformer Engine"):
+        te.without_engine(["conversion"])
+
+
 def test_two_gpus_are_asked_for(te):
     assert te.CASES["fsdp2"]()["skipped"].startswith("needs 2 GPUs") or __import__("torch").cuda.device_count() > 1
 
