@@ -29,7 +29,13 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
                 input = input.contiguous()
             if torch.compiler.is_compiling():  # where there is no second derivative anyway
                 return super().forward(input)
-            return in_high_precision(self, input) if input.numel() == 0 else once_differentiable(super().forward(input))
+            if input.numel() == 0:
+                return in_high_precision(self, input)
+            if torch.is_inference_mode_enabled():
+                # There operators reach torchao's tensors whole, such as reshape, that it only knows by their parts.
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    return super().forward(input)
+            return once_differentiable(super().forward(input))
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # By its name a pickle would look for a class that is made here. By an older protocol, that insists on no class.

@@ -44,6 +44,18 @@ def test_values_may_lie_in_any_order(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode_changes_nothing(recipe):
+    net, x = converted(recipe), values(4, 8, 32)
+    with torch.inference_mode():
+        found = net(x)
+        again = net(x.clone())  # which is a tensor of that mode itself
+    assert torch.equal(found, net(x))
+    assert torch.equal(again, found)
+    net(x).float().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_an_expert_may_get_no_rows(recipe):
     net = converted(recipe)
     x = values(4, 32).requires_grad_()
