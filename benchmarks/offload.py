@@ -301,16 +301,21 @@ def unmet(names: Sequence[str]) -> str | None:
     return None
 
 
-def _host_gb() -> float | None:
+def _host_gb(*, meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return the free memory of the host, or of what this container may use of it."""
     free = None
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024 / 1e9
-    with suppress(OSError, ValueError):  # "max" is no number
-        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free or math.inf, (limit - used) / 1e9)
+    with suppress(OSError, KeyError):
+        free = _figures(meminfo)["MemAvailable:"] * 1024 / 1e9
+    with suppress(OSError, ValueError, KeyError):  # "max" is no number
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = _figures(group / "memory.stat")
+        files = stat["active_file"] + stat["inactive_file"]  # cached, and given up when it is needed
+        free = min(free or math.inf, (limit - used + files) / 1e9)
     return free
+
+
+def _figures(path: Path) -> dict[str, int]:
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}
 
 
 COLUMNS = ("tok_s", "step_s", "peak_gib", "state_on_device_gib", "state_on_host_gib", "parameters")

@@ -50,6 +50,22 @@ def test_a_size_for_gpus_needs_one_and_room_on_the_host(offload, monkeypatch):
     assert offload.unmet(["plain", "largest plain"]) is None
 
 
+def test_the_hosts_free_memory_is_what_the_container_may_take(offload, tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:  200000000 kB\nHugePages_Total: 0\n")
+    assert offload._host_gb(meminfo=meminfo, group=tmp_path) == pytest.approx(204.8)
+    for name, text in {
+        "memory.max": "137000000000\n",
+        "memory.current": "60000000000\n",
+        "memory.stat": "anon 1\ninactive_file 30000000000\nactive_file 8000000000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert offload._host_gb(meminfo=meminfo, group=tmp_path) == pytest.approx(115)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert offload._host_gb(meminfo=meminfo, group=tmp_path) == pytest.approx(204.8)
+    assert offload._host_gb(meminfo=tmp_path / "none", group=tmp_path / "none") is None
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_state_is_where_a_case_says_and_losses_are_the_same(offload, tmp_path, monkeypatch):
