@@ -19,6 +19,7 @@ from inspect import Parameter, signature
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -205,7 +206,8 @@ class MasteredOptimizer(Optimizer):
     the module has, so that schedulers, clipping and names keep their meaning. Its state dict is that optimizer's own.
 
     Args:
-        inner: An optimizer over the module's parameters that has made no step yet.
+        inner: An optimizer over the module's parameters. What state it has for them, it has for their masters from
+            here on, in their type.
         masters: The masters of that module.
         accumulate: Add the gradients of microbatches in the type of the masters, as soon as each is whole. The
             parameters then have no ``.grad`` after a backward: the masters have it.
@@ -213,7 +215,7 @@ class MasteredOptimizer(Optimizer):
             of the masters, and leaves the sum there.
 
     Raises:
-        ValueError: If ``inner`` already keeps state for parameters that have masters, or cannot step without a closure.
+        ValueError: If ``inner`` cannot step without a closure.
     """
 
     def __init__(
@@ -224,12 +226,6 @@ class MasteredOptimizer(Optimizer):
         accumulate: bool = False,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
-        if any(p in masters.of for p in inner.state):
-            raise ValueError(
-                f"{type(inner).__name__} already has state for parameters whose masters it shall step."
-                " Its averages are of the low precision and under other tensors."
-                " Make a new optimizer, or one that makes its state at the first step."
-            )
         if _evaluates_anew(inner):
             raise ValueError(
                 f"{type(inner).__name__} computes the loss again and again within one step."
@@ -240,10 +236,15 @@ class MasteredOptimizer(Optimizer):
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
         self._kernel = OneKernel(inner)
+        self._late: set[nn.Parameter] = set()  # of those that the wrapper does not reduce, having found them frozen
+        if wrapper is not None:
+            self._late = {p for p in masters.of if not p.requires_grad}
+        self._late_done = False
         self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
+        self._adopt_state()
         self._complete = True
         self._follow(self._parameters())
 
@@ -254,6 +255,17 @@ class MasteredOptimizer(Optimizer):
             added = self.param_groups[-1]
             self.inner.add_param_group({**added, "params": [self.masters.of.get(p, p) for p in added["params"]]})
             self._follow(added["params"])
+
+    def _adopt_state(self) -> None:
+        # Some make it when they are made, such as Adagrad; and an optimizer may have made steps before this run.
+        for parameter, master in self.masters.of.items():
+            if parameter in self.inner.state:
+                state = self.inner.state.pop(parameter)
+                self.inner.state[master] = {key: self._widened(value, master) for key, value in state.items()}
+
+    def _widened(self, value: Any, master: Tensor) -> Any:
+        low = isinstance(value, Tensor) and value.dtype is self.masters.dtype
+        return value.to(master.dtype) if low else value
 
     def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._accumulates:
@@ -277,6 +289,8 @@ class MasteredOptimizer(Optimizer):
         with torch.no_grad():
             self.masters.take_over()
             self._hand_over_options()
+            self._reduce_late()
+            self._late_done = False
             if (settings := self._one_kernel()) is not None:
                 self._step_in_one_kernel(settings)
             else:
@@ -326,6 +340,7 @@ class MasteredOptimizer(Optimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self._late_done = False
         for parameter in self._mastered():
             self.masters.of[parameter].grad = None
 
@@ -364,6 +379,7 @@ class MasteredOptimizer(Optimizer):
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
+        self._reduce_late()
         found = (self._gradient(parameter) for parameter in self._parameters())
         return [gradient for gradient in found if gradient is not None]
 
@@ -375,6 +391,25 @@ class MasteredOptimizer(Optimizer):
         # A scheduler writes into the groups it sees, which are these.
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
+
+    @torch.no_grad()
+    def _reduce_late(self) -> None:
+        """Average, once a step, gradients of parameters that were frozen when the wrapper was made."""
+        late = [p for p in self._parameters() if p in self._late and p.requires_grad] if self._late else []
+        if self._late_done or not late:
+            return
+        assert self._wrapper is not None
+        for parameter in late:
+            master = self.masters.of[parameter]
+            if parameter.grad is not None:
+                self._move_gradient(parameter)
+            elif master.grad is None:  # of a rank that has not used it; the others wait for it
+                master.grad = torch.zeros_like(master)
+        total = torch.cat([_gradient_of(self.masters.of[p]).flatten() for p in late])
+        dist.all_reduce(total.div_(self._wrapper.process_group.size()), group=self._wrapper.process_group)
+        for parameter, part in zip(late, total.split([p.numel() for p in late]), strict=True):
+            _gradient_of(self.masters.of[parameter]).copy_(part.view_as(parameter))
+        self._late_done = True
 
     def _hand_over_gradients(self) -> None:
         if self._wrapper is None:  # where there is one, the reduction has left its sums in the masters
@@ -421,6 +456,11 @@ class MasteredOptimizer(Optimizer):
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
+
+
+def _gradient_of(master: nn.Parameter) -> Tensor:
+    assert master.grad is not None
+    return master.grad
 
 
 def _evaluates_anew(optimizer: Optimizer) -> bool:

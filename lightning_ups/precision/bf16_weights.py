@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups.order import DtypePolicy, PolicyPrecision
+from lightning_ups.order.precision import advice_on_mixed_types
 from lightning_ups.transforms.blocks import roots
 from lightning_ups.transforms.cast import cast_around
 
@@ -57,7 +58,9 @@ class BF16WeightsPrecision(PolicyPrecision):
 
     @override
     def forward_context(self) -> Any:
-        return nullcontext()
+        if self._sharded:
+            return nullcontext()
+        return advice_on_mixed_types("Cast them, as in x.to(self.weight.dtype), or use BF16Precision.")
 
 
 def _check_rounds(optimizer: Optimizer) -> None:

@@ -197,12 +197,32 @@ def test_ties_and_frozen_parameters_and_statistics():
     assert torch.equal(state["0.weight"], state["1.weight"])
 
 
-def test_an_optimizer_that_has_state_already_is_refused():
-    model = make_model()
-    optimizer = torch.optim.Adagrad(model.parameters())
-    masters = MasterWeights(model, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"Adagrad already has state.*Make a new optimizer"):
-        MasteredOptimizer(optimizer, masters)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_that_an_optimizer_has_already_is_that_of_the_masters(stepped):
+    optimizers = []
+    for mastered in (False, True):
+        model = make_model()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        if stepped:
+            (model(batch(torch.float32)) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if mastered:
+            masters = MasterWeights(model, dtype=torch.bfloat16)
+            if not stepped:  # as in a fit, where the module is in bfloat16 by then
+                optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+            optimizer = MasteredOptimizer(optimizer, masters)
+        (model(batch(next(model.parameters()).dtype)).float() - 1).square().mean().backward()
+        optimizer.step()
+        optimizers.append(optimizer.undo() if mastered else optimizer)
+        if mastered:
+            masters.undo()
+            assert optimizer.inner.state.keys() == {*model.parameters()}
+    right, ours = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for key, state in right.items():
+        assert ours[key]["sum"].dtype is torch.float32
+        assert ours[key]["step"] == state["step"] == 1 + stepped
+        torch.testing.assert_close(ours[key]["sum"], state["sum"], rtol=3e-2, atol=1e-2)
 
 
 def test_a_parameter_without_gradient_keeps_its_value():
