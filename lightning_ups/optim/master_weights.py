@@ -398,7 +398,8 @@ class MasteredOptimizer(Optimizer):
         late = [p for p in self._parameters() if p in self._late and p.requires_grad] if self._late else []
         if self._late_done or not late:
             return
-        assert self._wrapper is not None
+        group = self._wrapper.process_group if self._wrapper is not None else None
+        assert group is not None
         for parameter in late:
             master = self.masters.of[parameter]
             if parameter.grad is not None:
@@ -406,7 +407,7 @@ class MasteredOptimizer(Optimizer):
             elif master.grad is None:  # of a rank that has not used it; the others wait for it
                 master.grad = torch.zeros_like(master)
         total = torch.cat([_gradient_of(self.masters.of[p]).flatten() for p in late])
-        dist.all_reduce(total.div_(self._wrapper.process_group.size()), group=self._wrapper.process_group)
+        dist.all_reduce(total.div_(group.size()), group=group)
         for parameter, part in zip(late, total.split([p.numel() for p in late]), strict=True):
             _gradient_of(self.masters.of[parameter]).copy_(part.view_as(parameter))
         self._late_done = True
