@@ -115,6 +115,7 @@ class MasterWeights:
     def __init__(self, module: nn.Module, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.of: dict[nn.Parameter, nn.Parameter] = {}
+        self.reduced: set[nn.Parameter] = set()  # since the last step, by a wrapper, which counts unused ones as zero
         for parameter in _convertible(module):
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
@@ -289,7 +290,7 @@ class MasteredOptimizer(Optimizer):
         with torch.no_grad():
             self.masters.take_over()
             self._hand_over_options()
-            self._reduce_late()
+            self._complete_reduction()
             self._late_done = False
             if (settings := self._one_kernel()) is not None:
                 self._step_in_one_kernel(settings)
@@ -341,6 +342,7 @@ class MasteredOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._late_done = False
+        self.masters.reduced.difference_update(self._parameters())
         for parameter in self._mastered():
             self.masters.of[parameter].grad = None
 
@@ -379,7 +381,7 @@ class MasteredOptimizer(Optimizer):
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
-        self._reduce_late()
+        self._complete_reduction()
         found = (self._gradient(parameter) for parameter in self._parameters())
         return [gradient for gradient in found if gradient is not None]
 
@@ -391,6 +393,13 @@ class MasteredOptimizer(Optimizer):
         # A scheduler writes into the groups it sees, which are these.
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
+
+    def _complete_reduction(self) -> None:
+        for parameter in self.masters.reduced:
+            if parameter.grad is None:  # the wrapper has left it so: no rank has used it
+                self.masters.of[parameter].grad = None
+        self.masters.reduced.clear()
+        self._reduce_late()
 
     @torch.no_grad()
     def _reduce_late(self) -> None:

@@ -44,6 +44,7 @@ def _reduced(masters: MasterWeights, bucket: dist.GradBucket) -> Future[Tensor]:
         for parameter, part in zip(parameters, parts, strict=True):
             if parameter in masters.of:
                 masters.of[parameter].grad = part.view_as(parameter)
+                masters.reduced.add(parameter)
         return buffer.copy_(total)
 
     return _averaged(total).then(finish)

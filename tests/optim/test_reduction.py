@@ -125,3 +125,47 @@ def beside_complex_numbers():
 
 def test_complex_parameters_have_no_master_and_are_averaged(ranks):
     torch.testing.assert_close(*ranks(beside_complex_numbers))
+
+
+class Parted(nn.Module):
+    """Has a part that no rank uses, and one that only the first does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.first, self.unused = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.first(self.shared(x)) if dist.get_rank() == 0 else self.shared(x)
+
+
+def parted(micro, clipped):
+    model = Parted()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    wrapper = DistributedDataParallel(model, find_unused_parameters=True)
+    reduce_into_masters(wrapper, masters)
+    inner = AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    optimizer = MasteredOptimizer(inner, masters, accumulate=micro > 1, wrapper=wrapper)
+    before = {name: masters.of[p].detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):
+        optimizer.zero_grad()
+        for i, x in enumerate(parts(micro, dist.get_world_size())):
+            with nullcontext() if i == micro - 1 else wrapper.no_sync():
+                wrapper(x[dist.get_rank()]).float().square().mean().backward()
+        if clipped:
+            assert len(optimizer.gradients()) == 4
+        optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(masters.of[p], before[name])}
+    states = {name for name, p in model.named_parameters() if inner.state.get(masters.of[p])}
+    alike = [torch.zeros_like(p) for p in before.values()]
+    for name, mean in zip(before, alike, strict=True):
+        dist.all_reduce(mean.copy_(masters.of[model.get_parameter(name)]).div_(2))
+    same = all(torch.equal(masters.of[p], mean) for p, mean in zip(model.parameters(), alike, strict=True))
+    return moved, states, same
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_what_no_rank_uses_is_left_alone(ranks, micro, clipped):
+    used = {f"{part}.{kind}" for part in ("shared", "first") for kind in ("weight", "bias")}
+    assert ranks(parted, micro, clipped) == (used, used, True)

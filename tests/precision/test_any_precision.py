@@ -10,7 +10,7 @@ from tests.precision.any_precision import Any, compare, draw, fit, plainly
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SEEDS = [5, 6, 11, 22, 25, 31, 34, 35, 40, 42, 45, 46, 49]
-RANKED = [8, 9, 15, 16, 19]
+RANKED = [8, 9, 14, 15, 16, 19]
 
 # Each was found by a seed, made smaller part by part, and differed or failed.
 FOUND = {
