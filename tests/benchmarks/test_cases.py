@@ -108,7 +108,7 @@ def test_what_cannot_be_is_said_before_anything_runs(script):
         assert said in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_the_case_and_keeps_what_was_said(script, number):
     process = started(script, "--cases", "good", "hangs", "good", "--output", "out")
     log, child = script.parent / "out" / "log.txt", None

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_ups.callbacks as ours
+from lightning_ups._compat.log_levels import only_from
 
 WIDTH = 8
 
@@ -263,10 +264,9 @@ def run(drawn, root, *, with_ours, strategy=None):
     settings = drawn["settings"]
     names = set(STOCK) | ({"ExactResume"} if settings["story"] == "resume" else set())
     chosen = [each for each in drawn["callbacks"] if with_ours or each[0] in names]
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(3, verbose=False)
     before = world()
-    with warnings.catch_warnings(record=True) as warned:
+    with only_from(logging.ERROR, "lightning.pytorch"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         filters = [*warnings.filters]
         seen = _told(drawn, chosen, root, strategy)

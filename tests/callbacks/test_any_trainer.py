@@ -14,7 +14,9 @@ def check(seed, tmp_path):
     assert found == "" or found.startswith("refused: ValueError"), found
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5, 9, 15, 23, 31, 33, 46, 72, 79, 87])
+@pytest.mark.parametrize(
+    "seed", [0, 5, 23, 33, 72, 87, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 9, 15, 31, 46, 79))]
+)
 def test_what_a_seed_draws(tmp_path, seed):
     check(seed, tmp_path)
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_ups._compat.log_levels import only_from
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te, foreign
 from tests.strategies import any_module
@@ -325,8 +326,7 @@ def made(drawn):
 def compare(drawn, path):
     """Train what was drawn in float32 and in the drawn precision; return what is wrong, or an empty string."""
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with ExitStack() as stack:
+    with only_from(logging.ERROR, "lightning.pytorch"), ExitStack() as stack:
         if drawn["precision"][0] == "te":
             stack.enter_context(fake_te.installed())
         if drawn["precision"][0] == "bf16 weights":

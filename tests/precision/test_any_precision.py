@@ -9,8 +9,8 @@ from tests.precision.any_precision import Any, compare, draw, fit, plainly
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-SEEDS = [5, 6, 11, 22, 25, 31, 34, 35, 40, 42, 45, 46, 49]
-RANKED = [8, 9, 14, 15, 16, 19]
+SEEDS = [5, 11, 25, 34, 40, 46, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (6, 22, 31, 35, 42, 45, 49))]
+RANKED = [8, 14, 16, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (9, 15, 19))]
 
 # Each was found by a seed, made smaller part by part, and differed or failed.
 FOUND = {

@@ -425,7 +425,7 @@ class TestWithCallbacks:
             ),
             (
                 TEPrecision(),
-                [Compile(backend="eager"), ActivationCheckpoint()],
+                [Compile(backend="aot_eager"), ActivationCheckpoint()],
                 "given with ActivationCheckpoint and Compile.*Leave one of the two",
             ),
         ],
@@ -444,7 +444,7 @@ class TestWithCallbacks:
         run = {"strategy": graph, "accelerator": "cuda", "num_devices": 2, "num_nodes": 1}
         (refusal,) = refusals(Run(module=Net(), precision=TEPrecision(), callbacks=(), **run))
         assert refusal.cure.startswith("Leave fullgraph out, use FSDP2Strategy")
-        both = (Compile(backend="eager"), ActivationCheckpoint())
+        both = (Compile(backend="aot_eager"), ActivationCheckpoint())
         assert asked(TEPrecision(recipe=None), *both) == []
         assert asked(TEPrecision(recipe="delayed"), ActivationCheckpoint()) == []
         assert asked(TEPrecision(recipe="delayed"), *both, training=False) == []

@@ -89,7 +89,7 @@ def test_bare_ids_are_refused():
         attention(Q, K, K, documents=torch.zeros(2, 8))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case", [Case("causal"), Case("softcap", softcap=30.0), Case("window", window=5)], ids=lambda case: case.name
 )

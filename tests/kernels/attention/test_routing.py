@@ -187,7 +187,7 @@ def test_what_torch_broadcasts_or_copies_goes_to_torch(fa4_on_cpu, backends, kin
         torch.testing.assert_close(model(q, k, v, mask, causal=False), wanted)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["auto", "fa4"])
 def test_compiled_code_serves_many_lengths(fa4_on_cpu, backend, dynamic):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
