@@ -32,11 +32,11 @@ import platform
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -250,30 +250,20 @@ def run_all(*, seconds: float, folder: Path) -> Iterator[None]:
 
 def at_once(parts: Sequence[str], *, seconds: float, log: Path) -> dict[str, str]:
     """Run parts beside each other, and return what each says beside measurements."""
+    stop = threading.Event()
     with ThreadPoolExecutor() as beside:
         try:
-            run = partial(part_in_process, seconds=seconds, log=log)
+            run = partial(part_in_process, seconds=seconds, log=log, stop=stop)
             return dict(zip(parts, beside.map(run, parts), strict=True))
-        except BaseException:  # an interruption reaches this thread alone: the others wait for their processes
-            for process in children():
-                os.kill(process, signal.SIGTERM)
-            raise
+        finally:
+            stop.set()  # an interruption reaches this thread alone: the others wait for their processes
 
 
-def children() -> list[int]:
-    """Return the processes that this one has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it may have ended
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(stat.parent.name))
-    return found
-
-
-def part_in_process(part: str, *, seconds: float, log: Path) -> str:
+def part_in_process(part: str, *, seconds: float, log: Path, stop: threading.Event) -> str:
     """Run one part, which ends by itself before ``seconds`` are over, and return what it says beside measurements."""
     told = {"--part": part, "--seconds": str(max(seconds - END_S, 1)), "--out": str(log.parent)}
-    return finished([sys.executable, __file__, *itertools.chain(*told.items())], timeout=seconds)
+    command = [sys.executable, __file__, *itertools.chain(*told.items())]
+    return finished(command, timeout=seconds, stop=stop)
 
 
 def planned(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:

@@ -17,7 +17,7 @@ def attention(monkeypatch):
     import attention
 
     # Parts run here instead of in processes of their own, each of which would import torch.
-    def finished(command, *, timeout):
+    def finished(command, *, timeout, stop):
         told = dict(zip(command[2::2], command[3::2], strict=True))
         attention.run_part(
             told["--part"],
