@@ -172,6 +172,7 @@ def _told_order():
     return orders, "\n".join(GATHERED[0])
 
 
+@pytest.mark.slow
 def test_products_are_cast_as_they_are_copied_together(ranks):
     casts, kinds, bits = ranks(_told_casts)
     assert casts == {True: 8, False: 15}  # of the rest most are sums, whose kernels cast

@@ -97,7 +97,7 @@ class Attend(torch.nn.Module):
         return scaled_dot_product_attention(x, x, x)[0, 0]
 
 
-@pytest.mark.parametrize("flags_first", [True, False])
+@pytest.mark.parametrize("flags_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compile_bakes_in_the_kernel_of_the_flags_wherever_they_stand_in_the_list(tmp_path, flags_first):
     def fit(*, attention):
         callbacks = [AccelerationFlags(attention=attention), Compile(backend="aot_eager")]

@@ -207,7 +207,7 @@ def sizes_of(module):
     return block, sum(p.numel() for p in module.parameters()) - len(module.model.layers) * block
 
 
-@pytest.mark.parametrize("callbacks", [(), (Compile(),)])
+@pytest.mark.parametrize("callbacks", [pytest.param((), marks=pytest.mark.slow), (Compile(),)])
 def test_one_graph_keeps_what_a_model_that_is_compiled_whole_keeps(callbacks):
     one = planner(Compile(scope="model"), precision=BF16Precision())
     plan = planner(*callbacks, strategy=SimpleFSDPStrategy, devices=4)

@@ -266,7 +266,9 @@ def test_compiled_code_rounds_as_eager_where_rows_have_scales(tmp_path, recipe, 
     assert config.emulate_precision_casts is False
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", pytest.param("mxfp8", marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_train_as_eager_ones(tmp_path, recipe):
     losses = [
         torch.stack(fit(tmp_path, Float8Precision(recipe=recipe, emulate=True), callbacks=callbacks, epochs=3).losses)

@@ -60,7 +60,7 @@ def phases(path):
     return [line.partition(" ")[0] for line in log.read_text().splitlines()] if log.exists() else []
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["async", "sync"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_whole_one_is_left_whatever_the_phase(tmp_path, processes, phase, asynchronous):
     generator = random.Random(phase)
