@@ -81,13 +81,14 @@ def _broken_fa4() -> str | None:
         load_fa4(feature="Attention by backend 'fa4'")
     except ImportError as error:
         reason = str(error.__cause__ or error).strip().rstrip(".")
+        broken = f"{_FA4} is installed and cannot be loaded: {reason}"
         warnings.warn(
-            f"{_FA4} is installed and cannot be loaded: {reason}."
+            f"{broken}."
             " Attention that is chosen by 'auto' goes without it."
             f" Reinstall it for this torch and CUDA: pip install --force-reinstall '{_FA4}'; or uninstall it.",
             stacklevel=2,
         )
-        return f"{_FA4} is installed and cannot be loaded: {reason}"
+        return broken
     return None
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
 from lightning_ups.transforms.mesh import DATA, TENSOR
+from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.recompute import checkpointing_by
 from lightning_ups.transforms.shard import is_sharded
 from lightning_ups.transforms.te import MULTIPLE, Fuse, TEConversion, convert_to_te
@@ -208,7 +208,8 @@ class TEPrecision(PolicyPrecision):
         """Return why modules stay as they are that could be converted; the same on every rank, and in a later fit."""
         if is_sharded(module):
             return _known_losers(module)
-        losers = _DECIDED[module] = agreed(lambda: self._found_slower(module), by="TEPrecision(filter='auto')")
+        losers = agreed(lambda: self._found_slower(module), by="TEPrecision(filter='auto')")
+        _DECIDED.keep(module, losers)
         return losers
 
     def _found_slower(self, module: nn.Module) -> dict[str, str]:
@@ -377,17 +378,17 @@ class TEPrecision(PolicyPrecision):
 
 
 # What is faster, for modules that a fit has left sharded: they cannot be looked at as they were.
-_DECIDED: "WeakKeyDictionary[nn.Module, dict[str, str]]" = WeakKeyDictionary()
+_DECIDED = OnModule[dict[str, str]]("te_losers")
 
 
 def _known_losers(module: nn.Module) -> dict[str, str]:
-    if module not in _DECIDED:
+    if (losers := _DECIDED.get(module)) is None:
         raise RuntimeError(
             f"TEPrecision(filter='auto') cannot look at {type(module).__name__}, which an earlier fit has sharded."
             " What is faster is found out before weights are split."
             " Use filter='all', the precision of that fit, or a module built anew."
         )
-    return _DECIDED[module]
+    return losers
 
 
 def _check_filter(filter: str, recipe: str | None, *, fp8_attention: bool) -> None:

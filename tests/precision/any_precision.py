@@ -96,6 +96,8 @@ OPTIMIZERS = any_module.OPTIMIZERS
 class Any(Drawn):
     """What was drawn, with a network of transformers' in place of parts if ``net`` says so."""
 
+    kinds = PARTS
+
     def __init__(self, drawn):
         LightningModule.__init__(self)
         self.drawn, self.losses, self.validated, self.calls, self.fail_at = drawn, [], [], 0, None
@@ -114,20 +116,17 @@ class Any(Drawn):
     def build(self):
         self.built = True
         torch.manual_seed(0)
-        drawn = self.drawn
-        if (net := drawn["net"]) is not None:
-            self.net, self.sample = NETS[net]()[0].net, NETS[net]()[1]
-            for module in self.net.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-            self.net.train()
-        else:
-            for i, (kind, place) in enumerate(drawn["parts"]):
-                setattr(self, f"part{i}", PLACES[place][0](PARTS[kind]))
-        self.head = nn.Linear(WIDTH, 1)
-        for name, first, second in drawn["traits"]:
-            getattr(self, f"_build_{name}", lambda *_: None)(self._part(first), self._part(second))
-        self._traits = [(name, first, second) for name, first, second in drawn["traits"]]
+        self._compose()
+
+    def _add_parts(self):
+        if (net := self.drawn["net"]) is None:
+            super()._add_parts()
+            return
+        self.net, self.sample = NETS[net]()[0].net, NETS[net]()[1]
+        for module in self.net.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.net.train()
 
     def _part(self, i):
         return self.net if self.drawn["net"] is not None else super()._part(i)

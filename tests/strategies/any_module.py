@@ -563,18 +563,26 @@ class Drawn(LightningModule):
             numbers of parts; and ``settings``.
     """
 
+    kinds = PARTS
+
     def __init__(self, drawn, *, alone=False):
         super().__init__()
         self.drawn, self.losses, self.validated, self.norms, self.calls = drawn, [], [], [], 0
         settings = drawn["settings"]
         self.automatic_optimization = not settings.get("manual")
         torch.manual_seed(0 if alone else dist.get_rank())  # rank 0's values count
-        for i, (kind, place) in enumerate(drawn["parts"]):
-            setattr(self, f"part{i}", PLACES[place][0](PARTS[kind]))
+        self._compose()
+
+    def _compose(self):
+        self._add_parts()
         self.head = nn.Linear(WIDTH, 1)
-        for name, first, second in drawn["traits"]:
+        for name, first, second in self.drawn["traits"]:
             getattr(self, f"_build_{name}", lambda *_: None)(self._part(first), self._part(second))
-        self._traits = [(name, first, second) for name, first, second in drawn["traits"]]
+        self._traits = [(name, first, second) for name, first, second in self.drawn["traits"]]
+
+    def _add_parts(self):
+        for i, (kind, place) in enumerate(self.drawn["parts"]):
+            setattr(self, f"part{i}", PLACES[place][0](self.kinds[kind]))
 
     def _part(self, i):
         return getattr(self, f"part{i % len(self.drawn['parts'])}")
