@@ -57,6 +57,7 @@ class ActivationOffload(Declaration):
         self.blocks = None if blocks is None else as_patterns(blocks)
         self.every_k, self.min_mb = every_k, min_mb
         self._unproven: tuple[Offloaded, Report] | None = None
+        self._began_at = 0  # the global step of the present batch
 
     @override
     @contextmanager
@@ -83,10 +84,14 @@ class ActivationOffload(Declaration):
                 self._unproven = None
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._began_at = trainer.global_step
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._unproven is None or was_skipped(pl_module, outputs):
+        if self._unproven is None or was_skipped(pl_module, outputs, began_at=self._began_at):
             return
         (done, report), self._unproven = self._unproven, None
         report.update(

@@ -57,6 +57,7 @@ class OptimizerOffload(Declaration):
         self.chunk_mb, self.resident = chunk_mb, resident
         self._ours: list[OffloadedOptimizer | TorchAOOffloaded] = []
         self._report: Report | None = None
+        self._began_at = 0  # the global step of the present batch
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -92,11 +93,17 @@ class OptimizerOffload(Declaration):
         return ours
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._began_at = trainer.global_step
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # A batch that is skipped is stepped all the same, without gradients: no state comes of it.
-        if self._report is None or was_skipped(pl_module, outputs) or not any(ours.steps_made for ours in self._ours):
+        if self._report is None or was_skipped(pl_module, outputs, began_at=self._began_at):
+            return
+        if not any(ours.steps_made for ours in self._ours):
             return
         report, self._report = self._report, None
         host = sum(ours.host_bytes for ours in self._ours)

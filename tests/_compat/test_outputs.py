@@ -3,15 +3,19 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_ups._compat.outputs import was_skipped
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
 from tests.toys import Net, loader, trainer
 
 
 class Asks(Callback):
     def __init__(self):
-        self.answers = []
+        self.answers, self.began_at = [], None
+
+    def on_train_batch_start(self, trainer, *args):
+        self.began_at = trainer.global_step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, *args):
-        self.answers.append(was_skipped(pl_module, outputs))
+        self.answers.append(was_skipped(pl_module, outputs, began_at=self.began_at))
 
 
 class SkipsEverySecond(Net):
@@ -39,14 +43,54 @@ def test_a_step_that_returns_nothing_was_skipped(tmp_path, wrap):
     assert asks.answers == [False, True, False, True]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_module_that_optimizes_itself_skips_nothing_once_it_has_stepped(tmp_path):
-    class StepsFromTheSecond(Manual):
-        def training_step(self, batch, index):
-            if index:
-                super().training_step(batch, index)
-                self.optimizers().step()
+class StepsFromTheSecond(Manual):
+    def __init__(self, *, first=1):
+        super().__init__()
+        self.first = first
 
+    def training_step(self, batch, index):
+        if index >= self.first:
+            super().training_step(batch, index)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_module_that_optimizes_itself_has_skipped_where_it_makes_no_step(tmp_path):
     asks = Asks()
-    trainer(tmp_path, callbacks=[asks], epochs=1).fit(StepsFromTheSecond(), loader(2))
-    assert asks.answers == [True, False, False, False]
+    trainer(tmp_path, callbacks=[asks], epochs=2).fit(StepsFromTheSecond(), loader(4))
+    assert asks.answers == [True, False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_it_has_stepped_before_this_fit_does_not_count(tmp_path):
+    asks, model = Asks(), StepsFromTheSecond(first=0)
+    fitting = trainer(tmp_path, callbacks=[asks], epochs=1)
+    fitting.fit(model, loader(4))
+    model.first, fitting.fit_loop.max_epochs = 1, 2
+    fitting.fit(model, loader(4))
+    assert fitting.global_step == 3
+    assert asks.answers == [False, False, True, False]
+
+
+PROVING = {
+    "compile": lambda: Compile(backend="aot_eager"),
+    "recompute": ActivationCheckpoint,
+    "offload activations": lambda: ActivationOffload(min_mb=0),
+    "offload the optimizer": lambda: OptimizerOffload(update="host"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("callback", PROVING.values(), ids=PROVING)
+def test_a_resumed_module_that_skips_its_first_batch_has_not_shown_that_nothing_was_done(tmp_path, callback):
+    right = StepsFromTheSecond(first=0)
+    fitting = trainer(tmp_path, epochs=1)
+    fitting.fit(right, loader(4))
+    fitting.save_checkpoint(tmp_path / "one.ckpt")
+    steps = []
+    for callbacks in ([], [callback()]):
+        resumed = trainer(tmp_path, callbacks=callbacks, epochs=3)
+        resumed.fit(StepsFromTheSecond(), loader(4), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+        steps.append(resumed.global_step)
+    assert steps == [4, 4]

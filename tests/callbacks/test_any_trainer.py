@@ -15,7 +15,7 @@ def check(seed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 5, 23, 33, 72, 87, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 9, 15, 31, 46, 79))]
+    "seed", [0, 5, 23, 28, 33, 72, 87, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 9, 15, 31, 46, 79))]
 )
 def test_what_a_seed_draws(tmp_path, seed):
     check(seed, tmp_path)
