@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups.callbacks import AccelerationFlags, Compile, LeanProgressBar
-from lightning_ups.kernels.attention import routed_attention
+from lightning_ups.kernels.attention import decisions, routed_attention
 from lightning_ups.models.adamw import decay_groups
 from lightning_ups.models.gpt import GPT, SIZES, GPTModule, Linear, Size
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
@@ -211,6 +211,7 @@ def figures(row: Row, marks: Marks, losses: Mapping[int, Tensor], norm: Tensor |
         "peak_gib": round(peak.item() / 2**30, 2),
         "norm_first": None if norm is None else round(norm.item(), 4),
         "losses": {step: round(loss.item(), 4) for step, loss in shown.items()},
+        "attention": sorted({decision["backend"] for decision in decisions()}),
         "step_ms_all": [round(value, 2) for value in milliseconds.tolist()],
     }
 
