@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ups.kernels.attention import decisions
@@ -122,6 +123,7 @@ class AccelerationFlags(Declaration):
             for choice in chosen[self._decided :]:
                 line = f"attention of about {choice['seq']} tokens by {choice['backend']}: {choice['why']}"
                 self._report.note(type(self).__name__, line)
+                rank_zero_info(f"{type(self).__name__}: {line}")  # the report's lines were printed before this was known
             self._report.update(type(self).__name__, attention_chosen=chosen[self._decided :])
             self._decided = len(chosen)
         if self._collection is not None and not trainer.sanity_checking:

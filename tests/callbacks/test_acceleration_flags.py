@@ -131,16 +131,18 @@ def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
     ]
 
 
-def test_what_auto_chose_is_reported_once_it_has(tmp_path, monkeypatch):
+def test_what_auto_chose_is_reported_once_it_has(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
     monkeypatch.setattr("lightning_ups.kernels.attention.auto._decisions", [])
     _choice.cache_clear()
     report, model = {}, Attention()
     model.on_train_end = lambda: report.update(applied(model.trainer.strategy).report.parts)
-    trainer(tmp_path, callbacks=[AccelerationFlags(attention="auto")], epochs=1).fit(model, loader())
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        trainer(tmp_path, callbacks=[AccelerationFlags(attention="auto")], epochs=1).fit(model, loader())
     part = report["AccelerationFlags"]
     assert [choice["backend"] for choice in part["attention_chosen"]] == ["flash"]
     assert "by flash: first of the rule" in part["lines"][-1]
+    assert caplog.messages.count(f"AccelerationFlags: {part['lines'][-1]}") == 1
 
 
 def test_nothing_asked_is_nothing_said(tmp_path):
