@@ -242,6 +242,7 @@ class MasteredOptimizer(Optimizer):
             self._late = {p for p in masters.of if not p.requires_grad}
         self._late_done = False
         self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
+        self._followed: set[nn.Parameter] = set()
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
@@ -257,6 +258,21 @@ class MasteredOptimizer(Optimizer):
             self.inner.add_param_group({**added, "params": [self.masters.of.get(p, p) for p in added["params"]]})
             self._follow(added["params"])
 
+    @property
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Groups like those of the optimizer that it stands for, over the parameters that the module has."""
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Put others in their place, as callbacks do that unfreeze parameters, when a run is resumed."""
+        self._groups = value
+        if self._complete:
+            of = self.masters.of
+            self.inner.param_groups = [{**group, "params": [of.get(p, p) for p in group["params"]]} for group in value]
+            self._follow(self._parameters())
+
     def _adopt_state(self) -> None:
         # Some make it when they are made, such as Adagrad; and an optimizer may have made steps before this run.
         for parameter, master in self.masters.of.items():
@@ -270,8 +286,9 @@ class MasteredOptimizer(Optimizer):
 
     def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
         if self._accumulates:
-            mastered = [p for p in parameters if p in self.masters.of and p.requires_grad]
-            self._handles += [p.register_post_accumulate_grad_hook(self._move_unless_reduced) for p in mastered]
+            new = [p for p in parameters if p in self.masters.of and p.requires_grad and p not in self._followed]
+            self._handles += [p.register_post_accumulate_grad_hook(self._move_unless_reduced) for p in new]
+            self._followed.update(new)
 
     def take_clip_coefficient(self, coefficient: Tensor) -> None:
         """Multiply the gradients of the next step by ``coefficient``, in the pass that casts them."""

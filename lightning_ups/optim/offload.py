@@ -140,7 +140,11 @@ class OffloadedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Leave them: ``Optimizer.__init__`` sets them."""
+        """Put others in their place, as callbacks do that unfreeze parameters, when a run is resumed."""
+        if hasattr(self, "steps"):  # ``Optimizer.__init__`` sets them too
+            self._inner.param_groups = value
+            with torch.no_grad():
+                self.steps.plan()
 
     @property
     @override

@@ -24,7 +24,18 @@ from lightning_ups.optim.offload_layout import (
 )
 from lightning_ups.optim.offload_memory import Copy, Mark, Memory
 
-__all__ = ["MASTER", "Chunk", "Item", "Options", "in_parts", "is_large", "nbytes_of", "planned", "stepping"]
+__all__ = [
+    "MASTER",
+    "Chunk",
+    "Item",
+    "Options",
+    "in_parts",
+    "is_large",
+    "nbytes_of",
+    "planned",
+    "regrouped",
+    "stepping",
+]
 
 PART = 1024  # elements: parts of a parameter begin at multiples of it
 MASTER = ""  # the name that a master has among the state of its parameter
@@ -287,6 +298,16 @@ def planned(
 
 def _mesh(item: Item) -> Any:
     return item.parameter.device_mesh if isinstance(item.parameter, DTensor) else None
+
+
+def regrouped(items: Iterable[Item], pairs: Iterable[tuple[int, nn.Parameter, nn.Parameter]]) -> set[nn.Parameter]:
+    """Give ``items`` the groups that their parameters are in now; return their parameters."""
+    group_of = {parameter: group for group, parameter, _ in pairs}
+    known: set[nn.Parameter] = set()
+    for item in items:
+        item.group = group_of.get(item.parameter, item.group)
+        known.add(item.parameter)
+    return known
 
 
 def in_parts(group: int, parameter: nn.Parameter, key: nn.Parameter, *, parts: int) -> list[Item]:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_ups._compat.tensors import local_of
 from lightning_ups.optim.master_weights import taken_over
-from lightning_ups.optim.offload_chunks import Item, Options, nbytes_of, stepping
+from lightning_ups.optim.offload_chunks import Item, Options, nbytes_of, regrouped, stepping
 from lightning_ups.optim.offload_layout import Block, aligned, form_of, plain_parts, rebuilt
 from lightning_ups.optim.offload_memory import Copy, Mark, Memory
 from lightning_ups.optim.offload_source import Source
@@ -71,8 +71,9 @@ class HostSteps:
 
     def plan(self) -> None:
         """Take up each parameter that is not known yet."""
-        known = {item.parameter for item in self.items}
-        new = [Item(group, p, key) for group, p, key in self._source.pairs() if p not in known]
+        pairs = [*self._source.pairs()]
+        known = regrouped(self.items, pairs)
+        new = [Item(group, p, key) for group, p, key in pairs if p not in known]
         self.items += new
         for item in new:
             if item.is_mastered:

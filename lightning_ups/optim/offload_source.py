@@ -92,14 +92,21 @@ class Mastered:
         self._optimizer, self._of, self._wrapper = optimizer, optimizer.masters.of, optimizer._wrapper
         self.writes = optimizer.masters.writes
         self.stood: list[nn.Parameter] | None = None
-        for _, parameter, key in self.pairs():
-            if key is not parameter:
-                gradient, key.grad = key.grad, None
-                key.__class__ = HostMaster
-                key.grad = gradient
+        self._on_host: list[nn.Parameter] = []
+        self._follow()
+
+    def _follow(self) -> None:
+        for group in self._optimizer.param_groups:
+            for key in (self._of[p] for p in group["params"] if p in self._of):
+                if not isinstance(key, HostMaster):
+                    gradient, key.grad = key.grad, None
+                    key.__class__ = HostMaster
+                    key.grad = gradient
+                    self._on_host.append(key)
 
     def pairs(self) -> Iterator[tuple[int, nn.Parameter, nn.Parameter]]:
         """See `Source`."""
+        self._follow()  # there may be groups that there were not before
         for index, group in enumerate(self._optimizer.param_groups):
             parameters: list[nn.Parameter] = group["params"]
             yield from ((index, parameter, self._of.get(parameter, parameter)) for parameter in parameters)
@@ -128,7 +135,7 @@ class Mastered:
 
     def undo(self) -> None:
         """Let masters be parameters like others again."""
-        for _, parameter, key in self.pairs():
-            if key is not parameter:
-                key.grad = None
-                key.__class__ = nn.Parameter
+        while self._on_host:
+            key = self._on_host.pop()
+            key.grad = None
+            key.__class__ = nn.Parameter

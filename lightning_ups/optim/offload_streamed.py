@@ -19,6 +19,7 @@ from lightning_ups.optim.offload_chunks import (
     in_parts,
     is_large,
     planned,
+    regrouped,
     stepping,
 )
 from lightning_ups.optim.offload_memory import Mark, Memory
@@ -88,8 +89,9 @@ class StreamedSteps:
 
     def plan(self) -> None:
         """Give a chunk to each parameter that has none, and let its state lie where it shall."""
-        known = {item.parameter for chunk in self.chunks for item in chunk.items}
-        new = [(group, p, key) for group, p, key in self._source.pairs() if p not in known]
+        pairs = [*self._source.pairs()]
+        known = regrouped((item for chunk in self.chunks for item in chunk.items), pairs)
+        new = [(group, p, key) for group, p, key in pairs if p not in known]
         sizes = {p: int(self._size(key) * (self._state_bytes + (key is not p))) for _, p, key in new}
         items: list[Item] = []
         nbytes: dict[Item, int] = {}

@@ -67,6 +67,31 @@ class TorchAOOffloaded(Optimizer):
         self._offloaded: Any = made.CPUOffloadOptimizer([_given(group) for group in self.param_groups], type(inner))
         self.steps_made = 0
 
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._refuse_other_groups()
+        super().add_param_group(param_group)
+
+    @property
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Groups like those of the optimizer that it stands for."""
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Take the groups that ``Optimizer.__init__`` sets, and refuse others."""
+        self._refuse_other_groups()
+        self._groups = value
+
+    def _refuse_other_groups(self) -> None:
+        if hasattr(self, "_offloaded"):
+            raise ValueError(
+                "Groups of parameters cannot be added under update='torchao', as by a callback that unfreezes some."
+                " torchao's CPUOffloadOptimizer has made its optimizers, and would never step what is added."
+                " Use update='host' or 'device', which take groups, or give the optimizer all parameters at first."
+            )
+
     @property
     def host_bytes(self) -> int:
         """The bytes that torchao keeps on the host: parameters, their gradients and state."""

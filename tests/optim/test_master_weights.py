@@ -346,7 +346,8 @@ def test_uncounted_writes_that_begin_late_are_found_at_a_later_look():
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_group_that_is_added_later_is_stepped_from_then_on(accumulate):
+@pytest.mark.parametrize("way", ["added", "put in place"])
+def test_a_group_that_comes_later_is_stepped_from_then_on(way, accumulate):
     def train(*, later):
         model = make_model()
         first, second = [*model[0].parameters()], [*model[2:].parameters()]
@@ -359,8 +360,11 @@ def test_a_group_that_is_added_later_is_stepped_from_then_on(accumulate):
             if step == 2:
                 for p in second:
                     p.requires_grad_(requires_grad=True)
-                if later:
+                if later == "added":
                     optimizer.add_param_group({"params": second, "lr": 3e-3})
+                elif later == "put in place":  # as a resumed callback does that unfreezes parameters
+                    groups = optimizer.param_groups
+                    optimizer.param_groups = [*groups, {**groups[0], "params": second, "lr": 3e-3}]
             optimizer.zero_grad()
             model(batch(torch.bfloat16)).float().square().mean().backward()
             optimizer.step()
@@ -369,7 +373,7 @@ def test_a_group_that_is_added_later_is_stepped_from_then_on(accumulate):
         assert optimizer.undo().param_groups[1]["params"] == second
         return model.state_dict(), state
 
-    (model, state), (expected, expected_state) = train(later=True), train(later=False)
+    (model, state), (expected, expected_state) = train(later=way), train(later=None)
     assert all(torch.equal(model[name], value) for name, value in expected.items())
     assert state["param_groups"][1]["lr"] == 3e-3
     assert state["state"].keys() == expected_state["state"].keys()

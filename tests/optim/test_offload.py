@@ -336,18 +336,29 @@ def test_what_others_write_into_a_parameter_reaches_its_master(way):
     assert_same(train(OPTIMIZERS["adamw"], masters=True, between=between, wrap=wrap)[0], right)
 
 
-def test_a_group_that_is_added_later_is_offloaded_too():
+@pytest.mark.parametrize("put", [False, True], ids=["added", "put in place"])
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@pytest.mark.parametrize("way", [{}, {"update": "host"}], ids=["device", "host"])
+def test_a_group_that_comes_later_is_offloaded_too(way, masters, put):
     def make(model):
         return AdamW(model[0].parameters(), lr=1e-2)
 
     def between(step, model, optimizer):
-        if step == 2:
-            optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.1})
+        new = {"params": [*model[2].parameters()], "lr": 0.1}
+        if step == 2 and put:  # as a resumed callback does that unfreezes parameters; the first group is now the second
+            optimizer.param_groups = [{**optimizer.param_groups[0], **new}, {**optimizer.param_groups[0], "lr": 0.03}]
+        elif step == 2:
+            optimizer.add_param_group(new)
 
-    right, _ = train(make, between=between)
-    result, ours = train(make, between=between, wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory()))
+    wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way)  # noqa: E731
+    right, plain = train(make, between=between, masters=masters)
+    result, ours = train(make, between=between, masters=masters, wrap=wrap)
     assert_same(result, right)
-    assert ours.steps.host_bytes == 8 * sum(p.numel() for i in (0, 2) for p in Net()[i].parameters())
+    assert_same_state(ours.state_dict(), plain.state_dict())
+    assert [group["lr"] for group in ours.stepper.param_groups] == ([0.1, 0.03] if put else [1e-2, 0.1])
+    each = 12 if masters else 8
+    numbers = sum(p.numel() for i in (0, 2) for p in Net()[i].parameters())
+    assert each * numbers <= ours.steps.host_bytes < each * numbers + 100
 
 
 def test_a_closure_and_hooks_are_called_once():

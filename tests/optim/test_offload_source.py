@@ -49,6 +49,17 @@ def test_behind_a_wrapper_only_what_it_reduced_counts():
     assert source.gradient(model[0].weight).dtype is torch.float32
 
 
+def test_masters_of_a_group_that_is_added_later_are_held_and_given_back_like_others():
+    model = Net()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(SGD(model[0].parameters(), lr=0.1), masters)
+    source = Mastered(optimizer)
+    optimizer.add_param_group({"params": [*model[2].parameters()]})
+    assert {type(key) for _, _, key in source.pairs()} == {HostMaster}
+    source.undo()
+    assert {type(master) for master in masters.of.values()} == {nn.Parameter}
+
+
 def test_a_master_on_the_host_has_its_gradient_on_the_device():
     model = Net()
     optimizer, masters = mastered(model)

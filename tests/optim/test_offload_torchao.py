@@ -136,3 +136,14 @@ def test_torchaos_own_on_a_gpu():
             optimizer.step()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_that_it_would_never_step_are_refused(standin):
+    model = Net()
+    ours = TorchAOOffloaded(SGD(model[0].parameters(), lr=0.1), clips=False)
+    added = {"params": [*model[2].parameters()], "lr": 0.1}
+    with pytest.raises(ValueError, match=r"or give the optimizer all parameters at first\.$"):
+        ours.add_param_group(added)
+    with pytest.raises(ValueError, match=r"or give the optimizer all parameters at first\.$"):
+        ours.param_groups = [*ours.param_groups, added]
+    assert len(ours.param_groups) == 1
