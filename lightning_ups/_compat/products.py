@@ -7,6 +7,8 @@ from torch import Tensor
 
 __all__ = ["add_product", "product"]
 
+_PIECES = 8
+
 
 def product(a: Tensor, b: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Return ``a @ b`` in ``dtype``, which is theirs or float32; summed in float32 at least."""
@@ -26,12 +28,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.is_cuda and _adds_into_float32(a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.add_(product(a, b, dtype=total.dtype))
+        rows = -(-len(total) // _PIECES) or 1
+        for start in range(0, len(total), rows):  # so that the product takes little beside what it is added to
+            piece = slice(start, start + rows)
+            total[piece].add_(product(a[piece], b, dtype=total.dtype))
 
 
 @cache
 def _adds_into_float32(dtype: torch.dtype) -> bool:
-    # Some versions have the argument and refuse a float32 summand; asking a small product is the only way to know.
+    # 2.9 has the argument and refuses a float32 summand, 2.11 takes one; asking a small product is the way to know.
     total = torch.zeros(16, 16, device="cuda")
     a = torch.ones(16, 16, device="cuda", dtype=dtype)
     try:
