@@ -1,7 +1,7 @@
 """Connecting a `Resumption` to the fit loop of a trainer."""
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -35,6 +35,7 @@ class Connection:
             on_unreplayable=on_unreplayable, rank=data["rank"], num_ranks=data["num_replicas"]
         )
         self._undo = follow_loaders(trainer, before=self._follow, epoch=self._resumption.epoch)
+        self._silence: Any = None  # the filter of warnings that is added here
 
     def state(self) -> dict[str, Any]:
         """Return the state of all ranks on the first, and nothing elsewhere. Every rank takes part."""
@@ -66,8 +67,11 @@ class Connection:
         self._resumption.begin_epoch()
 
     def close(self) -> None:
-        """Leave the trainer and its loaders as they were."""
+        """Leave the trainer, its loaders and the filters of warnings as they were."""
         self._undo()
+        if self._silence in warnings.filters:  # others may have put all filters back before
+            cast("list[Any]", warnings.filters).remove(self._silence)
+        self._silence = None
         self._resumption.release()
 
     def _follow(self, loaders: list[Any]) -> list[Any]:
@@ -77,6 +81,12 @@ class Connection:
         stand_ins = self._resumption.follow(loaders, counted=counted, at_end=at_end)
         if self._resumption.taken is not None:
             set_batches_taken(self._trainer, self._resumption.taken)
-            # Lightning says that the loaders cannot be resumed, which is no longer true.
-            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            self._silence_lightning()
         return stand_ins
+
+    def _silence_lightning(self) -> None:
+        # It says that the loaders cannot be resumed, which is no longer true.
+        before = [*warnings.filters]
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        if warnings.filters[0] not in before:  # the user may have the same one
+            self._silence = warnings.filters[0]
