@@ -275,10 +275,12 @@ class MasteredOptimizer(Optimizer):
 
     def _adopt_state(self) -> None:
         # Some make it when they are made, such as Adagrad; and an optimizer may have made steps before this run.
-        for parameter, master in self.masters.of.items():
-            if parameter in self.inner.state:
-                state = self.inner.state.pop(parameter)
-                self.inner.state[master] = {key: self._widened(value, master) for key, value in state.items()}
+        held = [*self.inner.state.items()]
+        self.inner.state.clear()
+        for parameter, state in held:  # in its own order, which its state dict has
+            master = self.masters.of.get(parameter, parameter)
+            mastered = master is not parameter
+            self.inner.state[master] = {k: self._widened(v, master) for k, v in state.items()} if mastered else state
 
     def _widened(self, value: Any, master: Tensor) -> Any:
         low = isinstance(value, Tensor) and value.dtype is self.masters.dtype

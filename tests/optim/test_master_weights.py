@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
@@ -377,3 +377,12 @@ def test_a_group_that_comes_later_is_stepped_from_then_on(way, accumulate):
     assert all(torch.equal(model[name], value) for name, value in expected.items())
     assert state["param_groups"][1]["lr"] == 3e-3
     assert state["state"].keys() == expected_state["state"].keys()
+
+
+def test_state_that_is_there_keeps_its_order():
+    model = make_model()
+    parameters = [*model.parameters()]
+    groups = [{"params": parameters[1::2]}, {"params": parameters[::2]}]
+    right = [*Adagrad(groups).state_dict()["state"]]
+    inner = Adagrad(groups)
+    assert [*MasteredOptimizer(inner, MasterWeights(model, dtype=torch.bfloat16)).state_dict()["state"]] == right
