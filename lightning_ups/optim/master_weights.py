@@ -275,7 +275,7 @@ class MasteredOptimizer(Optimizer):
 
     def _adopt_state(self) -> None:
         # Some make it when they are made, such as Adagrad; and an optimizer may have made steps before this run.
-        held = [*self.inner.state.items()]
+        held: list[tuple[Any, Any]] = [*self.inner.state.items()]
         self.inner.state.clear()
         for parameter, state in held:  # in its own order, which its state dict has
             master = self.masters.of.get(parameter, parameter)
