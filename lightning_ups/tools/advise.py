@@ -122,8 +122,7 @@ def advise(
         timer = timer_on(device)
     times = Table(where(device))
     for name, layers in considered.items():
-        found = obtain_table(products_of(layers), [name], device=device, path=table, timer=timer)
-        times = Table(found.place, times.times | found.times)
+        times = times.joined(obtain_table(products_of(layers), [name], device=device, path=table, timer=timer))
     if table is None:
         print(f"times are kept in {cache_path(where(device))}")
     step_ms = _step_ms(trial, steps if steps is not None else STEPS if can_time else 0)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ups.transforms.advise_shapes import Layer, names_of, products_of
-from lightning_ups.transforms.advise_table import BFLOAT16, Table
+from lightning_ups.transforms.advise_shapes import Layer, Product, names_of, products_of
+from lightning_ups.transforms.advise_table import BFLOAT16, Table, Times
 
 __all__ = ["Advice", "best_recipe"]
 
@@ -76,10 +76,25 @@ class Advice:
         """Return what to do, in one sentence."""
         winners = self.winners
         if not winners:
-            return f"leave bfloat16: {self.recipe} would change the speed by {self._said(self.layers)} with all layers"
+            change = self._said(self.layers)
+            return f"leave bfloat16: {self.recipe} would change the speed by {change} with all layers{self._doubt()}"
         which = "all" if len(winners) == len(self.layers) else f"{len(winners)} of {len(self.layers)}"
         alternative = "" if which == "all" else f"; with all of them {self._said(self.layers)}"
-        return f"convert {which} layers by {self.recipe}: {self._said(winners)}{alternative}"
+        return f"convert {which} layers by {self.recipe}: {self._said(winners)}{alternative}{self._doubt()}"
+
+    def _doubt(self) -> str:
+        """Return what to add to a verdict by times that were taken while others used the device."""
+        products = [*products_of(self.layers)]
+        found = {p: t.doubt for p in products for t in self._both(p) if t.doubt}
+        if not found:
+            return ""
+        said = ", ".join(dict.fromkeys(found.values()))
+        return (
+            f" (the device was busy: of {len(found)} of {len(products)} products, {said}; time again when it is idle)"
+        )
+
+    def _both(self, product: Product) -> list[Times]:
+        return [self.table.times[product][name] for name in (BFLOAT16, self.recipe)]
 
     def _said(self, layers: Sequence[Layer]) -> str:
         gain = self.gain(layers)
@@ -98,7 +113,8 @@ class Advice:
                     row[name] = "does not fit"
                     continue
                 parts = f"{each.forward_ms:.3f} + {each.dgrad_ms:.3f} + {each.wgrad_ms:.3f} ms"
-                row[name] = parts if name == BFLOAT16 else f"{parts}, x{base / each.total_ms:.2f}"
+                factor = "" if name == BFLOAT16 else f", x{base / each.total_ms:.2f}"
+                row[name] = f"{parts}{factor}{' (in doubt)' if each.doubt else ''}"
             yield row | {"in": names_of(self.layers, product)}
 
 

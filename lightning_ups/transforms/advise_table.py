@@ -22,11 +22,19 @@ _WHAT_DECIDES = ("torch", "cuda", "triton", "torchao", "transformer-engine")
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Milliseconds of the three products of a linear layer, the casts that each needs included."""
+    """Milliseconds of the three products of a linear layer, the casts that each needs included.
+
+    Args:
+        forward_ms: Of the output.
+        dgrad_ms: Of the gradient of the input.
+        wgrad_ms: Of that of the weight.
+        doubt: What shows that others used the device meanwhile; empty: nothing does.
+    """
 
     forward_ms: float
     dgrad_ms: float
     wgrad_ms: float
+    doubt: str = ""
 
     @property
     def total_ms(self) -> float:
@@ -73,11 +81,9 @@ class Table:
             ) from error
 
     def write(self, path: str | Path) -> None:
-        """Write it, whole or not at all."""
-        products = [
-            {"shape": _shape(p), "times": {name: vars(t) for name, t in by.items()}}
-            for p, by in sorted(self.times.items())
-        ]
+        """Write it, whole or not at all; times that are in doubt are left out, to be taken anew."""
+        kept = {p: {name: _parts(t) for name, t in by.items() if not t.doubt} for p, by in sorted(self.times.items())}
+        products = [{"shape": _shape(p), "times": by} for p, by in kept.items() if by]
         text = json.dumps({"format": _FORMAT, "place": dict(self.place), "products": products}, indent=1)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +91,11 @@ class Table:
         with os.fdopen(handle, "w") as file:
             file.write(text + "\n")
         os.replace(name, path)
+
+    def joined(self, other: Self) -> Self:
+        """Return a table of both; where both have a time, that of ``other``."""
+        both = {p: {**self.times.get(p, {}), **other.times.get(p, {})} for p in (*self.times, *other.times)}
+        return type(self)(other.place, both)
 
     def missing(self, products: Iterable[Product], recipes: Iterable[str]) -> list[tuple[Product, str]]:
         """Return what of ``products`` is not timed yet, in bfloat16 and by ``recipes``."""
@@ -97,6 +108,10 @@ class Table:
         for product, name in missing:
             self.times.setdefault(product, {})[name] = timer(product, name)
         return len(missing)
+
+
+def _parts(times: Times) -> dict[str, float]:
+    return {name: value for name, value in vars(times).items() if name != "doubt"}
 
 
 def _shape(product: Product) -> list[Any]:

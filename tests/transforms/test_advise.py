@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_ups.transforms.advise import Advice, best_recipe
@@ -67,3 +69,19 @@ def test_rows_have_the_parts_and_the_ratio():
     assert rows[1]["a step"] == "2"
     assert rows[1][BFLOAT16] == "2.500 + 2.500 + 5.000 ms"
     assert rows[1]["tensorwise"] == "1.250 + 1.250 + 2.500 ms, x2.00"
+
+
+def test_times_that_were_taken_on_a_busy_device_are_in_doubt():
+    found = advice()
+    assert "busy" not in found.verdict()
+    narrow = found.table.times[NARROW]
+    narrow["tensorwise"] = replace(narrow["tensorwise"], doubt="runs of the same product differed by 31%")
+    narrow["rowwise"] = replace(narrow["tensorwise"], doubt="of another recipe")
+    said = (
+        "the device was busy: of 1 of 2 products, runs of the same product differed by 31%; time again when it is idle"
+    )
+    assert found.verdict().endswith(f" ({said})")
+    assert replace(found, step_ms=1e6).verdict().startswith("leave bfloat16")
+    assert "the device was busy" in replace(found, step_ms=1e6).verdict()
+    rows = {row["rows x in x out"]: row["tensorwise"] for row in found.rows(["tensorwise"])}
+    assert [text.endswith("(in doubt)") for text in (rows[str(NARROW)], rows[str(WIDE)])] == [True, False]

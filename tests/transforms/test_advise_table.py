@@ -48,6 +48,29 @@ def test_products_that_are_computed_as_one_are_kept_too(tmp_path):
     assert Table.read(path).times == table.times
 
 
+def test_times_in_doubt_are_used_and_not_kept():
+    def noisy(product, recipe):
+        doubt = "runs differed" if product == SMALL and recipe != BFLOAT16 else ""
+        return Times(forward_ms=1.0, dgrad_ms=2.0, wgrad_ms=0.0, doubt=doubt)
+
+    found = obtain_table([SMALL, LARGE], ["tensorwise"], device=CPU, timer=noisy)
+    assert found.times[SMALL]["tensorwise"].total_ms == 3.0
+    calls = []
+    obtain_table([SMALL, LARGE], ["tensorwise"], device=CPU, timer=timer(calls))
+    assert calls == [(SMALL, "tensorwise")]
+
+
+def test_two_tables_are_one_that_has_the_times_of_both():
+    tables = [Table({"device": name}) for name in ("before", "after")]
+    tables[0].fill([SMALL], ["tensorwise"], timer([]))
+    tables[1].fill([SMALL, LARGE], ["rowwise"], timer([]))
+    joined = tables[0].joined(tables[1])
+    assert joined.place == {"device": "after"}
+    assert {p: sorted(by) for p, by in joined.times.items()} == {
+        SMALL: [BFLOAT16, "rowwise", "tensorwise"], LARGE: [BFLOAT16, "rowwise"]
+    }  # fmt: skip
+
+
 def test_other_versions_have_another_file():
     place = where(CPU)
     assert cache_path(place) != cache_path({**place, "torch": "9.9"})
@@ -81,7 +104,9 @@ def test_a_write_is_whole_or_nothing(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     Table({"device": "cpu"}).write(path)
     before = path.read_text()
-    table = Table({"device": "cpu"}, {SMALL: {BFLOAT16: object()}})  # cannot be written
+    table = Table(
+        {"device": "cpu"}, {SMALL: {BFLOAT16: Times(forward_ms=object(), dgrad_ms=1.0, wgrad_ms=1.0)}}
+    )  # cannot be written
     with pytest.raises(TypeError):
         table.write(path)
     assert path.read_text() == before
