@@ -278,7 +278,7 @@ class MasteredOptimizer(Optimizer):
         held: list[tuple[Any, Any]] = [*self.inner.state.items()]
         self.inner.state.clear()
         for parameter, state in held:  # in its own order, which its state dict has
-            master = self.masters.of.get(parameter, parameter)
+            master: Any = self.masters.of.get(parameter, parameter)
             mastered = master is not parameter
             self.inner.state[master] = {k: self._widened(v, master) for k, v in state.items()} if mastered else state
 
