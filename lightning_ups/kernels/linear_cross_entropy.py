@@ -6,15 +6,18 @@ waits for backward is one gradient of each, which backward needs memory for in a
 backward would cost a third more operations of the head; only ``reduction="none"`` does, since there each row's
 gradient has a factor that is not known before.
 
+What a chunk holds is the gradient of its logits, in the type of the products, since the longer a chunk, the less often
+the sum of the weight's gradient is read and written. Logits in float32 would take twice that; so they are there for an
+eighth of the chunk at a time, and a product for each. Logits that are rounded are where their gradient will be.
+
 All of it is one operator, even in a compiled function: were it traced, the partitioner would put the gradients into
-the backward graph and keep every logit for them. On a GPU the operator compiles the step between the products.
+the backward graph and keep every logit for them. The step between the products is one kernel on a GPU.
 
 N rows, D width of the model, V vocabulary, C rows of a chunk.
 """
-# ruff: noqa: N803, N806, N815, FBT001, ARG001 (shape suffixes are capitals; an operator's arguments are positional)
+# ruff: noqa: N803, N806, FBT001, ARG001 (shape suffixes are capitals; an operator's arguments are positional)
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -23,19 +26,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_ups._compat.optional import has
-from lightning_ups._compat.products import add_product, product
+from lightning_ups._compat.products import product
+from lightning_ups.kernels.cross_entropy_step import Settings, reference_step, step_on
+from lightning_ups.kernels.weight_gradient import WeightGradient
 
 __all__ = ["Backend", "Reduction", "linear_cross_entropy", "reference_linear_cross_entropy"]
 
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "chunked", "torch", "reference"]
 
-# Elements of a chunk's logits. More rows make the weight's gradient, which each chunk reads and writes, cost less; on a
-# GPU 4096 rows of a vocabulary of 128256 fit, in 2 GiB of float32 and 1 GiB of gradient.
-_CHUNK_ELEMENTS = {"cuda": 1 << 29}
-_CHUNK_ELEMENTS_ELSEWHERE = 1 << 24
 _ROWS_MULTIPLE = 128
+_LEAST_ROWS, _MOST_ROWS = 2048, 4096  # of a chunk; but an eighth of all rows is never too many
+_LOGITS_SHARE, _LEAST_LOGITS_ROWS = 8, 512  # of a chunk, where its logits are in another type than their gradient
+_COLUMNS_MULTIPLE = 64  # so that a row begins where a matrix product can read whole lines, whatever the vocabulary
+_ELEMENTS_ELSEWHERE = 1 << 24  # of a chunk on what is no GPU: 64 MiB
 
 
 def linear_cross_entropy(
@@ -46,6 +50,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    round_logits: bool = False,
     reduction: Reduction = "mean",
     chunk: int | Literal["auto"] = "auto",
     backend: Backend = "auto",
@@ -53,7 +58,7 @@ def linear_cross_entropy(
     """Return the cross-entropy of ``hidden @ weight.T`` in float32; `reference_linear_cross_entropy` specifies it.
 
     Products run in the type of ``hidden`` and ``weight``, or autocast's, and sum in float32; logits, their softmax and
-    the sum of the weight's gradient over chunks are float32.
+    the sum of the weight's gradient over chunks are float32, logits unless they are to be rounded.
 
     Args:
         hidden: [..., dim], what the head would be given.
@@ -63,10 +68,16 @@ def linear_cross_entropy(
         ignore_index: Rows with this target have no loss.
         z_loss: Adds so much times the squared log-sum-exp of each row's logits, which keeps them from drifting.
         softcap: Bend logits to ``softcap * tanh(logit / softcap)``.
+        round_logits: Round logits to the type of the products, as a head under autocast does: bfloat16 moves each by
+            up to a 512th of itself, and the loss by up to a 256th of the largest. It spares memory and time.
         reduction: The mean over rows that are not ignored (not a number if all are), their sum, or each row's loss.
             With ``"none"`` backward computes the logits a second time.
-        chunk: Rows whose logits are in memory at a time; ``"auto"`` takes as many as fit into 2 GiB on a GPU, and
-            64 MiB elsewhere, in chunks of equal length.
+        chunk: Rows whose logits' gradient is in memory at a time; an eighth of them also have float32 logits, or all if
+            those are rounded, where their gradient will be. ``"auto"`` takes a quarter of all rows, no less than 2048
+            and no more than 4096 or an eighth, whichever is more, in chunks of equal length. In bfloat16 on a GPU
+            that is 2.5 bytes for each logit of a chunk, 2 if rounded, and 4 for each element of the weight, in place of
+            the usual 2 for each logit of all and 2 for each element; all rows are one chunk where that takes no more.
+            Elsewhere than on a GPU a chunk's logits are 64 MiB at most.
         backend: ``"chunked"`` is ours, and what ``"auto"`` means: torch's sums the weight's gradient in bfloat16 unless
             told otherwise, and knows neither z-loss nor softcap. ``"torch"`` is ``F.linear_cross_entropy`` in its
             accurate policy, where this torch has it; ``"reference"`` has all logits in memory.
@@ -78,10 +89,17 @@ def linear_cross_entropy(
     _validate(hidden, weight, targets, reduction=reduction, chunk=chunk, backend=backend)
     if backend == "reference":
         return reference_linear_cross_entropy(
-            hidden, weight, targets, ignore_index=ignore_index, z_loss=z_loss, softcap=softcap, reduction=reduction
+            hidden,
+            weight,
+            targets,
+            ignore_index=ignore_index,
+            z_loss=z_loss,
+            softcap=softcap,
+            round_logits=round_logits,
+            reduction=reduction,
         )
     if backend == "torch":
-        return _by_torch(hidden, weight, targets, ignore_index, z_loss, softcap, reduction, chunk)
+        return _by_torch(hidden, weight, targets, ignore_index, z_loss, softcap, round_logits, reduction, chunk)
     hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     grad = torch.is_grad_enabled()
     loss = linear_cross_entropy_forward(
@@ -94,6 +112,7 @@ def linear_cross_entropy(
         reduction,
         0 if chunk == "auto" else chunk,
         _product_dtype(hidden),
+        round_logits,
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
     )[0]
@@ -108,12 +127,15 @@ def reference_linear_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    round_logits: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Return the loss with all logits in memory, in float32 at least: the specification."""
     precise = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
         logits_NV = F.linear(hidden.to(precise), weight.to(precise)).flatten(0, -2)
+    if round_logits:
+        logits_NV = logits_NV.to(_product_dtype(hidden)).to(precise)
     if softcap:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
     targets_N = targets.reshape(-1)
@@ -137,21 +159,22 @@ def linear_cross_entropy_forward(
     reduction: str,
     chunk: int,
     dtype: torch.dtype,
+    round_logits: bool,
     want_hidden: bool,
     want_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, each row's log-sum-exp, and, except with reduction "none", the gradients that are wanted."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, and, except with reduction "none", the gradients that are wanted."""
     valid_N = targets != ignore_index
     count = valid_N.sum().to(torch.promote_types(dtype, torch.float32))
     per_row = torch.where(valid_N, 1 / count if reduction == "mean" else torch.ones_like(count), 0.0)
     if reduction == "none":
         want_hidden = want_weight = False
-    step = _Step(z_loss, softcap, want_hidden or want_weight)
-    losses = _chunks(hidden, weight, targets, per_row, step, chunk, dtype, want_hidden, want_weight)
-    total = losses.loss_N if reduction == "none" else losses.loss_N.sum()
+    settings = Settings(z_loss, softcap)
+    found = _chunks(hidden, weight, targets, per_row, settings, chunk, dtype, round_logits, (want_hidden, want_weight))
+    total = found.losses if reduction == "none" else found.losses.sum()
     if reduction == "mean":
         total = total / count
-    return total, losses.lse_N, losses.grad_hidden, losses.grad_weight
+    return total, found.grad_hidden, found.grad_weight
 
 
 @torch.library.custom_op("lightning_ups::linear_cross_entropy_backward", mutates_args=())
@@ -165,25 +188,19 @@ def linear_cross_entropy_backward(
     softcap: float,
     chunk: int,
     dtype: torch.dtype,
+    round_logits: bool,
     want_hidden: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden states and weight, of the losses of single rows."""
     per_row = torch.where(targets != ignore_index, grad_loss, 0.0)
-    step = _Step(z_loss, softcap, gradient=True)
-    losses = _chunks(hidden, weight, targets, per_row, step, chunk, dtype, want_hidden, want_weight)
-    return losses.grad_hidden, losses.grad_weight
-
-
-class _Step(NamedTuple):
-    z_loss: float
-    softcap: float
-    gradient: bool
+    settings = Settings(z_loss, softcap)
+    found = _chunks(hidden, weight, targets, per_row, settings, chunk, dtype, round_logits, (want_hidden, want_weight))
+    return found.grad_hidden, found.grad_weight
 
 
 class _Losses(NamedTuple):
-    loss_N: Tensor
-    lse_N: Tensor
+    losses: Tensor
     grad_hidden: Tensor
     grad_weight: Tensor
 
@@ -193,98 +210,83 @@ def _chunks(
     weight: Tensor,
     targets: Tensor,
     per_row: Tensor,
-    step: _Step,
+    settings: Settings,
     chunk: int,
     dtype: torch.dtype,
-    want_hidden: bool,
-    want_weight: bool,
+    round_logits: bool,
+    want: tuple[bool, bool],
 ) -> _Losses:
-    precise = torch.promote_types(dtype, torch.float32)
-    loss_N = torch.empty(hidden.shape[0], dtype=precise, device=hidden.device)
-    lse_N = torch.empty_like(loss_N)
-    grad_hidden = (
-        torch.empty_like(hidden, memory_format=torch.contiguous_format) if want_hidden else hidden.new_empty(0)
-    )
-    total = _WeightGradient(weight, precise) if want_weight else None
+    want_hidden, want_weight = want
+    num_rows, precise = len(hidden), torch.promote_types(dtype, torch.float32)
+    loss_N = torch.empty(num_rows, dtype=precise, device=hidden.device)
+    grad_hidden = hidden.new_empty(hidden.shape if want_hidden else 0)
+    total = None
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden_ND, weight_VD = _operand(hidden, dtype), _operand(weight, dtype)
-        per_row = per_row.to(precise)
-        for rows in _slices(hidden.shape[0], weight.shape[0], chunk=chunk, device=hidden.device.type):
-            logits_CV = product(hidden_ND[rows], weight_VD.t(), dtype=precise)
-            loss_N[rows], lse_N[rows], grad_CV = _step_function(hidden.device.type)(
-                logits_CV, targets[rows], per_row[rows], *step, hidden_ND.dtype
-            )
-            del logits_CV
+        hidden_ND, weight_VD, per_row = _operand(hidden, dtype), _operand(weight, dtype), per_row.to(precise)
+        chunk = min(chunk or auto_rows(num_rows, weight, dtype=hidden_ND.dtype), num_rows)
+        memory = _Memory(chunk, weight_VD, dtype if round_logits else precise, precise, gradient=any(want))
+        if want_weight:
+            total = WeightGradient(weight, precise, once=chunk == num_rows, lean=memory.nbytes < weight.nbytes)
+        for rows in _slices(num_rows, chunk):
+            grad_CV = memory.fill(hidden_ND[rows], weight_VD, targets[rows], per_row[rows], loss_N[rows], settings)
             if grad_CV is not None and want_hidden:
-                grad_hidden[rows] = product(grad_CV, weight_VD, dtype=grad_hidden.dtype)
+                product(grad_CV, weight_VD, dtype=grad_hidden.dtype, out=grad_hidden[rows])
             if grad_CV is not None and total is not None:
                 total.add(grad_CV, hidden_ND[rows])
-    return _Losses(loss_N, lse_N, grad_hidden, weight.new_empty(0) if total is None else total.result())
+            del grad_CV
+        del memory  # before the sum is copied into the weight's type
+    return _Losses(loss_N, grad_hidden, weight.new_empty(0) if total is None else total.take())
 
 
-def _gradient_step(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    per_row_C: Tensor,
-    z_loss: float,
-    softcap: float,
-    gradient: bool,
-    dtype: torch.dtype,
-    *,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return loss and log-sum-exp of each row, and the gradient of the logits times ``per_row_C``, in ``dtype``."""
-    out = logits_CV if in_place else None
-    if softcap:
-        logits_CV = torch.mul(torch.tanh(torch.div(logits_CV, softcap, out=out), out=out), softcap, out=out)
-    lse_C = logits_CV.logsumexp(-1)
-    counted_C = per_row_C != 0
-    at_C1 = torch.where(counted_C, targets_C, 0).unsqueeze(1)
-    right_C = logits_CV.gather(1, at_C1).squeeze(1)
-    loss_C = torch.where(counted_C, lse_C - right_C + z_loss * lse_C.square(), 0.0)
-    if not gradient:
-        return loss_C, lse_C, None
-    factor_C = (1 + 2 * z_loss * lse_C) * per_row_C
-    slope_CV = 1 - (logits_CV / softcap).square() if softcap else None
-    right_slope_C = 1 - (right_C / softcap).square() if softcap else 1.0
-    grad_CV = torch.exp(torch.sub(logits_CV, lse_C.unsqueeze(1), out=out), out=out)
-    grad_CV = torch.mul(grad_CV, factor_C.unsqueeze(1), out=out)
-    if slope_CV is not None:
-        grad_CV = torch.mul(grad_CV, slope_CV, out=out)
-    # The right class apart, in full precision and after rounding: one pass over the logits less than adding to them.
-    right_grad_C = ((right_C - lse_C).exp() * factor_C - per_row_C) * right_slope_C
-    grad_CV = grad_CV.to(dtype)
-    return loss_C, lse_C, grad_CV.scatter_(1, at_C1, right_grad_C.to(dtype).unsqueeze(1))
+class _Memory:
+    """What a chunk's logits and their gradient are in, one chunk after another."""
 
+    def __init__(
+        self, rows: int, weight_VD: Tensor, rounded_to: torch.dtype, precise: torch.dtype, *, gradient: bool
+    ) -> None:
+        held, vocab = weight_VD.dtype, len(weight_VD)
+        device = weight_VD.device
+        self._step = step_on(device.type, precise)
+        self._rounded_to = rounded_to
+        logits_type = held if rounded_to != precise else precise
+        one_memory = gradient and logits_type == held
+        whole = one_memory and (held == precise or self._step is not reference_step)
+        self._rows_at_once = (
+            rows if whole else min(max(_up(rows // _LOGITS_SHARE, _ROWS_MULTIPLE), _LEAST_LOGITS_ROWS), rows)
+        )
+        stride = _up(vocab, _COLUMNS_MULTIPLE)
 
-@cache
-def _step_function(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    if device == "cuda" and has("triton"):
-        return torch.compile(_gradient_step)  # a pass or two over the logits where eager has ten
+        def matrix(rows: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty((rows, stride), dtype=dtype, device=device)[:, :vocab]
 
-    def in_place(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        return _gradient_step(*arguments, in_place=True)
+        self._gradient = matrix(rows, held) if gradient else None
+        self._logits = None if one_memory else matrix(self._rows_at_once, logits_type)
 
-    return in_place
+    @property
+    def nbytes(self) -> int:
+        """How much it is."""
+        parts = (self._gradient, self._logits)
+        return sum(part.untyped_storage().nbytes() for part in parts if part is not None)
 
-
-class _WeightGradient:
-    """The sum over chunks of the weight's gradient, in float32."""
-
-    def __init__(self, weight: Tensor, precise: torch.dtype) -> None:
-        self._weight = weight
-        self._total = torch.empty(weight.shape, dtype=precise, device=weight.device)
-        self._empty = True
-
-    def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        if self._empty:
-            product(grad_CV.t(), hidden_CD, dtype=self._total.dtype, out=self._total)
-        else:
-            add_product(self._total, grad_CV.t(), hidden_CD)
-        self._empty = False
-
-    def result(self) -> Tensor:
-        return self._total.zero_().to(self._weight.dtype) if self._empty else self._total.to(self._weight.dtype)
+    def fill(
+        self,
+        hidden_CD: Tensor,
+        weight_VD: Tensor,
+        targets_C: Tensor,
+        per_row_C: Tensor,
+        loss_C: Tensor,
+        settings: Settings,
+    ) -> Tensor | None:
+        """Write the losses; return the gradient of the logits, times ``per_row_C``, if one is wanted."""
+        for rows in _slices(len(hidden_CD), self._rows_at_once):
+            gradient = None if self._gradient is None else self._gradient[rows]
+            logits = self._logits[: len(hidden_CD[rows])] if self._logits is not None else gradient
+            assert logits is not None
+            product(hidden_CD[rows], weight_VD.t(), dtype=logits.dtype, out=logits)
+            if self._rounded_to.itemsize < logits.dtype.itemsize:  # a CPU, which computes halves in float32
+                logits.copy_(logits.to(self._rounded_to))
+            self._step(logits, gradient, targets_C[rows], per_row_C[rows], loss_C[rows], settings)
+        return None if self._gradient is None else self._gradient[: len(hidden_CD)]
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -293,12 +295,26 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.is_cuda else tensor.to(torch.promote_types(dtype, torch.float32))
 
 
-def _slices(num_rows: int, vocab: int, *, chunk: int, device: str) -> Iterator[slice]:
-    if not chunk:
-        fit = max(_CHUNK_ELEMENTS.get(device, _CHUNK_ELEMENTS_ELSEWHERE) // vocab, 1)
-        even = -(-num_rows // -(-num_rows // fit)) if num_rows else 1
-        chunk = -(-even // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
-    for start in range(0, num_rows, chunk):
+def auto_rows(num_rows: int, weight: Tensor, *, dtype: torch.dtype) -> int:
+    """Return the rows of a chunk that ``chunk="auto"`` takes, for products of ``dtype``."""
+    vocab, dim = weight.shape
+    most = max(min(num_rows // 4, _MOST_ROWS), num_rows // 8, _LEAST_ROWS)
+    if not weight.is_cuda:
+        most = min(most, max(_ELEMENTS_ELSEWHERE // vocab, 1))
+    # One chunk needs no sum in float32 besides the result. It is more logits.
+    sum_in_logits = dim * (torch.promote_types(dtype, torch.float32).itemsize - weight.dtype.itemsize) // dtype.itemsize
+    if weight.is_cuda and num_rows - most <= sum_in_logits:
+        most = max(num_rows, 1)
+    num_chunks = max(-(-num_rows // most), 1)
+    return _up(max(-(-num_rows // num_chunks), 1), _ROWS_MULTIPLE)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _slices(num_rows: int, chunk: int) -> Iterator[slice]:
+    for start in range(0, num_rows, max(chunk, 1)):
         yield slice(start, min(start + chunk, num_rows))
 
 
@@ -313,15 +329,15 @@ def _(
     reduction: str,
     chunk: int,
     dtype: torch.dtype,
+    round_logits: bool,
     want_hidden: bool,
     want_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     num_rows = hidden.shape[0]
     precise = torch.promote_types(dtype, torch.float32)
     grads = reduction != "none"
     return (
         hidden.new_empty((num_rows,) if reduction == "none" else (), dtype=precise),
-        hidden.new_empty(num_rows, dtype=precise),
         hidden.new_empty(hidden.shape) if want_hidden and grads else hidden.new_empty(0),
         weight.new_empty(weight.shape) if want_weight and grads else weight.new_empty(0),
     )
@@ -337,19 +353,20 @@ def _(grad_loss: Tensor, hidden: Tensor, weight: Tensor, *options: Any) -> tuple
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, ignore_index, z_loss, softcap, ctx.reduction, chunk, dtype, *ctx.want = inputs
-    _, lse, *grads = output
+    hidden, weight, targets, ignore_index, z_loss, softcap, ctx.reduction, *how, want_hidden, want_weight = inputs
+    ctx.want = want_hidden, want_weight
+    _, *grads = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse, *grads)
+    ctx.mark_non_differentiable(*grads)
     if ctx.reduction == "none":
-        ctx.options = (ignore_index, z_loss, softcap, chunk, dtype)
+        ctx.options = (ignore_index, z_loss, softcap, *how)
         ctx.save_for_backward(hidden, weight, targets)
     else:
         ctx.save_for_backward(*grads)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 9
+    nothing = (None,) * 10
     if grad is None:
         return None, None, *nothing
     if ctx.reduction == "none":
@@ -407,12 +424,14 @@ def _by_torch(
     ignore_index: int,
     z_loss: float,
     softcap: float | None,
+    round_logits: bool,
     reduction: Reduction,
     chunk: int | Literal["auto"],
 ) -> Tensor:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None or z_loss or softcap:
-        why = "this torch has no F.linear_cross_entropy" if options is None else "it knows neither z_loss nor softcap"
+    if options is None or z_loss or softcap or round_logits:
+        unknown = "it knows neither z_loss nor softcap nor round_logits"
+        why = "this torch has no F.linear_cross_entropy" if options is None else unknown
         raise ValueError(
             f"linear_cross_entropy(backend='torch') was asked for, and {why}."
             " A backend that is named does what is asked or stops."

@@ -1,0 +1,157 @@
+"""The step from logits to loss and gradient as one Triton kernel; `cross_entropy_step.reference_step` specifies it.
+
+One program for a row. It reads the row twice, the second time backwards, since what was read last is still in the
+cache, and writes the gradient, in place where that is asked for: a block of it then lies exactly where the block of
+logits lay that the same threads have just read, each its own elements; and the logit of the right class, which one of
+the blocks writes over, is read before all of them, with the barriers of the reductions between.
+"""
+# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+
+from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ups._compat.optional import require
+from lightning_ups.kernels.cross_entropy_step import Settings
+
+__all__ = ["launch"]
+
+BLOCK, WARPS, STAGES = 4096, 16, 3
+ELEMENTS_PER_WARP = 256  # 8 for each thread: loads of 16 bytes in bfloat16
+ALIGNED = 16  # elements; Triton takes whole vectors only up to a bound that it knows to be a multiple of so many
+
+# Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.
+tl: Any = SimpleNamespace(constexpr="constexpr")
+
+
+def launch(
+    logits_CV: Tensor,
+    gradient_CV: Tensor | None,
+    targets_C: Tensor,
+    per_row_C: Tensor,
+    loss_C: Tensor,
+    settings: Settings,
+    *,
+    block: int = BLOCK,
+    warps: int = WARPS,
+    stages: int = STAGES,
+) -> None:
+    """Write loss and gradient; `reference_step` says of what. Up to 15 elements behind each row are written over."""
+    num_rows, vocab = logits_CV.shape
+    if not num_rows:
+        return
+    written = logits_CV if gradient_CV is None else gradient_CV
+    width = min(_width(logits_CV), _width(written))
+    block = min(block, 1 << max(width - 1, 1).bit_length())
+    with torch.cuda.device(logits_CV.device) if logits_CV.is_cuda else nullcontext():
+        _kernel()[(num_rows,)](
+            logits_CV,
+            written,
+            targets_C,
+            per_row_C,
+            loss_C,
+            vocab,
+            width,
+            logits_CV.stride(0),
+            written.stride(0),
+            settings.z_loss,
+            settings.softcap,
+            2 / settings.softcap if settings.softcap else 0.0,
+            GRADIENT=gradient_CV is not None,
+            SOFTCAP=bool(settings.softcap),
+            BLOCK=block,
+            BLOCKS=-(-width // block),
+            STAGES=stages,
+            num_warps=max(1, min(warps, block // ELEMENTS_PER_WARP)),
+        )
+
+
+def _width(matrix: Tensor) -> int:
+    """Return up to where a row may be read and written: as far as vectors reach, if that is all the matrix's own."""
+    rows, vocab = matrix.shape
+    width = -(-vocab // ALIGNED) * ALIGNED
+    end = matrix.storage_offset() + (rows - 1) * matrix.stride(0) + width
+    fits = width <= matrix.stride(0) and end * matrix.element_size() <= matrix.untyped_storage().nbytes()
+    return width if fits else vocab
+
+
+@cache
+def _kernel() -> Any:
+    triton = require("triton", requirement="triton", extra="all", feature="cross-entropy's step in one kernel")
+    globals()["tl"] = triton.language
+    return triton.jit(do_not_specialize=["z_loss", "softcap", "double_rate"])(cross_entropy_kernel)
+
+
+def cross_entropy_kernel(
+    logits,
+    gradients,
+    targets,
+    per_row,
+    losses,
+    vocab,
+    width,
+    logits_stride,
+    gradients_stride,
+    z_loss,
+    softcap,
+    double_rate,
+    GRADIENT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    gradients += row * gradients_stride
+    factor = tl.load(per_row + row)
+    if factor == 0:  # is not counted
+        tl.store(losses + row, 0.0)
+        if GRADIENT:
+            for number in range(BLOCKS):
+                at = number * BLOCK + tl.arange(0, BLOCK)
+                tl.store(gradients + at, tl.zeros((BLOCK,), gradients.dtype.element_ty), mask=at < width)
+    else:
+        target = tl.load(targets + row)
+        # A class that does not exist makes the loss not a number: a kernel cannot raise, and must not read beyond.
+        known = (target >= 0) & (target < vocab)
+        right = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32)
+        # Each lane its own maximum and sum. The lowest is finite, so that no two infinities are subtracted.
+        highest = tl.full((BLOCK,), -3.0e38, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for number in tl.range(0, BLOCKS, num_stages=STAGES):
+            at = number * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + at, mask=at < width, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            if SOFTCAP:
+                x = softcap * (1 - 2 / (tl.exp(x * double_rate) + 1))
+            x = tl.where(at < vocab, x, -3.0e38)
+            rise = x - highest
+            less = tl.exp(-tl.abs(rise))
+            total = tl.where(rise > 0, total * less + 1, total + less)
+            highest = tl.maximum(highest, x)
+        top = tl.max(highest, axis=0)
+        beyond = tl.log(tl.sum(total * tl.exp(highest - top), axis=0))
+        lse = top + beyond  # from which nothing is subtracted: of large logits it has lost the last digits
+        right_slope = 1.0
+        if SOFTCAP:
+            right_bent = 1 - 2 / (tl.exp(right * double_rate) + 1)
+            right = softcap * right_bent
+            right_slope = 1 - right_bent * right_bent
+        tl.store(losses + row, (top - right) + beyond + z_loss * lse * lse)
+        if GRADIENT:
+            shrunk = (1 + 2 * z_loss * lse) * factor
+            right_gradient = (tl.exp(right - top - beyond) * shrunk - factor) * right_slope
+            for number in tl.range(0, BLOCKS, num_stages=STAGES):
+                at = (BLOCKS - 1 - number) * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(logits + at, mask=at < width, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                if SOFTCAP:
+                    bent = 1 - 2 / (tl.exp(x * double_rate) + 1)
+                    gradient = tl.exp(softcap * bent - top - beyond) * shrunk * (1 - bent * bent)
+                else:
+                    gradient = tl.exp(x - top - beyond) * shrunk
+                gradient = tl.where(at == target, right_gradient, gradient)
+                tl.store(gradients + at, gradient.to(gradients.dtype.element_ty), mask=at < width)
