@@ -3,13 +3,17 @@
     python benchmarks/linear_cross_entropy.py --out DIR [--budget 300]
 
 For rows x dim x vocab of a Llama head, forward and backward of hidden states and weight in bfloat16: the usual way
-(logits in bfloat16, loss in float32), eager and compiled, ours with several chunks, and torch's own where this torch
-has it. Milliseconds are medians by CUDA events of rounds in which the ways take turns, after all that compiles has been
+(logits in bfloat16, loss in float32), eager and compiled, ours with several chunks and with logits in float32 or
+rounded, and torch's own where this torch has it. What "sums in bfloat16" does so with the weight's gradient, which the
+function does not offer: it shows what float32 costs there. Last comes the kernel by itself, as it is tuned and
+otherwise: its bytes are what it must read and write at least.
+
+Milliseconds are medians by CUDA events of rounds in which the ways take turns, after all that compiles has been
 compiled; memory is what was allocated on top of the inputs at the highest, the error is that of the gradients against
-float32 products. Each shape runs in a process of its own. What is known of a way is a line of JSON in
-DIR/linear_cross_entropy.jsonl at once: first error and memory, then the same with times. It takes about two minutes for
-three shapes; what the budget has no time for is left out, and a later call with the same DIR goes on with the shapes
-that lack times. On a CPU all is tiny, so that the script can be tried.
+float32 products. Each shape runs in a process of its own, and the kernel. What is known of a way is a line of JSON in
+DIR/linear_cross_entropy.jsonl at once: first error and memory, then the same with times. It takes about two minutes;
+what the budget has no time for is left out, and a later call with the same DIR goes on with the parts that lack times.
+On a CPU all is tiny, so that the script can be tried.
 """
 
 import argparse
@@ -30,12 +34,17 @@ from processes import finished, portable
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_ups.kernels import linear_cross_entropy as module
+from lightning_ups.kernels.cross_entropy_step import Settings, step_on
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
+from lightning_ups.kernels.weight_gradient import WeightGradient
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES = ((16384, 2048, 128256), (16384, 4096, 128256), (32768, 768, 50304)) if ON_GPU else ((200, 16, 300),)
-CHUNKS: tuple[int | Literal["auto"], ...] = ("auto", 1024, 2048, 4096, 8192) if ON_GPU else ("auto", 64)
+CHUNKS = (1024, 2048, 8192) if ON_GPU else (64,)  # besides auto, which is 4096 for all shapes on a GPU
+TUNINGS = ((4096, 16, 3), (4096, 16, 1), (8192, 32, 3), (8192, 32, 1), (2048, 8, 1)) if ON_GPU else (None,)
+STEPS = tuple((vocab, kind) for vocab in sorted({shape[2] for shape in SHAPES}) for kind in ("rounded", "float32"))
 ROUNDS = 8 if ON_GPU else 2
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -45,9 +54,23 @@ def usual(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
 
-def ours(chunk: int | Literal["auto"]) -> Loss:
+def ours(chunk: int | Literal["auto"], *, round_logits: bool = False) -> Loss:
     """Return our loss with some chunk."""
-    return lambda hidden, weight, targets: linear_cross_entropy(hidden, weight, targets, chunk=chunk)
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, targets, chunk=chunk, round_logits=round_logits)
+
+    return loss
+
+
+def summed_in_halves(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return our loss, rounded, with the weight's gradient summed over chunks in the weight's type."""
+    exact = module.WeightGradient
+    module.WeightGradient = lambda weight, _, **__: WeightGradient(weight, weight.dtype)
+    try:
+        return linear_cross_entropy(hidden, weight, targets, round_logits=True)
+    finally:
+        module.WeightGradient = exact
 
 
 def by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -57,13 +80,18 @@ def by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def ways() -> dict[str, Loss]:
     """Return what is compared, by worth."""
-    found: dict[str, Loss] = {"usual, eager": usual, "ours, chunk auto": ours("auto")}
+    found: dict[str, Loss] = {"ours, auto": ours("auto"), "ours, auto, rounded": ours("auto", round_logits=True)}
     if ON_GPU:
         found["usual, compiled"] = torch.compile(usual, dynamic=False)
         found["ours, auto, compiled"] = torch.compile(ours("auto"), dynamic=False, fullgraph=True)
+    found["usual, eager"] = usual
+    for chunk in CHUNKS:
+        found[f"ours, {chunk}"] = ours(chunk)
+        found[f"ours, {chunk}, rounded"] = ours(chunk, round_logits=True)
+    found["sums in bfloat16, auto, rounded"] = summed_in_halves
     if hasattr(F, "linear_cross_entropy"):
         found["torch's own"] = by_torch
-    return found | {f"ours, chunk {chunk}": ours(chunk) for chunk in CHUNKS}
+    return found
 
 
 def main() -> None:
@@ -73,34 +101,47 @@ def main() -> None:
         "--out", "--output", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")), dest="out"
     )
     parser.add_argument("--budget", type=float, default=300, help="seconds: what comes later is left out")
-    parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), help=argparse.SUPPRESS)
+    parser.add_argument("--shape", type=int, choices=range(len(SHAPES) + 1), help=argparse.SUPPRESS)
     options = parser.parse_args()
     log = options.out / "linear_cross_entropy.jsonl"
     if options.shape is not None:
-        run_shape(SHAPES[options.shape], log=log, end=time.monotonic() + options.budget)
+        run_part(options.shape, log=log, end=time.monotonic() + options.budget)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a shape ends too
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "env.txt").write_text(environment())
     end = time.monotonic() + options.budget
-    for number, shape in enumerate(SHAPES):
-        print("\nrows {} x dim {}, vocab {}".format(*shape), flush=True)
-        left = end - time.monotonic()
-        if is_timed(shape, log):
-            print("  is there", flush=True)
-        elif left < (30 if ON_GPU else 0):
-            print("  left out: the budget is spent", flush=True)
-            continue
-        else:
-            told = {"--shape": number, "--out": options.out, "--budget": max(left - 20, 1)}
-            words = [str(word) for pair in told.items() for word in pair]
-            said = finished([sys.executable, __file__, *words], timeout=left)
-            with (options.out / "log.txt").open("a") as file:
-                file.write(f"===== {shape}\n{said}\n")
-            if not is_timed(shape, log):
-                print(f"  not to its end: {said.strip()[-600:]}", flush=True)
-        for line in lines_of(shape, log):
-            print(f"  {line['way']:22s} {table_row(line)}", flush=True)
+    for number in range(len(SHAPES) + 1):
+        run_in_a_process(number, options.out, log, left=end - time.monotonic())
+
+
+def run_in_a_process(number: int, out: Path, log: Path, *, left: float) -> None:
+    """Measure one shape, or after them the kernel by itself, and print what is known of it."""
+    shape = SHAPES[number] if number < len(SHAPES) else None
+    print("\nrows {} x dim {}, vocab {}".format(*shape) if shape else "\nthe kernel by itself", flush=True)
+    if is_timed(shape, log):
+        print("  is there", flush=True)
+    elif left < (30 if ON_GPU else 0):
+        print("  left out: the budget is spent", flush=True)
+        return
+    else:
+        told = {"--shape": number, "--out": out, "--budget": max(left - 20, 1)}
+        words = [str(word) for pair in told.items() for word in pair]
+        said = finished([sys.executable, __file__, *words], timeout=left)
+        with (out / "log.txt").open("a") as file:
+            file.write(f"===== {shape or 'kernel'}\n{said}\n")
+        if not is_timed(shape, log):
+            print(f"  not to its end: {said.strip()[-600:]}", flush=True)
+    for line in lines_of(shape, log):
+        print(f"  {line['way']:32s} {table_row(line)}", flush=True)
+
+
+def run_part(number: int, *, log: Path, end: float) -> None:
+    """Write what is found of a shape, or of the kernel by itself."""
+    if number < len(SHAPES):
+        run_shape(SHAPES[number], log=log, end=end)
+    else:
+        run_steps(log=log, end=end)
 
 
 def run_shape(shape: tuple[int, int, int], *, log: Path, end: float) -> None:
@@ -111,27 +152,75 @@ def run_shape(shape: tuple[int, int, int], *, log: Path, end: float) -> None:
             file.write(portable(json.dumps(line)) + "\n")
 
 
-def lines_of(shape: tuple[int, int, int], log: Path) -> list[dict[str, Any]]:
-    """Return the last line of each way for a shape; a line that was cut off does not count."""
+def run_steps(*, log: Path, end: float) -> None:
+    """Write the kernel's times, each when it is known."""
+    for vocab, kind in STEPS:
+        for tuning in TUNINGS:
+            if time.monotonic() > end:
+                return
+            line = {"way": step_name(vocab, kind, tuning), "device": DEVICE}
+            try:
+                line |= measured_step(vocab, kind, tuning)
+            except Exception as error:  # noqa: BLE001  (a tuning that fails is a result)
+                line["error"] = f"{type(error).__name__}: {error}"[:300]
+            with log.open("a") as file:
+                file.write(portable(json.dumps(line)) + "\n")
+
+
+def step_name(vocab: int, kind: str, tuning: tuple[int, ...] | None) -> str:
+    """Return what a line of the kernel is called."""
+    return f"step {vocab} {kind} {'x'.join(map(str, tuning)) if tuning else 'eager'}"
+
+
+def measured_step(vocab: int, kind: str, tuning: tuple[int, ...] | None) -> dict[str, float]:
+    """Return the times of the kernel: rounded logits in place, or float32 ones whose gradient is elsewhere."""
+    rows, dtype = (4096, torch.bfloat16) if kind == "rounded" else (512, torch.float32)
+    rows = rows if ON_GPU else 20
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(rows, vocab, device=DEVICE, generator=generator).to(dtype)
+    gradient = logits if kind == "rounded" else torch.empty_like(logits, dtype=torch.bfloat16)
+    targets = torch.randint(0, vocab, (rows,), device=DEVICE, generator=generator)
+    per_row, loss = torch.full((rows,), 1 / rows, device=DEVICE), torch.empty(rows, device=DEVICE)
+    options = dict(zip(("block", "warps", "stages"), tuning or (), strict=False))
+
+    def run() -> None:
+        # Gradients become logits and are logits again: the values change, the work does not.
+        step_on(DEVICE, torch.float32)(logits, gradient, targets, per_row, loss, Settings(0.0, 0.0), **options)
+
+    run()
+    times = [milliseconds(run) for _ in range(3 * ROUNDS)][ROUNDS:]
+    nbytes = logits.nbytes + gradient.nbytes
+    median = statistics.median(times)
+    figures = {"milliseconds": median, "fastest": min(times), "slowest": max(times)}
+    return {**figures, "rows": rows, "vocab": vocab, "gigabytes_per_second": nbytes / median / 1e6}
+
+
+def lines_of(shape: tuple[int, int, int] | None, log: Path) -> list[dict[str, Any]]:
+    """Return the last line of each way for a shape, or of the kernel; a line that was cut off does not count."""
     found: dict[str, dict[str, Any]] = {}
     for text in log.read_text().splitlines() if log.exists() else ():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
-        if (line["rows"], line["dim"], line["vocab"]) == shape and line.get("device") == DEVICE:
+        of = tuple(line[name] for name in ("rows", "dim", "vocab")) if "dim" in line else None
+        if of == shape and line.get("device") == DEVICE:
             found[line["way"]] = line
     return list(found.values())
 
 
-def is_timed(shape: tuple[int, int, int], log: Path) -> bool:
-    """Return whether a shape was measured to its end: each way has times, or failed."""
+def is_timed(shape: tuple[int, int, int] | None, log: Path) -> bool:
+    """Return whether a shape, or the kernel, was measured to its end: each way has times, or failed."""
     done = {line["way"] for line in lines_of(shape, log) if "milliseconds" in line or "error" in line}
-    return done >= ways().keys()
+    wanted = ways() if shape else {step_name(*step, tuning) for step in STEPS for tuning in TUNINGS}
+    return done >= set(wanted)
 
 
 def table_row(line: dict[str, Any]) -> str:
     """Return the line of the table."""
+    if "gigabytes_per_second" in line:
+        spread = f"({line['fastest']:.3f} to {line['slowest']:.3f})"
+        return f"{line['milliseconds']:7.3f} ms {spread} {line['gigabytes_per_second']:6.0f} GB/s, {line['rows']} rows"
     if "milliseconds" not in line:
         return line.get("error") or f"no times  {line['peak_gib']:6.2f} GiB"
     return (

@@ -6,6 +6,7 @@ logits lay that the same threads have just read, each its own elements; and the 
 the blocks writes over, is read before all of them, with the barriers of the reductions between.
 """
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+# pyright: reportInvalidTypeForm=false
 
 from contextlib import nullcontext
 from functools import cache

@@ -15,8 +15,7 @@ def script(monkeypatch):
     def finished(command, *, timeout):  # here instead of in a process of its own, which would import torch
         told = dict(zip(command[2::2], command[3::2], strict=True))
         log = Path(told["--out"]) / "linear_cross_entropy.jsonl"
-        shape = linear_cross_entropy.SHAPES[int(told["--shape"])]
-        linear_cross_entropy.run_shape(shape, log=log, end=time.monotonic() + 100)
+        linear_cross_entropy.run_part(int(told["--shape"]), log=log, end=time.monotonic() + 100)
         return "a warning"
 
     monkeypatch.setattr(linear_cross_entropy, "finished", finished)
@@ -33,13 +32,17 @@ def run(script, monkeypatch, folder, *words):
 
 def test_every_way_tells_time_and_error(script, monkeypatch, tmp_path, capsys):
     lines = run(script, monkeypatch, tmp_path)
-    assert {line["way"] for line in lines} >= {"usual, eager", "ours, chunk auto", "ours, chunk 64"}
+    assert {line["way"] for line in lines} >= {"usual, eager", "ours, auto", "ours, auto, rounded", "ours, 64"}
     for line in lines:
         precise = 1e-2 if line["way"] == "torch's own" else 1e-3  # which rounds the loss to bfloat16
         assert line["loss"] == pytest.approx(line["true_loss"], rel=precise), line
         assert max(line["error_hidden"], line["error_weight"]) < 1e-2
         assert 0 < line["fastest"] <= line["milliseconds"] <= line["slowest"]
-    assert "chunk 64" in capsys.readouterr().out
+    assert "ours, 64, rounded" in (said := capsys.readouterr().out)
+    assert "GB/s" in said
+    steps = script.lines_of(None, tmp_path / "linear_cross_entropy.jsonl")
+    assert [line["way"] for line in steps] == ["step 300 rounded eager", "step 300 float32 eager"]
+    assert all(line["gigabytes_per_second"] > 0 for line in steps)
     assert (tmp_path / "env.txt").exists()
 
 
@@ -65,7 +68,7 @@ def test_what_is_cut_off_keeps_what_is_known_and_is_gone_on_with(script, monkeyp
             run(script, cut, tmp_path)
     log = tmp_path / "linear_cross_entropy.jsonl"
     before = script.lines_of(script.SHAPES[0], log)
-    assert {"usual, eager", "ours, chunk 64"} <= {line["way"] for line in before if line["error_weight"] < 1e-2}
+    assert {"usual, eager", "ours, 64"} <= {line["way"] for line in before if line["error_weight"] < 1e-2}
     assert not script.is_timed(script.SHAPES[0], log)
     with log.open("a") as file:
         file.write('{"way": "us')
