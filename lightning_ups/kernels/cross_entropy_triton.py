@@ -84,7 +84,8 @@ def _width(matrix: Tensor) -> int:
 def _kernel() -> Any:
     triton = require("triton", requirement="triton", extra="all", feature="cross-entropy's step in one kernel")
     globals()["tl"] = triton.language
-    return triton.jit(do_not_specialize=["z_loss", "softcap", "double_rate"])(cross_entropy_kernel)
+    # One compilation wherever in the batch a chunk begins.
+    return triton.jit(do_not_specialize_on_alignment=["targets", "per_row", "losses"])(cross_entropy_kernel)
 
 
 def cross_entropy_kernel(
