@@ -244,9 +244,19 @@ def _tiny(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
     local = local_of(parameter)
     side = LENGTHS.get(local.dim(), 8)
     data = torch.randn([side] * local.dim(), device=device or local.device).to(local.dtype)
-    if isinstance(parameter, DTensor) and device is None:  # elsewhere than on its mesh there are but local parts
-        data = DTensor.from_local(data, parameter.device_mesh, parameter.placements, run_check=False)
+    if device is None:  # elsewhere than on its mesh there are but local parts
+        data = _like(data, parameter)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _like(local: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return ``local`` as this rank's part of a tensor that is sharded as ``parameter`` is.
+
+    Drawing numbers as a sharded tensor would change what all ranks draw from then on, and warns where it cannot.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def _fill_gradients(optimizer: Optimizer, step: int, drawn: _Drawn) -> None:
@@ -256,7 +266,7 @@ def _fill_gradients(optimizer: Optimizer, step: int, drawn: _Drawn) -> None:
         last = step == 0 and index == len(parameters) - 1 and len(parameters) > 1
         parameter.grad = None
         if parameter.requires_grad and not (last and drawn.absent):
-            gradient = torch.randn_like(parameter)
+            gradient = _like(torch.randn_like(local_of(parameter.detach())), parameter)
             if drawn.sparse and parameter.dim() == 2:
                 gradient[1::2] = 0
                 gradient = gradient.to_sparse(1)

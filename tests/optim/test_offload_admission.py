@@ -1,6 +1,10 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
 
 from lightning_ups.optim import OffloadedOptimizer
@@ -200,6 +204,26 @@ def test_the_share_of_state_is_known():
     assert OffloadedOptimizer(AdamW(Net().parameters(), amsgrad=True)).admission.state_bytes == 3
     assert OffloadedOptimizer(SGD(Net().parameters())).admission.state_bytes == 0
     assert 0 < OffloadedOptimizer(Adafactor(Net().parameters())).admission.state_bytes < 1
+
+
+def shares(update):
+    """Offload the state of sharded parameters; return its share, and what is warned of."""
+    model = Net()
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ours = OffloadedOptimizer(AdamW(model.parameters()), memory=LateMemory(), update=update)
+    assert torch.equal(torch.get_rng_state(), before)
+    return ours.admission.state_bytes, [str(w.message) for w in warned]
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_sharded_parameters_are_tried_without_drawing_for_all_ranks(ranks, update):
+    share, warned = ranks(shares, update)
+    assert share == pytest.approx(2.0, abs=0.1)
+    assert not [text for text in warned if "DTensor random" in text]
 
 
 def test_the_optimizer_itself_is_not_touched():
