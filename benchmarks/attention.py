@@ -8,16 +8,19 @@ itself: the ``correct`` ones, all at once, compare outputs and gradients with th
 ``masked`` times windows and documents. Every measurement is a line of JSON in DIR/attention.jsonl as soon as it is
 made, and a later call with the same DIR goes on from them, on the same device and versions; a shape at which a process
 died is tried last. From them come the table that `auto` reads, DIR/<device>.json (``--install`` also puts it into the
-package), and auto's regret: its time over the best time, on shapes that are in the table and on others. The whole
-report is DIR/attention.txt, its short form is printed. Both are written anew after each part; ``--minutes 0`` writes
+package), those held out, DIR/<device>_held_out.json, which the tests have a copy of, and auto's regret: its time over
+the best time, on shapes that are in the table and on others. Shapes held out are fresh: none of them was known when
+the way of choosing was last changed; a change that looks at them has to take others. The whole report is
+DIR/attention.txt, its short form is printed. Both are written anew after each part; ``--minutes 0`` writes
 them from the measurements that DIR has.
 
 A GPU on which FlashAttention-4 cannot be loaded, or is right nowhere, ends it: the table would lack what it is made
 for. ``--without-fa4`` makes it all the same.
 
 Times are the device's, medians over rounds in which the backends take turns: a sleeping kernel goes first, so that the
-host has queued everything before the first call begins. TFLOP/s count causal attention as half, and forward plus
-backward as 3.5 times the forward pass.
+host has queued everything before the first call begins, if it takes less than a millisecond for a call: a backend whose
+host takes longer waits for it, in its times as in small models. ``host`` has those milliseconds. TFLOP/s count causal
+attention as half, and forward plus backward as 3.5 times the forward pass.
 
 On a CPU all shapes are tiny, so that the script can be tried.
 """
@@ -48,8 +51,11 @@ from processes import finished, portable
 from lightning_ups._compat.attention import missing_package
 from lightning_ups.kernels.attention import Documents, attention, reference_attention
 from lightning_ups.kernels.attention import auto as selection
+from lightning_ups.kernels.attention.expected import Expected
 from lightning_ups.kernels.attention.kind import Kind, kind_of
+from lightning_ups.kernels.attention.regions import Regions
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName, refusal
+from lightning_ups.kernels.attention.table import Row, Table, parse_table
 
 CHECKED: dict[str, tuple[KernelName, ...]] = {
     "correct-torch": ("math", "efficient", "flash", "cudnn", "fa3"),
@@ -70,7 +76,7 @@ TRIES = 3  # of a part whose process dies
 
 
 class Shape(NamedTuple):
-    """One shape: ``held`` shapes are not in the table."""
+    """One shape: ``held`` ones are not in the table, and fresh."""
 
     head_dim: int
     heads: int
@@ -87,16 +93,15 @@ def shapes(head_dim: int) -> Iterator[Shape]:
         yield from (Shape(head_dim, 4, 2, 32, 2), Shape(head_dim, 4, 2, 48, 1, held=True))
         return
     if head_dim == 32:  # small models, such as the quickstart's
-        for seq in (256, 512, 1024):
+        for seq in (256, 512, 1024, 4096):
             yield Shape(32, 4, 2, seq, 131072 // seq)
             yield Shape(32, 8, 8, seq, 16384 // seq)
         return
     for seq in (1024, 2048, 4096, 8192):
         yield Shape(head_dim, 32, 8, seq, 32768 // seq)
     held = [
-        (32, 8, 1536, 16), (32, 8, 6144, 4), (32, 4, 4096, 4), (32, 8, 12288, 2), (32, 8, 4096, 2), (32, 8, 8192, 8),
-        (32, 4, 1536, 16), (32, 4, 6144, 4), (32, 4, 12288, 2), (32, 8, 1536, 2), (64, 8, 2048, 8), (64, 8, 8192, 1),
-        (32, 32, 6144, 2), (32, 32, 1536, 8), (16, 16, 3072, 4),
+        (40, 8, 2560, 6), (24, 24, 1536, 12), (16, 2, 6144, 6), (28, 4, 12288, 1), (48, 48, 2560, 3),
+        (24, 24, 1280, 3), (40, 8, 5120, 3), (28, 4, 10240, 2), (16, 2, 20480, 1),
     ]  # fmt: skip
     for heads, kv_heads, seq, batch in held[:4]:
         yield Shape(head_dim, heads, kv_heads, seq, batch, held=True)
@@ -109,10 +114,16 @@ def shapes(head_dim: int) -> Iterator[Shape]:
         yield Shape(head_dim, 32, 32, seq, max(16384 // seq, 1))
     for seq in (1024, 2048, 4096):
         yield Shape(head_dim, 32, 8, seq, max(4096 // seq, 1))
+    # Where a backend that waits for its host and one that does not are near each other, and other counts of heads.
+    for heads, kv_heads, seq, batch in (
+        (32, 8, 1536, 2), (32, 32, 1536, 8), (16, 16, 3072, 4), (32, 8, 4096, 2), (32, 8, 6144, 4), (64, 8, 8192, 1),
+    ):  # fmt: skip
+        yield Shape(head_dim, heads, kv_heads, seq, batch)
     for heads, kv_heads, seq, batch in held[4:]:
         yield Shape(head_dim, heads, kv_heads, seq, batch, held=True)
-    for seq in (1024, 4096, 16384):
+    for seq in (1024, 2048, 4096, 8192, 16384):
         yield Shape(head_dim, 32, 8, seq, 16384 // seq, causal=False)
+    yield Shape(head_dim, 40, 8, 3072, 3, causal=False, held=True)
 
 
 def main() -> None:
@@ -222,6 +233,7 @@ def keep(folder: Path, *, install: bool, show: bool) -> None:
     table = make_table(lines)
     for place in [folder, *([Path(selection.__file__).parent / "measured"] if install else [])]:
         (place / f"{table['device'].replace(' ', '_')}.json").write_text(dump(table))
+    (folder / f"{table['device'].replace(' ', '_')}_held_out.json").write_text(dump(held_out(lines, table)))
     with (folder / "attention.txt").open("w") as file:
         report(lines, table, file, show=show)
 
@@ -447,7 +459,8 @@ def measure(shape: Shape, among: Sequence[KernelName], **options: Any) -> dict[s
             trouble[backend] = f"{type(error).__name__}: {error}"[:300]
     training = rounds({backend: lambda b=backend: train(b) for backend in able})
     forwards = rounds({backend: lambda b=backend: evaluate(b) for backend in able})
-    return {"training": training, "forward": forwards, "first_call_s": first, "trouble": trouble}
+    queued = {backend: round(queueing(lambda b=backend: train(b)), 5) for backend in able}
+    return {"training": training, "forward": forwards, "host": queued, "first_call_s": first, "trouble": trouble}
 
 
 def wait() -> None:
@@ -483,46 +496,80 @@ def burst(call: Callable[[], None], repeats: int) -> float:
     return begin.elapsed_time(end) / repeats
 
 
+def queueing(call: Callable[[], None], repeats: int = 4) -> float:
+    """Return the milliseconds that the host takes to queue a call, behind a sleep of the device."""
+    if ON_GPU:
+        torch.cuda._sleep(int(2e7))
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    lasted = time.perf_counter() - begun
+    wait()
+    return lasted / repeats * 1e3
+
+
 # --- table and report
 
 
 def make_table(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what `auto` reads."""
     machine = next(line for line in lines if line["part"] == "device")
-    names = ("head_dim", "heads", "kv_heads", "seq", "batch", "causal", "forward", "training")
-    rows = [
-        {name: line[name] for name in names}
-        for line in lines
-        if line["part"] == "speed" and not line["held"] and line.get("training")
-    ]
+    rows = [row(line) for line in lines if line["part"] == "speed" and not line["held"] and line.get("training")]
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     return {**{name: machine[name] for name in ("device", "capability", "versions")}, "date": date, "rows": rows}
 
 
+def row(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a measured line as a table has it."""
+    return {name: line[name] for name in Row._fields}
+
+
+def held_out(lines: Sequence[dict[str, Any]], table: dict[str, Any]) -> dict[str, Any]:
+    """Return what `auto` is tested with."""
+    timed = [line for line in lines if line.get("training")]
+    masks = [{**row(line), "mask": line["mask"]} for line in timed if line["part"] == "masked"]
+    rows = [row(line) for line in timed if line["part"] == "speed" and line["held"]]
+    return {"device": table["device"], "date": table["date"], "masked": masks, "rows": rows}
+
+
 def dump(table: dict[str, Any]) -> str:
     """Return the table as JSON, a row a line."""
-    head = {name: value for name, value in table.items() if name != "rows"}
-    rows = ",\n".join("    " + json.dumps(row) for row in table["rows"])
-    return json.dumps(head, indent=2)[:-2] + ',\n  "rows": [\n' + rows + "\n  ]\n}\n"
+    lists = {name: value for name, value in table.items() if name in ("rows", "masked")}
+    head = {name: value for name, value in table.items() if name not in lists}
+    text = json.dumps(head, indent=2)[:-2]
+    for name, rows in lists.items():
+        text += f',\n  "{name}": [\n' + ",\n".join("    " + json.dumps(one) for one in rows) + "\n  ]"
+    return text + "\n}\n"
 
 
-def regret(table: selection.Table, line: dict[str, Any], part: str) -> tuple[str, float]:
-    """Return what `auto` takes by ``table``, and by which part it is slower than the best that was measured."""
-    times = line[part]
-    kind = Kind(
-        "cuda",
-        torch.bfloat16,
-        line["heads"],
-        line["kv_heads"],
-        line["head_dim"],
-        line["head_dim"],
-        line["causal"],
-        trains=part == "training",
-    )
-    seq, work = selection.rounded(seq=line["seq"], work=line["batch"] * line["seq"] * line["heads"])
-    behind = selection.predict(table, kind, seq=seq, work=work, among=list(times))
-    chosen = min(behind, key=behind.__getitem__, default="")
-    return chosen, math.nan if not chosen else times[chosen] / min(times.values()) - 1
+class Regret:
+    """By which part what `auto` takes by a table is slower than the best that was measured."""
+
+    def __init__(self, table: Table) -> None:
+        self._expected = {part: Expected(table.rows, trains=part == "training") for part in ("training", "forward")}
+        self._regions: dict[tuple[Any, ...], Regions] = {}
+
+    def __call__(self, line: dict[str, Any], part: str) -> tuple[str, float]:
+        """Return what is taken for a measured line, and its regret."""
+        times = line[part]
+        heads, width = (line["heads"], line["kv_heads"]), (line["head_dim"], line["head_dim"])
+        kind = Kind("cuda", torch.bfloat16, *heads, *width, line["causal"], trains=part == "training")
+        there = selection.extent(kind, batch=line["batch"], seq=line["seq"], **seen(line))
+        if not self._expected[part].host.keys() & times.keys():
+            return "", math.nan
+        key = (kind, *times)
+        if key not in self._regions:
+            self._regions[key] = selection.regions_of(self._expected[part], kind, among=list(times))
+        chosen = self._regions[key].at(length=there.length, pairs=there.pairs)
+        return chosen, times[chosen] / min(times.values()) - 1
+
+
+def seen(line: dict[str, Any]) -> dict[str, int]:
+    """Return what a mask leaves to be seen, as `choose` takes it."""
+    name, _, number = line.get("mask", "").rpartition(" ")
+    if name == "window":
+        return {"window": int(number)}
+    return {"documents": -(-line["batch"] * line["seq"] // int(number))} if name else {}
 
 
 def teraflops(line: dict[str, Any], milliseconds: float, part: str) -> float:
@@ -551,13 +598,13 @@ def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextI
             write(f"  {backend:10s} {len(errors):3d} cases, largest error {max(errors):.2e}")
     for line in wrong:
         write(f"  NOT {json.dumps(line)}")
-    table = selection.parse_table(json.loads(json.dumps(content)))
+    regret = Regret(parse_table(json.loads(json.dumps(content))))
     for part in ("training", "forward"):
         write(f"\n{part}: TFLOP/s by backend; auto's choice and regret (* is held out)")
         worst: dict[bool, float] = {False: 0.0, True: 0.0}
         for line in lines:
             if line["part"] == "speed" and line.get(part):
-                chosen, behind = regret(table, line, part)
+                chosen, behind = regret(line, part)
                 worst[line["held"]] = max(worst[line["held"]], behind)
                 told = part == "training" or behind > 0.01
                 write(row_text(line, part, f"{chosen:6s}{behind:5.1%}"), short=told)
@@ -569,7 +616,7 @@ def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextI
     write("\nmasked: milliseconds, forward and backward; auto's choice and regret")
     for line in lines:
         if line["part"] == "masked" and line.get("training"):
-            chosen, behind = regret(table, line, "training")
+            chosen, behind = regret(line, "training")
             times = "  ".join(f"{name} {time:.2f}" for name, time in line["training"].items())
             write(f"  {line['mask']:18s} D={line['head_dim']:3d} {times}  auto {chosen} {behind:.1%}")
     for line in lines:

@@ -121,7 +121,8 @@ class AccelerationFlags(Declaration):
     def _after_batch(self, trainer: Trainer) -> None:
         if self._report is not None and len(chosen := decisions()) > self._decided:
             for choice in chosen[self._decided :]:
-                line = f"attention of about {choice['seq']} tokens by {choice['backend']}: {choice['why']}"
+                heads = f"{choice['heads']} heads of {choice['head_dim']}"
+                line = f"attention of {heads} by {choice['backend']}: {choice['why']}"
                 self._report.note(type(self).__name__, line)
                 rank_zero_info(f"{type(self).__name__}: {line}")  # the report's lines were printed before this was known
             self._report.update(type(self).__name__, attention_chosen=chosen[self._decided :])

@@ -59,7 +59,11 @@ def test_every_part_measures_and_every_backend_is_right(attention, monkeypatch, 
     assert all(time > 0 for line in timed for part in ("training", "forward") for time in line[part].values())
     table = json.loads((tmp_path / "cpu.json").read_text())
     assert len(table["rows"]) == 4, "held out shapes are not in the table"
-    assert {path.name for path in tmp_path.iterdir()} == {"attention.jsonl", "attention.txt", "cpu.json", "log.txt"}
+    held = json.loads((tmp_path / "cpu_held_out.json").read_text())
+    assert [len(held["rows"]), len(held["masked"])] == [4, 6]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "attention.jsonl", "attention.txt", "cpu.json", "cpu_held_out.json", "log.txt",
+    }  # fmt: skip
     assert "largest regret, training" in capsys.readouterr().out
 
 
@@ -187,6 +191,26 @@ def test_what_training_wants_comes_first(attention, monkeypatch):
         assert len(set(shapes)) == len(shapes)
         assert {s.seq for s in shapes if s.held} >= {1536, 6144, 12288}
         assert any(s.held and s.heads == 8 * s.kv_heads for s in shapes)
+        assert any(s.held and not s.causal for s in shapes)
+
+
+def test_held_out_shapes_are_fresh(attention, monkeypatch):
+    """None of them was there to look at when the way of choosing was made."""
+    monkeypatch.setattr(attention, "ON_GPU", True)
+    folder = BENCHMARKS.parent / "tests" / "kernels" / "attention"
+    known = json.loads((folder / "NVIDIA_H200_held_out.json").read_text())["rows"]
+    known += json.loads(next(BENCHMARKS.parent.rglob("measured/NVIDIA_H200.json")).read_text())["rows"]
+    seen = {(row["heads"], row["kv_heads"], row["seq"], row["batch"]) for row in known}
+    held = {s[1:5] for width in (64, 128, 256) for s in attention.shapes(width) if s.held}
+    assert len(held) >= 10
+    assert not held & seen
+
+
+def test_what_a_mask_leaves_is_told_to_auto(attention):
+    line = {"batch": 2, "seq": 8192}
+    assert attention.seen({**line, "mask": "window 1024"}) == {"window": 1024}
+    assert attention.seen({**line, "mask": "documents of 1111"}) == {"documents": 15}
+    assert attention.seen({**line, "mask": "causal"}) == attention.seen(line) == {}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups._compat.flags import read_attention, read_tf32
 from lightning_ups.callbacks import AccelerationFlags, Compile
-from lightning_ups.kernels.attention.auto import _choice
+from lightning_ups.kernels.attention.auto import _decided
 from lightning_ups.order import applied
 from lightning_ups.transforms.flags import current_flags
 from tests.toys import Net, loader, trainer
@@ -134,7 +134,7 @@ def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
 def test_what_auto_chose_is_reported_once_it_has(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
     monkeypatch.setattr("lightning_ups.kernels.attention.auto._decisions", [])
-    _choice.cache_clear()
+    _decided.cache_clear()
     report, model = {}, Attention()
     model.on_train_end = lambda: report.update(applied(model.trainer.strategy).report.parts)
     with caplog.at_level("INFO", "lightning.pytorch"):

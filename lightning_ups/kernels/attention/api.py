@@ -65,7 +65,11 @@ def attention(
     kind = kind_of(
         q, k, v, causal=causal, window=window is not None, documents=documents is not None, softcap=bool(softcap)
     )
-    name = choose(kind, batch=q.shape[0], seq=q.shape[1]) if backend == "auto" else checked(backend, tuple(kind))
+    if backend == "auto":
+        num_documents = None if documents is None else documents.cu_seqlens.shape[0] - 1
+        name = choose(kind, batch=q.shape[0], seq=q.shape[1], keys=k.shape[1], window=window, documents=num_documents)
+    else:
+        name = checked(backend, tuple(kind))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if name == "reference":
         return reference_attention(

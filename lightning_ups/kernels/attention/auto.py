@@ -1,39 +1,29 @@
 """Which backend `auto` means: the fastest by measurement on this hardware, or a stated rule on hardware not measured.
 
 `benchmarks/attention.py` measures a device and writes ``measured/DEVICE.json``; a table holds for every device of the
-same compute capability, its own device's first. A shape between the measured ones gets, for each backend, the mean of
-how far that backend was behind the best at the measured shapes, weighted by closeness; the least behind is chosen.
+same compute capability, its own device's first. From its rows `expected.py` tells how long each backend will take for
+another shape; the fastest of those that can do what is asked is chosen. Windows and documents count by the pairs that
+are seen, and as rows of their length; documents as if they were equally long.
 
 Where no table holds: on CPU flash, math, reference; on compute capability 9 and 10 cudnn, fa4, flash, flex,
 efficient, math, reference; on other CUDA devices flash, cudnn, efficient, flex, math, reference; elsewhere math,
 reference. The first that can do what is asked is chosen.
 """
 
-import json
 import logging
-import math
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_ups.kernels.attention.expected import Expected, Point
 from lightning_ups.kernels.attention.kind import Kind
+from lightning_ups.kernels.attention.regions import Range, Regions, find_regions
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName, refusal
+from lightning_ups.kernels.attention.table import Table, tables
 
-__all__ = [
-    "Choice",
-    "Row",
-    "Table",
-    "choose",
-    "decide",
-    "decisions",
-    "parse_table",
-    "predict",
-    "rounded",
-    "tables",
-]
+__all__ = ["Choice", "Extent", "choose", "decide", "decisions", "extent", "regions", "regions_of"]
 
 _logger = logging.getLogger(__name__)
 _RULE_HOPPER_ON: tuple[KernelName, ...] = ("cudnn", "fa4", "flash", "flex", "efficient", "math", "reference")
@@ -42,27 +32,7 @@ _RULE_CPU: tuple[KernelName, ...] = ("flash", "math", "reference")
 _RULE_ELSEWHERE: tuple[KernelName, ...] = ("math", "reference")
 
 
-class Row(NamedTuple):
-    """Milliseconds of each backend for one shape."""
-
-    head_dim: int
-    heads: int
-    kv_heads: int
-    seq: int
-    batch: int
-    causal: bool
-    forward: dict[KernelName, float]
-    training: dict[KernelName, float]
-
-
-class Table(NamedTuple):
-    """What was measured on a device."""
-
-    device: str
-    capability: tuple[int, int]
-    versions: dict[str, str]
-    date: str
-    rows: tuple[Row, ...]
+_RULED = "first of the rule for hardware not measured that can do it"
 
 
 class Choice(NamedTuple):
@@ -72,23 +42,67 @@ class Choice(NamedTuple):
     why: str
 
 
-# A choice holds for a cell of lengths (a quarter of an octave) and amounts of work, so that a function compiled for
-# dynamic lengths is guarded by ranges and not by each length.
-_FINE, _COARSE = 4, 2
-_SEQ_FROM, _WORK_FROM = 7, 10
-_SEQ_EDGES = tuple(math.ceil(2 ** (_SEQ_FROM + (i + 0.5) / _FINE)) for i in range(11 * _FINE))
-_WORK_EDGES = tuple(math.ceil(2 ** (_WORK_FROM + (i + 0.5) / _COARSE)) for i in range(18 * _COARSE))
+class Extent(NamedTuple):
+    """How long the rows are, and how many pairs of a query and a key there are, over all rows and heads.
+
+    Causal pairs are counted as if all were seen.
+    """
+
+    length: int
+    pairs: int
 
 
-def choose(kind: Kind, *, batch: int, seq: int) -> KernelName:
+def choose(
+    kind: Kind,
+    *,
+    batch: int,
+    seq: int,
+    keys: int | None = None,
+    window: int | None = None,
+    documents: int | None = None,
+) -> KernelName:
     """Return the backend for ``batch`` rows of ``seq`` queries; inside a compiled function it is a constant.
+
+    Args:
+        kind: What is asked for.
+        batch: Rows.
+        seq: Queries of a row.
+        keys: Keys of a row, where there are not as many.
+        window: Only keys less than so many positions away are seen.
+        documents: How many documents there are in all rows.
 
     Raises:
         ValueError: If no backend can do it.
     """
-    if kind.device != "cuda":
-        return _chosen(tuple(kind), 0, 0)
-    return _chosen(tuple(kind), _cell(seq, _SEQ_EDGES), _cell(batch * seq * kind.heads, _WORK_EDGES))
+    told = tuple(kind)
+    low, high = _everywhere(told)
+    if high == 0:
+        return _chosen(told, 0, 0)
+    length, pairs = extent(kind, batch=batch, seq=seq, keys=keys, window=window, documents=documents)
+    if pairs >= high:
+        return _chosen(told, -1, -1)
+    if pairs < low:
+        return _chosen(told, 0, 0)
+    column = _cell(length, _lengths(told)) - 1
+    return _chosen(told, column, _cell(pairs, _borders(told, column)))
+
+
+def extent(
+    kind: Kind,
+    *,
+    batch: int,
+    seq: int,
+    keys: int | None = None,
+    window: int | None = None,
+    documents: int | None = None,
+) -> Extent:
+    """Return what a request's time hangs on beside its kind; see `choose`."""
+    rows, length = (batch, seq) if documents is None else (documents, batch * seq // documents)
+    if not kind.square and keys is not None:
+        return Extent(keys, rows * kind.heads * length * keys)
+    if window is not None and window < length:
+        return Extent(window, rows * kind.heads * (2 * length * window - window * window))
+    return Extent(length, rows * kind.heads * length * length)
 
 
 def decisions() -> list[dict[str, Any]]:
@@ -97,15 +111,6 @@ def decisions() -> list[dict[str, Any]]:
 
 
 _decisions: list[dict[str, Any]] = []
-
-
-def rounded(*, seq: int, work: int) -> tuple[float, float]:
-    """Return the length and amount of work that `choose` decides for, in the place of these."""
-    return _centre(_cell(seq, _SEQ_EDGES), _cell(work, _WORK_EDGES))
-
-
-def _centre(seq_cell: int, work_cell: int) -> tuple[float, float]:
-    return 2 ** (_SEQ_FROM + seq_cell / _FINE), 2 ** (_WORK_FROM + work_cell / _COARSE)
 
 
 def _cell(value: int, edges: Sequence[int]) -> int:
@@ -121,67 +126,91 @@ def _cell(value: int, edges: Sequence[int]) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _chosen(kind: tuple[Any, ...], seq_cell: int, work_cell: int) -> KernelName:
-    return _choice(Kind(*kind), seq_cell, work_cell)
+def _everywhere(kind: tuple[Any, ...]) -> tuple[int, int]:
+    found = regions(Kind(*kind))
+    return found.low, found.high
 
 
-@cache
-def _choice(kind: Kind, seq_cell: int, work_cell: int) -> KernelName:
-    seq, work = _centre(seq_cell, work_cell)
-    backend, why = decide(kind, seq=seq, work=work)
-    decision = {"backend": backend, "why": why, "seq": round(seq), **kind._asdict(), "dtype": str(kind.dtype)}
-    _decisions.append(decision)
-    _logger.info("Attention (%s, about %d long) runs by backend %r: %s.", kind.dtype, seq, backend, why)
+@torch.compiler.assume_constant_result
+def _lengths(kind: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(one.first for one in regions(Kind(*kind)).ranges)
+
+
+@torch.compiler.assume_constant_result
+def _borders(kind: tuple[Any, ...], column: int) -> tuple[int, ...]:
+    return regions(Kind(*kind)).ranges[column].pairs
+
+
+@torch.compiler.assume_constant_result
+def _chosen(kind: tuple[Any, ...], column: int, cell: int) -> KernelName:
+    backend = regions(Kind(*kind)).ranges[column].backends[cell]
+    _decided(Kind(*kind), backend)
     return backend
 
 
-def decide(kind: Kind, *, seq: float, work: float) -> Choice:
-    """Return the backend for rows of ``seq`` queries, ``work`` being batch x seq x heads, and the reason for it."""
-    capable: list[KernelName] = [backend for backend in BACKENDS if refusal(backend, kind) is None]
-    if kind.device == "cuda" and (table := _table()):
-        behind = predict(table, kind, seq=seq, work=work, among=capable)
-        if behind:
-            best = min(behind, key=behind.__getitem__)
-            return Choice(best, f"fastest in the table of {table.device}, {table.date}")
+@cache
+def _decided(kind: Kind, backend: KernelName) -> None:
+    table = _measured(kind, _capable(kind))
+    why = f"fastest in the table of {table.device}, {table.date}" if table else _RULED
+    _decisions.append({"backend": backend, "why": why, **kind._asdict(), "dtype": str(kind.dtype)})
+    heads = f"{kind.heads} heads of {kind.head_dim}"
+    _logger.info("Attention (%s, %s) runs by backend %r: %s.", kind.dtype, heads, backend, why)
+
+
+def decide(kind: Kind, *, length: float, pairs: float) -> Choice:
+    """Return the backend for an `Extent`, and the reason for it; `choose` is up to 3 % coarser.
+
+    Raises:
+        ValueError: If no backend can do it.
+    """
+    capable = _capable(kind)
+    if table := _measured(kind, capable):
+        times = _expected(trains=kind.trains).milliseconds(_point(kind, length, pairs), among=capable)
+        return Choice(min(times, key=times.__getitem__), f"fastest in the table of {table.device}, {table.date}")
+    return Choice(_first(kind, capable), _RULED)
+
+
+@cache
+def regions(kind: Kind) -> Regions:
+    """Return the choices for all lengths and numbers of pairs.
+
+    Raises:
+        ValueError: If no backend can do it.
+    """
+    capable = _capable(kind)
+    if _measured(kind, capable):
+        return regions_of(_expected(trains=kind.trains), kind, among=capable)
+    return Regions(0, 0, (Range(0, (), (_first(kind, capable),)),))
+
+
+def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
+    """Return the choices from ``among`` by ``expected`` times."""
+    return find_regions(lambda length: expected.line(_point(kind, length, length**2), among=among))
+
+
+def _point(kind: Kind, length: float, pairs: float) -> Point:
+    return Point(kind.head_dim, kind.heads / kind.kv_heads, kind.causal, length, pairs)
+
+
+def _capable(kind: Kind) -> list[KernelName]:
+    return [backend for backend in BACKENDS if refusal(backend, kind) is None]
+
+
+def _measured(kind: Kind, among: Sequence[KernelName]) -> Table | None:
+    table = _table() if kind.device == "cuda" else None
+    known = {name for row in table.rows for name in row.training} if table else set()
+    return table if known & set(among) else None
+
+
+def _first(kind: Kind, capable: Sequence[KernelName]) -> KernelName:
     for backend in _rule(kind.device):
         if backend in capable:
-            return Choice(backend, "first of the rule for hardware not measured that can do it")
+            return backend
     reasons = "; ".join(f"{backend}: {(refusal(backend, kind) or ('', ''))[0]}" for backend in BACKENDS)
     raise ValueError(
         f"No backend can do this attention. Each has its reason: {reasons}."
         " Change what is asked, a mask or dropout first."
     )
-
-
-def predict(
-    table: Table, kind: Kind, *, seq: float, work: float, among: Sequence[KernelName] = BACKENDS
-) -> dict[KernelName, float]:
-    """Return for each backend measured how far it is expected behind the best, as a logarithm of the ratio of times."""
-    sums: dict[KernelName, float] = {}
-    weights: dict[KernelName, float] = {}
-    for row in table.rows:
-        times = row.training if kind.trains or not row.forward else row.forward
-        known: dict[KernelName, float] = {name: time for name, time in times.items() if name in among}
-        if not known:
-            continue
-        weight = (_distance(row, kind, seq=seq, work=work) + 1e-3) ** -4
-        best = min(known.values())
-        for name, time in known.items():
-            sums[name] = sums.get(name, 0.0) + weight * math.log(time / best)
-            weights[name] = weights.get(name, 0.0) + weight
-    most = max(weights.values(), default=0.0)
-    # One that failed at the shapes nearby has no say from those far away.
-    return {name: sums[name] / weights[name] for name in sums if weights[name] > most / 2}
-
-
-def _distance(row: Row, kind: Kind, *, seq: float, work: float) -> float:
-    # In octaves. Another width of heads, grouping or mask is further than any length.
-    square = (math.log2(row.seq) - math.log2(seq)) ** 2
-    square += (math.log2(row.batch * row.seq * row.heads) - math.log2(work)) ** 2 / 4
-    square += 64 * (math.log2(row.head_dim) - math.log2(kind.head_dim)) ** 2
-    square += 4 * (math.log2(row.heads / row.kv_heads) - math.log2(kind.heads / kind.kv_heads)) ** 2
-    square += 64 * (row.causal != kind.causal)
-    return math.sqrt(square)
 
 
 def _rule(device: str) -> tuple[KernelName, ...]:
@@ -201,15 +230,6 @@ def _table() -> Table | None:
 
 
 @cache
-def tables() -> tuple[Table, ...]:
-    """Return the tables that come with the package."""
-    folder = files("lightning_ups.kernels.attention").joinpath("measured")
-    found = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda entry: entry.name)
-    return tuple(parse_table(json.loads(entry.read_text())) for entry in found)
-
-
-def parse_table(content: dict[str, Any]) -> Table:
-    """Return the table that a file's content stands for."""
-    rows = tuple(Row(**row) for row in content["rows"])
-    major, minor = content["capability"]
-    return Table(content["device"], (major, minor), content["versions"], content["date"], rows)
+def _expected(*, trains: bool) -> Expected:
+    table = _table()
+    return Expected(table.rows if table else (), trains=trains)

@@ -124,7 +124,7 @@ def _routed(
     kind = kind_of(q, k, v, causal=is_causal, mask=attn_mask, dropout=dropout_p > 0)
     name = _first(priority, tuple(kind))
     if name == "auto":
-        name = choose(kind, batch=q.shape[0], seq=q.shape[1])
+        name = choose(kind, batch=q.shape[0], seq=q.shape[1], keys=k.shape[1])
     if name in TORCH_BACKENDS:
         if name == "efficient" and enable_gqa:  # it knows no groups
             groups = q_BHSD.shape[1] // k_BKTD.shape[1]
