@@ -163,10 +163,11 @@ def linear_cross_entropy_forward(
     want_hidden: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, and, except with reduction "none", the gradients that are wanted."""
+    """Return the loss, and, except with reduction "none", the gradients that are wanted, times `_lift`."""
     valid_N = targets != ignore_index
     count = valid_N.sum().to(torch.promote_types(dtype, torch.float32))
-    per_row = torch.where(valid_N, 1 / count if reduction == "mean" else torch.ones_like(count), 0.0)
+    lift = _lift(hidden, weight, dtype, reduction)
+    per_row = torch.where(valid_N, lift / count if reduction == "mean" else torch.ones_like(count), 0.0)
     if reduction == "none":
         want_hidden = want_weight = False
     settings = Settings(z_loss, softcap)
@@ -289,6 +290,13 @@ class _Memory:
         return None if self._gradient is None else self._gradient[: len(hidden_CD)]
 
 
+def _lift(hidden: Tensor, weight: Tensor, dtype: torch.dtype, reduction: str) -> int:
+    # A mean's gradients are too small for float16, and what scales the loss comes in backward: so they stay as large as
+    # a sum's until then. Not in weights of float16, where a sum over rows is soon too large.
+    low = dtype == torch.float16 != weight.dtype
+    return hidden.shape[0] + 1 if reduction == "mean" and low else 1
+
+
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     # CPUs cannot sum products of halves in float32, so there they are widened after rounding.
     tensor = tensor.to(dtype)
@@ -355,6 +363,7 @@ def _(grad_loss: Tensor, hidden: Tensor, weight: Tensor, *options: Any) -> tuple
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, targets, ignore_index, z_loss, softcap, ctx.reduction, *how, want_hidden, want_weight = inputs
     ctx.want = want_hidden, want_weight
+    ctx.lift = _lift(hidden, weight, how[1], ctx.reduction)
     _, *grads = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*grads)
@@ -372,7 +381,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
     if ctx.reduction == "none":
         grads = linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.options, *ctx.want)
     else:
-        grads = tuple(_scaled(saved, grad) for saved in _saved_once(ctx))
+        factor = grad / ctx.lift
+        grads = tuple(_scaled(saved, factor) for saved in _saved_once(ctx))
     return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), *nothing
 
 

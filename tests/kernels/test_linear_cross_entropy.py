@@ -114,6 +114,23 @@ def test_autocast_multiplies_in_its_type_and_returns_gradients_in_the_weights():
     assert_close(found, exact(hidden, weight, targets), 2e-2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_does_not_lose_small_gradients(monkeypatch, reduction, compiled):
+    # As on a GPU: the gradient of logits in halves, 1/500 of 1/8192 each where the mean is taken at once.
+    monkeypatch.setattr(module, "_operand", lambda tensor, dtype: tensor.to(dtype))
+    hidden, weight, targets = inputs(rows=8192, vocab=500)
+    low, flat = hidden.detach().half().requires_grad_(), (weight / 50).detach().requires_grad_()
+    function = torch.compile(linear_cross_entropy, backend="aot_eager") if compiled else linear_cross_entropy
+    with torch.autocast("cpu", torch.float16):
+        found = results(
+            lambda *given, **options: 1000 * function(*given, **options), low, flat, targets, reduction=reduction
+        )
+    wanted = exact(low, flat.half(), targets, reduction=reduction)
+    for a, b in zip(found[1:], wanted[1:], strict=True):
+        assert (a.double() / 1000 - b).norm() < 2e-3 * b.norm()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_break(reduction, dynamic):
