@@ -4,9 +4,9 @@
 
 For rows x dim x vocab of a Llama head, forward and backward of hidden states and weight in bfloat16: the usual way
 (logits in bfloat16, loss in float32), eager and compiled, ours with several chunks and with logits in float32 or
-rounded, and torch's own where this torch has it. What "sums in bfloat16" does so with the weight's gradient, which the
-function does not offer: it shows what float32 costs there. Last comes the kernel by itself, as it is tuned and
-otherwise: its bytes are what it must read and write at least.
+rounded, and torch's own where this torch has it. "sums in bfloat16" does so with the weight's gradient, and another has
+float32 logits of more rows at once: the function offers neither, and they show what its choices cost. Last comes the
+kernel by itself, as it is tuned and otherwise: its bytes are what it must read and write at least.
 
 Milliseconds are medians by CUDA events of rounds in which the ways take turns, after all that compiles has been
 compiled; memory is what was allocated on top of the inputs at the highest, the error is that of the gradients against
@@ -63,14 +63,23 @@ def ours(chunk: int | Literal["auto"], *, round_logits: bool = False) -> Loss:
     return loss
 
 
-def summed_in_halves(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return our loss, rounded, with the weight's gradient summed over chunks in the weight's type."""
-    exact = module.WeightGradient
-    module.WeightGradient = lambda weight, _, **__: WeightGradient(weight, weight.dtype)
-    try:
-        return linear_cross_entropy(hidden, weight, targets, round_logits=True)
-    finally:
-        module.WeightGradient = exact
+def altered(name: str, value: Any, *, round_logits: bool) -> Loss:
+    """Return our loss with something in its module that the function does not offer."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        before = getattr(module, name)
+        setattr(module, name, value)
+        try:
+            return linear_cross_entropy(hidden, weight, targets, round_logits=round_logits)
+        finally:
+            setattr(module, name, before)
+
+    return loss
+
+
+def summed_in_halves(weight: Tensor, _: torch.dtype, **__: bool) -> WeightGradient:
+    """Return a sum of the weight's gradient over chunks in the weight's type."""
+    return WeightGradient(weight, weight.dtype)
 
 
 def by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -88,7 +97,8 @@ def ways() -> dict[str, Loss]:
     for chunk in CHUNKS:
         found[f"ours, {chunk}"] = ours(chunk)
         found[f"ours, {chunk}, rounded"] = ours(chunk, round_logits=True)
-    found["sums in bfloat16, auto, rounded"] = summed_in_halves
+    found["sums in bfloat16, auto, rounded"] = altered("WeightGradient", summed_in_halves, round_logits=True)
+    found["1024 rows of float32 logits, auto"] = altered("_LEAST_LOGITS_ROWS", 1024, round_logits=False)
     if hasattr(F, "linear_cross_entropy"):
         found["torch's own"] = by_torch
     return found

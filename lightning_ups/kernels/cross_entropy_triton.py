@@ -22,7 +22,9 @@ from lightning_ups.kernels.cross_entropy_step import Settings
 __all__ = ["launch"]
 
 BLOCK, WARPS, STAGES = 4096, 16, 3
-ELEMENTS_PER_WARP = 256  # 8 for each thread: loads of 16 bytes in bfloat16
+# 8 for each thread: loads of 16 bytes in bfloat16. With fewer than a warp's threads two warps would share elements, and
+# the one might read what the other has already written in its place.
+ELEMENTS_PER_WARP = 256
 ALIGNED = 16  # elements; Triton takes whole vectors only up to a bound that it knows to be a multiple of so many
 
 # Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.

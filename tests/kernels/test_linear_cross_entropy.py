@@ -1,3 +1,4 @@
+import random
 import weakref
 
 import pytest
@@ -66,6 +67,46 @@ def test_loss_and_gradients_are_the_references(options, chunk, reduction):
     found = results(linear_cross_entropy, *given, **options, chunk=chunk)
     assert found[0].dtype == torch.float32
     assert_close(found, exact(*given, **options), 2e-6)
+
+
+def drawn(seed):
+    """Return inputs and options that nobody chose."""
+    draw = random.Random(seed)
+    rows, dim, vocab = draw.randint(1, 40), draw.randint(1, 9), draw.randint(2, 150)
+    hidden, weight, targets = inputs(rows=rows, dim=dim, vocab=vocab, ignored=draw.randint(0, rows - 1))
+    hidden = draw.choice([hidden, hidden.t().contiguous().t(), torch.cat([hidden, hidden], 1)[:, :dim]])
+    weight = draw.choice([weight, weight.t().contiguous().t()])
+    if draw.random() < 0.3:
+        hidden, targets = hidden.unsqueeze(0), targets.unsqueeze(0)
+    given = (hidden.detach().requires_grad_(), weight.detach().requires_grad_(), targets)
+    return given, {
+        "z_loss": draw.choice([0.0, 0.05]),
+        "softcap": draw.choice([None, 2.0, 30.0]),
+        "reduction": draw.choice(["mean", "sum", "none"]),
+        "chunk": draw.choice(["auto", 1, 7, 16, 128]),
+    }
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_inputs_and_options_drawn_from_seeds(monkeypatch, seed, halves):
+    draw = random.Random(-seed)
+    monkeypatch.setattr(module, "_LEAST_LOGITS_ROWS", draw.randint(1, 9))
+    monkeypatch.setattr(module, "_ROWS_MULTIPLE", 1)
+    given, options = drawn(seed)
+    chunk = options.pop("chunk")
+    if not halves:
+        found = results(linear_cross_entropy, *given, **options, chunk=chunk)
+        assert_close(found, exact(*given, **options), 5e-6)
+        return
+    monkeypatch.setattr(module, "_operand", lambda tensor, dtype: tensor.to(dtype))  # as on a GPU
+    given = *(tensor.detach().bfloat16().requires_grad_() for tensor in given[:2]), given[2]
+    for round_logits in (False, True):
+        found = results(linear_cross_entropy, *given, **options, chunk=chunk, round_logits=round_logits)
+        wanted = exact(*given, **options)
+        assert_close(found[:1], wanted[:1], 1e-2 if round_logits else 2e-6)
+        for a, b in zip(found[1:], wanted[1:], strict=True):
+            assert (a.double() - b).norm() < (3e-2 if round_logits else 1e-2) * b.norm() + 1e-6
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
