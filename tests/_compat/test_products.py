@@ -29,6 +29,15 @@ def test_a_small_product_is_not_lost_in_a_large_total():
     torch.testing.assert_close(total - 4096, a.float() @ b.float(), rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 61])
+def test_what_is_added_piece_by_piece_is_added_once(rows):
+    generator = torch.Generator().manual_seed(rows)
+    a, b = torch.randn(5, rows, generator=generator).bfloat16(), torch.randn(5, 16, generator=generator).bfloat16()
+    total = torch.ones(rows, 16)
+    add_product(total, a.t(), b)
+    torch.testing.assert_close(total, 1 + a.float().t() @ b.float())
+
+
 def test_one_type_adds_in_place():
     a, b = halves(dtype=torch.float32)
     total = torch.ones(8, 16)
