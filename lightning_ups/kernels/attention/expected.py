@@ -59,13 +59,13 @@ class _Place(NamedTuple):
     width: float
     grouping: float
     mask: float
-    count: float
+    filling: float  # by rows x heads
 
 
 def _place(point: Point) -> _Place:
-    length, count = math.log2(point.length), _COUNT * (math.log2(point.pairs) - 2 * math.log2(point.length))
+    length, filling = math.log2(point.length), _COUNT * (math.log2(point.pairs) - 2 * math.log2(point.length))
     width, grouping = _WIDTH * math.log2(point.head_dim), _GROUPING * math.log2(point.grouping)
-    return _Place(length, width, grouping, _MASK * point.causal, count)
+    return _Place(length, width, grouping, _MASK * point.causal, filling)
 
 
 class _Measured(NamedTuple):
@@ -84,7 +84,7 @@ class _Backend:
         self.host = late[len(late) * 3 // 4] if len(late) >= _LATE_ROWS else 0.0
         self.every = every
         self.quick = [one for one in every if not self.host or not (one.waited or one.time <= self.host)] or every
-        alone = [self._alone(one.place)(one.place.count, one.work) for one in every]
+        alone = [self._alone(one.place)(one.place.filling, one.work) for one in every]
         # By which factor each took longer than is expected of it, as a logarithm.
         self.beside = [math.log(one.time / time) for one, time in zip(every, alone, strict=True)]
 
@@ -92,7 +92,7 @@ class _Backend:
         """Return what maps the place's count, which may vary, and the work to the milliseconds expected."""
         alone = self._alone(place)
         neighbours = [
-            (square, one.place.count, beside)
+            (square, one.place.filling, beside)
             for one, beside in zip(self.every, self.beside, strict=True)
             if (square := _square(one.place, place)) < _NEIGHBOUR**2
         ]
@@ -105,7 +105,7 @@ class _Backend:
         return milliseconds
 
     def _alone(self, place: _Place) -> Callable[[float, float], float]:
-        quick = [(_square(one.place, place), one.place.count, math.log(one.time / one.work)) for one in self.quick]
+        quick = [(_square(one.place, place), one.place.filling, math.log(one.time / one.work)) for one in self.quick]
 
         def milliseconds(count: float, work: float) -> float:
             weights = [_weight(square + (count - other) ** 2) for square, other, _ in quick]
@@ -116,7 +116,7 @@ class _Backend:
 
     def closeness(self, place: _Place) -> float:
         """Return how much of what was measured is near."""
-        squares = (_square(one.place, place) + (one.place.count - place.count) ** 2 for one in self.every)
+        squares = (_square(one.place, place) + (one.place.filling - place.filling) ** 2 for one in self.every)
         return sum(map(_weight, squares))
 
 
@@ -147,8 +147,10 @@ class Expected:
 
     def __init__(self, rows: Sequence[Row], *, trains: bool) -> None:
         times = [(point_of(row), row.training if trains or not row.forward else row.forward) for row in rows]
-        known = {name: [(point, some[name]) for point, some in times if name in some] for name in BACKENDS}
-        self._backends = {name: _Backend(found) for name, found in known.items() if found}
+        self._backends: dict[KernelName, _Backend] = {}
+        for name in BACKENDS:
+            if found := [(point, some[name]) for point, some in times if name in some]:
+                self._backends[name] = _Backend(found)
 
     @property
     def host(self) -> dict[KernelName, float]:
@@ -164,14 +166,18 @@ class Expected:
     ) -> Callable[[float], dict[KernelName, float]]:
         """Return what maps numbers of pairs, in the place of the point's, to `milliseconds`."""
         place = _place(point)
-        close = {name: self._backends[name].closeness(place) for name in among if name in self._backends}
+        close: dict[KernelName, float] = {
+            name: self._backends[name].closeness(place) for name in among if name in self._backends
+        }
         # One that failed at the shapes nearby has no say from those far away.
-        near = [name for name in close if close[name] > max(close.values()) / 2]
-        lines = {name: self._backends[name].line(place) for name in near}
+        near: list[KernelName] = [name for name in close if close[name] > max(close.values()) / 2]
+        lines: dict[KernelName, Callable[[float, float], float]] = {
+            name: self._backends[name].line(place) for name in near
+        }
 
         def milliseconds(pairs: float) -> dict[KernelName, float]:
             other = point._replace(pairs=pairs)
-            count = _place(other).count
+            count = _place(other).filling
             return {name: line(count, other.work) for name, line in lines.items()}
 
         return milliseconds

@@ -7,6 +7,7 @@ evaluates every pair of positions.
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -52,8 +53,11 @@ def flex(
     }
     if torch.compiler.is_compiling():
         out = flex_attention(q, k, v, **options)
-    elif q.is_cuda:
-        out = _compiled()(q, k, v, **options)
+    elif _compiled_on(q.device):
+        trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        asked = causal, window, ids is not None, softcap, scale
+        run = _compiled(asked, (q.dtype, q.shape[1], k.shape[1], q.shape[3], v.shape[3]), trains)
+        out = run(q, k, v, **options)
     else:
         with unfused_flex_allowed():
             out = flex_attention(q, k, v, **options)
@@ -116,6 +120,17 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
     return score_mod
 
 
+def _compiled_on(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, fullgraph=True)  # which raises where it would otherwise run eagerly
+def _compiled(*kind: Any) -> Callable[..., Any]:
+    # Dynamo keeps what it compiles by code object, eight of each: every kind of attention has a copy of its own, so
+    # that these are for its lengths. It raises where it would otherwise run eagerly.
+    code = _run.__code__.replace(co_name=f"flex_{_compiled.cache_info().misses}")
+    return torch.compile(FunctionType(code, globals()), fullgraph=True)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return flex_attention(q, k, v, **options)

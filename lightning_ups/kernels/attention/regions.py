@@ -56,7 +56,7 @@ class _Cell:
     def fastest(self) -> Range:
         """Return the choices that are the fastest here."""
         pairs: list[int] = []
-        backends = [_fastest(next(iter(self.known.values())))]
+        backends: list[KernelName] = [_fastest(next(iter(self.known.values())))]
         for (low, _), (high, times) in pairwise(self.known.items()):
             if (after := _fastest(times)) != backends[-1]:
                 pairs.append(self._border(low, high))
@@ -65,14 +65,15 @@ class _Cell:
 
     def takes(self, choices: Range) -> bool:
         """Return whether ``choices`` are near the fastest here, at their borders and between them."""
-        inside = [(times, choices.backends[bisect_right(choices.pairs, pairs)]) for pairs, times in self.known.items()]
-        borders = [
-            (self.times(pairs), backend)
-            for pairs, both in zip(choices.pairs, pairwise(choices.backends), strict=True)
-            for backend in both
-            if min(self.known) <= pairs <= max(self.known)
-        ]
-        return all(_near(times, backend) for times, backend in inside + borders)
+        for pairs, times in self.known.items():
+            if not _near(times, choices.backends[bisect_right(choices.pairs, pairs)]):
+                return False
+        inside = (index for index, pairs in enumerate(choices.pairs) if min(self.known) <= pairs <= max(self.known))
+        for index in inside:
+            times = self.times(choices.pairs[index])
+            if not (_near(times, choices.backends[index]) and _near(times, choices.backends[index + 1])):
+                return False
+        return True
 
     def _border(self, low: float, high: float) -> int:
         before = _fastest(self.times(low))

@@ -1,8 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_ups.kernels.attention import Documents, attention, reference_attention
+from lightning_ups.kernels.attention import flex as flex_module
 from lightning_ups.kernels.attention.flex import block_mask
 
 IDS = torch.tensor([[0] * 5 + [1] * 290 + [2] * 133, [3] * 256 + [4] * 128 + [5] * 44])
@@ -45,3 +48,34 @@ def test_leaves_that_require_gradients_are_taken_where_none_are_made():
     with torch.no_grad():
         out = attention(q, k, v, window=7, backend="flex")
         torch.testing.assert_close(out, reference_attention(q, k, v, causal=True, window=7))
+
+
+@pytest.fixture
+def compiles_here(monkeypatch):
+    """Let FlexAttention be compiled as on a GPU."""
+    monkeypatch.setattr(flex_module, "_compiled_on", lambda _: True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    flex_module._compiled.cache_clear()
+    yield
+    flex_module._compiled.cache_clear()
+
+
+@torch.no_grad()
+def test_kinds_of_attention_do_not_use_up_each_others_compilations(compiles_here):
+    """Dynamo compiles one piece of code eight times, and then no more."""
+    for heads, dim in ((2, 8), (1, 8), (2, 16), (1, 16)):
+        for options in ({}, {"window": 7}, {"softcap": 2.0}):
+            q, k, v = (torch.randn(1, 20, number, dim) for number in (2, heads, heads))
+            wanted = reference_attention(q, k, v, causal=True, **options)
+            torch.testing.assert_close(attention(q, k, v, **options, backend="flex"), wanted)
+
+
+@torch.no_grad()
+def test_lengths_of_one_kind_share_compilations(compiles_here):
+    from torch._dynamo.utils import counters  # noqa: TID251
+
+    counters.clear()
+    for batch, seq in ((1, 20), (2, 24), (3, 150), (4, 300), (2, 90), (5, 31)):
+        q, k, v = (torch.randn(batch, seq, 2, 8) for _ in range(3))
+        torch.testing.assert_close(attention(q, k, v, backend="flex"), reference_attention(q, k, v, causal=True))
+    assert counters["stats"]["unique_graphs"] <= 4
