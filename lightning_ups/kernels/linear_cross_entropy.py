@@ -69,15 +69,15 @@ def linear_cross_entropy(
         z_loss: Adds so much times the squared log-sum-exp of each row's logits, which keeps them from drifting.
         softcap: Bend logits to ``softcap * tanh(logit / softcap)``.
         round_logits: Round logits to the type of the products, as a head under autocast does: bfloat16 moves each by
-            up to a 512th of itself, and the loss by up to a 256th of the largest. It spares memory and time.
+            up to a 512th of itself, and the loss by up to a 256th of the largest. It spares memory and traffic.
         reduction: The mean over rows that are not ignored (not a number if all are), their sum, or each row's loss.
             With ``"none"`` backward computes the logits a second time.
-        chunk: Rows whose logits' gradient is in memory at a time; an eighth of them also have float32 logits, or all if
-            those are rounded, where their gradient will be. ``"auto"`` takes a quarter of all rows, no less than 2048
-            and no more than 4096 or an eighth, whichever is more, in chunks of equal length. In bfloat16 on a GPU
-            that is 2.5 bytes for each logit of a chunk, 2 if rounded, and 4 for each element of the weight, in place of
-            the usual 2 for each logit of all and 2 for each element; all rows are one chunk where that takes no more.
-            Elsewhere than on a GPU a chunk's logits are 64 MiB at most.
+        chunk: Rows whose logits' gradient is in memory at a time. Float32 logits are there for an eighth of them, but
+            no less than 512; rounded ones are where their gradient will be. ``"auto"`` takes a quarter of all rows, no
+            less than 2048 and no more than 4096 or an eighth, whichever is more, in chunks of equal length. In bfloat16
+            on a GPU that is 2.5 bytes for each logit of a chunk (3 of a chunk of 2048, 2 if rounded), and 4 for each
+            element of the weight, in place of the usual 2 for each logit of all and 2 for each element; all rows are
+            one chunk where that takes no more. Elsewhere than on a GPU a chunk's logits are 64 MiB at most.
         backend: ``"chunked"`` is ours, and what ``"auto"`` means: torch's sums the weight's gradient in bfloat16 unless
             told otherwise, and knows neither z-loss nor softcap. ``"torch"`` is ``F.linear_cross_entropy`` in its
             accurate policy, where this torch has it; ``"reference"`` has all logits in memory.
