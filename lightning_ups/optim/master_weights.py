@@ -13,7 +13,7 @@ State dicts of the module, and of any module around it, hold the masters under t
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, overload
@@ -110,13 +110,14 @@ class MasterWeights:
     Args:
         module: The module, with its float32 parameters.
         dtype: The type to compute in.
+        leave: Modules in it whose parameters stay as they are.
     """
 
-    def __init__(self, module: nn.Module, *, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype, leave: Collection[nn.Module] = ()) -> None:
         self.dtype = dtype
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         self.reduced: set[nn.Parameter] = set()  # since the last step, by a wrapper, which counts unused ones as zero
-        for parameter in _convertible(module):
+        for parameter in _convertible(module, leave):
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
             _copy_as(parameter, self.of[parameter])
@@ -505,8 +506,8 @@ def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, event
 
 
-def _convertible(module: nn.Module) -> list[nn.Parameter]:
-    keep = {p for m in module.modules() if _has_statistics(m) for p in m.parameters(recurse=False)}
+def _convertible(module: nn.Module, leave: Collection[nn.Module]) -> list[nn.Parameter]:
+    keep = {p for m in module.modules() if m in leave or _has_statistics(m) for p in m.parameters(recurse=False)}
     return [p for p in module.parameters() if p.dtype is torch.float32 and p not in keep]
 
 

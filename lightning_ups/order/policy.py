@@ -16,11 +16,13 @@ class DtypePolicy:
         param: The type in which modules compute.
         reduce: The type in which gradients are summed over devices.
         output: The type of what a root returns, and so of a loss that is computed outside of it.
+        in_float32: Patterns of submodules that compute in float32 all the same.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
+    in_float32: tuple[str, ...] = ()
 
 
 STOCK_POLICIES: dict[str, DtypePolicy] = {

@@ -60,7 +60,7 @@ class BF16WeightsPrecision(PolicyPrecision):
     def forward_context(self) -> Any:
         if self._sharded:
             return nullcontext()
-        return advice_on_mixed_types("Cast them, as in x.to(self.weight.dtype), or use BF16Precision.")
+        return advice_on_mixed_types("Cast them, as in x.to(self.weight.dtype), or use BF16Precision")
 
 
 def _check_rounds(optimizer: Optimizer) -> None:

@@ -66,7 +66,7 @@ class _Convert(Step):
     strategy: "ShardingStrategy"
 
     @override
-    def change(self, module: LightningModule, context: Context) -> nullcontext[None]:
+    def change(self, module: LightningModule, context: Context) -> AbstractContextManager[None]:
         assert isinstance(context.precision, PolicyPrecision)
         if recall(module) is not None:
             context.precision.keep_module(module)
@@ -74,7 +74,7 @@ class _Convert(Step):
             context.precision.convert_for_good(module)
             if self.strategy._layer_sync is not None and context.training:
                 self.strategy._layer_sync.apply(module)
-        return nullcontext()
+        return context.precision.in_float32(module)
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
             reduce_dtype=precision.policy.reduce,
             output_dtype=precision.policy.output,
             reshard_after_forward=self._reshard,
+            in_float32=precision.policy.in_float32,
         )
         return [_Graphs(self, options, not _compilers(module)), _Parametrise(self.blocks, options)]
 

@@ -1,18 +1,20 @@
-"""Errors within a step of a sharded model, whose own words do not say what to do."""
+"""Errors within a step whose own words do not say what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
-__all__ = ["explaining_reads"]
+__all__ = ["explaining_reads", "float32_for"]
 
-_OF_TWO_TYPES = ("same dtype", "expected scalar type")  # what torch says of a product of two types
+_OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
+_OF_NO_KERNEL = ("unsupported dtype", "not implemented for")
 
 
 @contextmanager
 def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[None]:
-    """Say why ``step`` fails, in this context, if it is since weights are shards, or of another type than in memory.
+    """Say why ``step`` of a sharded model fails, in this context, if shards or the type they are gathered in are why.
 
     Args:
         step: Its name.
@@ -38,7 +40,40 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
                 f"{step} computes with tensors of two types: {said}."
                 f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
                 " cast to it; a tensor that a forward makes in another type is not, as autocast would."
-                " Cast it there, as in x.to(self.weight.dtype), name the module that it is given to in blocks=[...], or"
-                " train with precision='32-true'."
+                f" Cast it there, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is given to a module"
+                " that is not among the blocks, name that in blocks=[...]."
+            ) from error
+        low = str(param_dtype).removeprefix("torch.")
+        if low in said.lower() and any(words in said.lower() for words in _OF_NO_KERNEL):
+            raise RuntimeError(
+                f"{step} meets an operator that does not take {param_dtype}: {said}."
+                f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
+                " cast to it."
+                f" Cast it there, as in x.float(), or {float32_for(error)}."
             ) from error
         raise
+
+
+def float32_for(error: BaseException) -> str:
+    """Return the advice that lets the module in which ``error`` was raised compute in float32."""
+    found = _module_of(error)
+    if found is None:
+        return "let that part compute in float32, with BF16Precision(in_float32=[...])"
+    name, module = found
+    pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return f"let {name} ({type(module).__name__}) compute in float32, with BF16Precision(in_float32=[{pattern!r}])"
+
+
+def _module_of(error: BaseException) -> tuple[str, nn.Module] | None:
+    """Return the innermost module in whose forward ``error`` was raised, preferring those that are none of torch's."""
+    running, trace = [], error.__traceback__
+    while trace is not None:
+        running.append(trace.tb_frame.f_locals.get("self"))
+        trace = trace.tb_next
+    modules = [module for module in running if isinstance(module, nn.Module)]
+    if not modules:
+        return None
+    names = {module: name for name, module in modules[0].named_modules() if name}
+    inside = [module for module in modules if module in names]
+    chosen = [module for module in inside if not type(module).__module__.startswith("torch.nn.")] or inside
+    return (names[chosen[-1]], chosen[-1]) if chosen else None

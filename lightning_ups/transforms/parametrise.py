@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_ups.transforms.cast import cast_around
+from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, part_of
 from lightning_ups.transforms.replicated import give_first
 from lightning_ups.transforms.sharded_before import check_same, recall, refuse_lazy, remember
@@ -45,12 +46,14 @@ class ParametriseOptions:
         reduce_dtype: The type in which gradients are summed; None: that in which they are computed.
         output_dtype: The type of what roots return; None: as it is.
         reshard_after_forward: Gather anew for the backward, rather than keep what the forward gathered.
+        in_float32: Patterns of submodules whose parameters are gathered as they are.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
+    in_float32: tuple[str, ...] = ()
 
 
 class Gathering:
@@ -273,8 +276,9 @@ def parametrise(
     _start_alike([*model.buffers(), *scalars], mesh)
     shards = {p: _shard(p, gathering) for p in names if p.dim() > 0}
     classes: dict[Any, type[nn.Module]] = {}
+    uncast = within(kept_in_float32(model, options.in_float32).values())
     for module in model.modules():
-        if its := _replace(module, shards):
+        if its := _replace(module, shards, casts=module not in uncast):
             _give_class(module, its, gathering, classes)
     for module in (model, *outermost):
         module.register_forward_pre_hook(gathering.begin_call)
@@ -361,13 +365,13 @@ def _splits(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
-def _replace(module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter]) -> _Names:
+def _replace(module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter], *, casts: bool) -> _Names:
     """Put shards in the places of parameters; return their names, whether they are cast, and whether split."""
     its: _Names = {}
     for name, p in module._parameters.items():
         if p is not None and p in shards:
             module._parameters[name] = shards[p]
-            its[name] = _is_cast(module, p), _splits(shards[p])
+            its[name] = casts and _is_cast(module, p), _splits(shards[p])
     return its
 
 
@@ -382,6 +386,13 @@ def _give_class(module: nn.Module, names: _Names, gathering: Gathering, classes:
     if key not in classes:
         classes[key] = _class_of(kind, names, gathering)
     module.__class__ = classes[key]
+
+
+class _NoSubclass:
+    """What ``__init_subclass__`` of a module's class, a registry's perhaps, does not hear of."""
+
+    def __init_subclass__(cls) -> None:
+        pass
 
 
 def _class_of(kind: type[nn.Module], names: _Names, gathering: Gathering) -> type[nn.Module]:
@@ -405,7 +416,7 @@ def _class_of(kind: type[nn.Module], names: _Names, gathering: Gathering) -> typ
         "__doc__": kind.__doc__,
         _MARK: gathering,
     }
-    return type(kind.__name__, (kind,), namespace)
+    return type(kind.__name__, (_NoSubclass, kind), namespace)
 
 
 _MARK = "_lightning_ups_gathering"

@@ -1,14 +1,48 @@
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
-from lightning_ups.transforms.explained import explaining_reads
+from lightning_ups.transforms.explained import explaining_reads, float32_for
 
 
 def test_two_types_are_explained_under_a_precision():
     said = r"training_step computes with tensors of two types.*Cast it there"
     with pytest.raises(RuntimeError, match=said), explaining_reads("training_step", param_dtype=torch.bfloat16):
         linear(torch.ones(1, 2), torch.ones(2, 2, dtype=torch.bfloat16))
+
+
+class Shape(nn.Module):
+    def forward(self, x):
+        return torch.fft.rfft(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(Shape()) for _ in range(2)])
+
+    def forward(self, x):
+        return self.blocks[1](x)
+
+
+def test_an_operator_without_such_a_kernel_is_told_with_its_module():
+    said = (
+        r"does not take torch.bfloat16: Unsupported dtype BFloat16"
+        r".*let blocks\.1\.0 \(Shape\).*in_float32=\['blocks\.\*\.\*'\]"
+    )
+    step = explaining_reads("training_step", param_dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=said) as error, step:
+        Net()(torch.ones(2, 8, dtype=torch.bfloat16))
+    assert "Unsupported dtype" in str(error.value.__cause__)
+
+
+def test_a_module_of_torch_is_named_where_no_other_runs():
+    net = nn.Sequential(nn.ModuleDict({"head": nn.Linear(2, 2)})["head"])
+    with pytest.raises(RuntimeError) as error:
+        net(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert float32_for(error.value) == "let 0 (Linear) compute in float32, with BF16Precision(in_float32=['*'])"
+    assert float32_for(RuntimeError()).startswith("let that part compute in float32, with BF16Precision(in_float32=")
 
 
 def test_without_one_they_are_the_users_own():

@@ -1,0 +1,128 @@
+"""Parts of a module that compute in float32 under `BF16Precision`, on one device and on ranks alike."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.order import applied
+from lightning_ups.precision import BF16Precision
+from tests.strategies.cases import CASES, WIDTH, Case, on_ranks, simply_on_ranks, train
+
+
+class Registered(nn.Module):
+    """A class whose subclasses have to say a name, as those of tensor decompositions do."""
+
+    def __init_subclass__(cls, name):
+        cls.kind = name
+
+
+class Spectral(Registered, name="spectral"):
+    def __init__(self):
+        super().__init__()
+        self.modes = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64) * 0.1)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.types = set()
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            self.types.add((x.dtype, self.mix.weight.dtype))
+        return x + self.mix(torch.fft.irfft(torch.fft.rfft(x) * self.modes))
+
+
+class Fourier(Case):
+    """A Fourier neural operator in small: bfloat16 knows no Fourier transform."""
+
+    def build(self):
+        self.layers = nn.ModuleList(nn.Sequential(Spectral(), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+
+CASES["Fourier"] = Fourier
+KEPT = ["layers.*.0"]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def options(weights="masters"):
+    return {"plugins": [BF16Precision(in_float32=KEPT, weights=weights)]}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return what one device makes of it, by masters, in float32 and by autocast."""
+    folder = tmp_path_factory.mktemp("alone")
+    kinds = {"masters": options(), "autocast": options("autocast"), "float32": {}}
+    return {kind: train("Fourier", folder, **asked) for kind, asked in kinds.items()}
+
+
+@pytest.mark.parametrize("kind", ["masters", "autocast"])
+def test_one_device_trains_within_the_band_of_float32(kind, alone):
+    model, _, found = alone[kind]
+    assert found["losses"] == pytest.approx(alone["float32"][2]["losses"], rel=0.02)
+    assert found["losses"] != alone["float32"][2]["losses"]
+    assert [layer[0].types for layer in model.layers] == [{(torch.float32, torch.float32)}] * 2
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.complex64}
+    assert [*model.state_dict()] == [*Fourier().state_dict()]
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_what_is_in_float32_is_reported(tmp_path):
+    told = {}
+
+    def ask(model):
+        model.on_train_end = lambda: told.update(applied(model.trainer.strategy).report.parts["Precision"])
+
+    train("Fourier", tmp_path, steps=1, prepare=ask, callbacks=[Compile(backend="aot_eager")], **options())
+    assert told["in_float32"] == ["layers.0.0", "layers.1.0"]
+    assert told["lines"][1] == "in float32: layers.0.0, layers.1.0"
+
+
+def test_without_it_the_error_says_which_part_and_how(tmp_path):
+    with pytest.raises(RuntimeError, match="Unsupported dtype BFloat16") as error:
+        train("Fourier", tmp_path, plugins=[BF16Precision()])
+    assert (
+        "let layers.0.0 (Spectral) compute in float32, with BF16Precision(in_float32=['layers.*.*'])"
+        in (error.value.__notes__[0])
+    )
+
+
+@pytest.mark.parametrize("callbacks", [[Compile(backend="aot_eager")], [ActivationCheckpoint(save="nothing")]])
+def test_compiled_and_recomputed_it_is_the_same(callbacks, alone, tmp_path):
+    _, _, found = train("Fourier", tmp_path, callbacks=callbacks, **options())
+    assert found["losses"] == pytest.approx(alone["masters"][2]["losses"], rel=1e-5)
+
+
+def ddp(tmp_path):
+    model, _, found = train("Fourier", tmp_path, strategy="ddp", ranks=2, **options())
+    return found | {"types": [layer[0].types for layer in model.layers]}
+
+
+def test_ddp_trains_the_same(ranks, alone, tmp_path):
+    found = ranks(ddp, tmp_path)
+    assert found["losses"] == pytest.approx(alone["masters"][2]["losses"], rel=2e-3)
+    assert found["types"] == [{(torch.float32, torch.float32)}] * 2
+
+
+def sharded(tmp_path, run):
+    return run("Fourier", tmp_path, {}, 2, options())
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
+def test_shards_train_the_same(run, ranks, alone, tmp_path):
+    found = ranks(sharded, tmp_path, run)
+    assert found["losses"] == pytest.approx(alone["masters"][2]["losses"], rel=2e-3)
+    for name, weight in alone["masters"][2]["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=0.02, atol=2e-3)
+
+
+def failing(tmp_path):
+    try:
+        on_ranks("Fourier", tmp_path, {}, 2, {"plugins": [BF16Precision()]})
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_under_shards_the_error_says_which_part_and_how(ranks, tmp_path):
+    said = ranks(failing, tmp_path)
+    assert said.startswith("training_step meets an operator that does not take torch.bfloat16: Unsupported dtype")
+    assert "let layers.0.0 (Spectral) compute in float32" in said
