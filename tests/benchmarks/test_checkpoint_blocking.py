@@ -11,13 +11,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def blocking(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import checkpoint_blocking
-
-    yield checkpoint_blocking
-    for name in ("checkpoint_blocking", "cases", "processes"):
-        sys.modules.pop(name, None)
+def blocking(import_benchmark):
+    return import_benchmark("checkpoint_blocking")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,13 +7,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark_(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import device_prefetch
-
-    yield device_prefetch
-    for name in ("device_prefetch", "cases"):
-        sys.modules.pop(name, None)
+def benchmark_(import_benchmark):
+    return import_benchmark("device_prefetch")
 
 
 @pytest.mark.filterwarnings("ignore")

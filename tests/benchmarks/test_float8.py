@@ -10,13 +10,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def float8(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import float8
-
-    yield float8
-    for name in ("float8", "cases"):
-        sys.modules.pop(name, None)
+def float8(import_benchmark):
+    return import_benchmark("float8")
 
 
 def run(tmp_path, *words):

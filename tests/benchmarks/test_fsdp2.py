@@ -10,13 +10,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def fsdp2(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import fsdp2
-
-    yield fsdp2
-    for name in ("fsdp2", "cases", "processes"):
-        sys.modules.pop(name, None)
+def fsdp2(import_benchmark):
+    return import_benchmark("fsdp2")
 
 
 def result(name, speed, losses):

@@ -19,14 +19,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def llama(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import llama
-
+def llama(import_benchmark, monkeypatch):
+    llama = import_benchmark("llama")
     monkeypatch.setattr(llama, "unmet_gpus", lambda *_, **__: None)  # nothing here runs on one
-    yield llama
-    for name in ("llama", "cases", "processes"):
-        sys.modules.pop(name, None)
+    return llama
 
 
 def result(side, speed):

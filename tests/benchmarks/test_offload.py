@@ -11,16 +11,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def offload(monkeypatch):
+def offload(import_benchmark, monkeypatch):
     monkeypatch.setenv("UPS_BENCH_SIZE", "tiny")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("offload", "cases"):
-        sys.modules.pop(name, None)
-    import offload
-
-    yield offload
-    for name in ("offload", "cases"):
-        sys.modules.pop(name, None)
+    return import_benchmark("offload")
 
 
 def test_what_cases_need_is_said_before_any_runs(offload, monkeypatch, tmp_path):

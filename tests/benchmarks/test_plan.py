@@ -10,13 +10,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def plan(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import plan
-
-    yield plan
-    for name in ("plan", "cases", "processes"):
-        sys.modules.pop(name, None)
+def plan(import_benchmark):
+    return import_benchmark("plan")
 
 
 def test_twelve_configurations_that_differ(plan):

@@ -10,12 +10,8 @@ import pytest
 
 
 @pytest.fixture
-def processes(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import processes
-
-    yield processes
-    sys.modules.pop("processes", None)
+def processes(import_benchmark):
+    return import_benchmark("processes")
 
 
 @pytest.fixture

@@ -10,13 +10,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def quickstart(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import quickstart
-
-    yield quickstart
-    for name in ("quickstart", "cases"):
-        sys.modules.pop(name, None)
+def quickstart(import_benchmark):
+    return import_benchmark("quickstart")
 
 
 def test_ratios_are_of_medians(quickstart):

@@ -10,13 +10,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def simple_fsdp(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import simple_fsdp
-
-    yield simple_fsdp
-    for name in ("simple_fsdp", "fsdp2", "cases", "processes", "step_profile", "llama"):
-        sys.modules.pop(name, None)
+def simple_fsdp(import_benchmark):
+    return import_benchmark("simple_fsdp")
 
 
 def result(way, cache="cold", **figures):

@@ -1,17 +1,11 @@
 import sys
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
-def step_profile(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import step_profile
-
-    yield step_profile
-    for name in ("step_profile", "llama", "cases", "processes"):
-        sys.modules.pop(name, None)
+def step_profile(import_benchmark):
+    return import_benchmark("step_profile")
 
 
 def kernel(name, start, length):

@@ -13,17 +13,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture
-def te(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("te", "cases"):
-        sys.modules.pop(name, None)
-    import te
-
+def te(import_benchmark, monkeypatch):
+    te = import_benchmark("te")
     monkeypatch.setattr(te, "CUDA", False)
     with fake_te.installed():
         yield te
-    for name in ("te", "cases"):
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="a GPU runs the benchmark itself")

@@ -11,13 +11,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def throughput(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import throughput
-
-    yield throughput
-    for name in ("throughput", "cases"):
-        sys.modules.pop(name, None)
+def throughput(import_benchmark):
+    return import_benchmark("throughput")
 
 
 def test_the_interval_is_students(throughput):

@@ -1,0 +1,25 @@
+"""Importing the scripts of ``benchmarks/``, which are no package."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def import_benchmark(monkeypatch):
+    """Import a script by its name, afresh; it, and what it imports from beside it, is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    _forget()  # scripts read the environment when they are imported
+    yield importlib.import_module
+    _forget()
+
+
+def _forget():
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if file is not None and Path(file).is_relative_to(BENCHMARKS):
+            del sys.modules[name]
