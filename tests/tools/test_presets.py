@@ -44,3 +44,10 @@ def test_a_path_is_no_name():
 def test_torch_is_not_imported():
     code = "import sys; from lightning_ups.tools.presets import main; main([]); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_hopper_takes_the_fastest_attention():
+    """Where it was measured; elsewhere torch chooses as it does."""
+    asked = {name: yaml.safe_load(presets.text(name)).get("flags", {}).get("attention") for name in presets.names()}
+    assert {name for name, attention in asked.items() if attention} == {"h100", "h200-fp8"}
+    assert {asked["h100"], asked["h200-fp8"]} == {"auto"}

@@ -101,9 +101,10 @@ def find_regions(line: Callable[[float], Line]) -> Regions:
 
 
 def _low(ranges: Sequence[Range]) -> int:
-    if len({one.backends[0] for one in ranges}) > 1:
-        return 0
-    return min((one.pairs[0] for one in ranges if one.pairs), default=0)
+    # A row has as many pairs as its length squared, at least: with less, longer ranges are not met.
+    alike = [one for one in ranges if one.backends[0] == ranges[0].backends[0]]
+    others = [one.first**2 for one in ranges if one not in alike]
+    return min([one.pairs[0] for one in alike if one.pairs] + others, default=0)
 
 
 def _high(ranges: Sequence[Range]) -> int:

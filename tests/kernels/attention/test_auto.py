@@ -1,10 +1,12 @@
 import json
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_ups._compat.attention import missing_package
 from lightning_ups.kernels.attention import Documents, attention, auto, decisions, support
 from lightning_ups.kernels.attention.auto import choose, decide, extent
 from lightning_ups.kernels.attention.kind import Kind
@@ -176,6 +178,15 @@ def test_without_flash_attention_4_it_is_the_fastest_of_the_others(h200):
     wanted = [min(("cudnn", "flash"), key=measured.training.__getitem__) for measured in H200.rows]
     assert chosen == wanted
     assert set(chosen) == {"cudnn", "flash"}
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it is installed")
+def test_a_package_that_is_not_installed_is_no_warning(h200, recwarn):
+    h200.setattr(support, "missing_package", missing_package)
+    forget()
+    for trains in (True, False):
+        assert choose(GPU._replace(trains=trains), batch=8, seq=8192) == "cudnn"
+    assert not recwarn.list
 
 
 def test_kin_of_a_measured_device_uses_its_table(hopper):

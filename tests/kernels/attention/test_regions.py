@@ -23,8 +23,18 @@ def test_a_border_between_lengths_is_found_to_a_cell():
     assert regions.ranges[1].first == pytest.approx(3000, rel=0.13)
     assert regions.at(length=100, pairs=1e9) == "cudnn"
     assert regions.at(length=10000, pairs=1e9) == "fa4"
-    assert regions.low == 0
+    assert regions.low == regions.ranges[1].first ** 2, "a row of the longer ones has more pairs"
     assert regions.high > 1e18
+
+
+def test_ranges_that_few_pairs_cannot_reach_do_not_count_for_them():
+    def line(length):
+        return lambda pairs: {"cudnn": pairs, "fa4": max(5e8, pairs / 2), "flash": 0 if length > 30000 else 1e30}
+
+    regions = find_regions(line)
+    assert regions.ranges[-1].backends == ("flash",)
+    assert regions.low == pytest.approx(5e8, rel=0.01)
+    assert regions.at(length=1000, pairs=4e8) == "cudnn"
 
 
 def test_lengths_share_a_range_while_what_is_chosen_is_near_the_fastest():
