@@ -8,7 +8,7 @@ import torch
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "outside_modes",
     "saves_seen_by",
     "storages",
+    "writes_seen_by",
 ]
 
 
@@ -82,6 +83,34 @@ def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack_and_see, unpack):
         yield
+
+
+@contextmanager
+def writes_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``see`` with each tensor that an operator writes to in place, whether or not its version counts that."""
+    with _Writes(see):
+        yield
+
+
+class _Writes(TorchDispatchMode):
+    def __init__(self, see: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code inside stays compiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = args[i] if i < len(args) else kwargs.get(argument.name)
+                    for leaf in tree_leaves(written):
+                        if isinstance(leaf, torch.Tensor):
+                            self._see(leaf)
+        return func(*args, **kwargs)
 
 
 def cached_by_selection(mode: Any) -> list[torch.Tensor]:

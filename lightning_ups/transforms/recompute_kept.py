@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_ups._compat.autograd import cached_by_selection, saves_seen_by, storages
+from lightning_ups._compat.autograd import cached_by_selection, saves_seen_by, storages, writes_seen_by
 
 __all__ = ["TRACED", "Kept", "Measurement"]
 
@@ -59,20 +59,25 @@ class Kept:
 
 
 class Measurement:
-    """The function that a checkpoint runs twice, with a record of what autograd saves in its first run."""
+    """The function that a checkpoint runs twice, with a record of what its first run saves and writes to."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
         self._ran = False
         self.saved: Storages = {}
+        self._written: Storages = {}
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         if self._ran:
             return self._run(*args)
         self._ran = True
-        with saves_seen_by(self._see):
+        with saves_seen_by(self._see), writes_seen_by(lambda tensor: self._written.update(storages(tensor))):
             return self._run(*args)
+
+    def writes_to_cached(self, forward_context: Any) -> bool:
+        """Return whether a result that is kept was written to after it was kept."""
+        return not self._written.keys().isdisjoint(_bytes_of(cached_by_selection(forward_context)))
 
     def kept(self, forward_context: Any, *arguments: Any) -> list[torch.Tensor]:
         """Return the tensors that are kept for the second run."""

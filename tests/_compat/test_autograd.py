@@ -11,6 +11,7 @@ from lightning_ups._compat.autograd import (
     keeps_graph,
     saves_seen_by,
     storages,
+    writes_seen_by,
 )
 
 
@@ -129,3 +130,15 @@ def test_a_backward_that_keeps_its_graph_is_recognised():
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     assert seen == [True, False]
+
+
+def test_writes_are_seen_through_views_that_versions_do_not_count_on():
+    seen, x, weight = [], torch.ones(2, 3, 4, requires_grad=True), torch.ones(4, 4)
+    with writes_seen_by(seen.append):
+        product = torch.matmul(x, weight)
+        product *= 2
+        torch.add(x.detach(), 1, out=torch.empty(2, 3, 4))
+        torch._foreach_mul_([torch.ones(1), torch.ones(2)], 2.0)
+        product + 1
+    assert [tuple(tensor.shape) for tensor in seen] == [(2, 3, 4), (2, 3, 4), (1,), (2,)]
+    assert seen[0].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
