@@ -1,8 +1,12 @@
 """Whatever a stock Trainer runs, it runs with our callbacks in its list: to the same bits, leaving nothing behind."""
 
+import warnings
+
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_ups.strategies import FSDP2Strategy
 from tests.callbacks.any_trainer import compare, draw
 
 pytestmark = pytest.mark.filterwarnings("default")  # both runs may warn of the same; `compare` tells what ours add
@@ -25,3 +29,22 @@ def test_what_a_seed_draws(tmp_path, seed):
 @pytest.mark.parametrize("seed", range(88, 320))
 def test_what_other_seeds_draw(tmp_path, seed):
     check(seed, tmp_path)
+
+
+STRATEGIES = {"ddp": DDPStrategy, "fsdp2": FSDP2Strategy}
+
+
+def check_ranked(name, seed, path):
+    torch.compiler.reset()
+    warnings.simplefilter("default")
+    return compare(draw(seed, ranks=True), path, STRATEGIES[name])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "seed",
+    [402, 413, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(400, 460) if seed not in (402, 413))],
+)
+def test_what_a_seed_draws_for_two_ranks(ranks, tmp_path, name, seed):
+    found = ranks(check_ranked, name, seed, tmp_path)
+    assert found == "" or found.startswith("refused: ValueError"), f"{found} of {draw(seed, ranks=True)}"
