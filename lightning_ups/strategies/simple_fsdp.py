@@ -22,6 +22,7 @@ from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_b
 from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
 from lightning_ups.transforms.compile_advice import advice_for_one_graph
 from lightning_ups.transforms.compile_frame import prepared
+from lightning_ups.transforms.explained import note_second_backward
 from lightning_ups.transforms.gather_graph import GatherPlan
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.parametrise import (
@@ -255,6 +256,12 @@ class SimpleFSDPStrategy(ShardingStrategy):
     def _prepare_training(self, precision: PolicyPrecision) -> None:
         super()._prepare_training(precision)
         self._proven = False
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        cure = "Each outermost submodule is one graph here, which can be differentiated once. Use strategy='ddp'."
+        note_second_backward(exception, kind="compiled", cure=cure)
+        super().on_exception(exception)
 
     # Steps: within them, reading a parameter gathers it
 

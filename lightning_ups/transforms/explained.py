@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
 
-__all__ = ["explaining_reads", "float32_for"]
+__all__ = ["explaining_reads", "float32_for", "note_second_backward"]
 
 _OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
 _OF_NO_KERNEL = ("unsupported dtype", "not implemented for")
@@ -35,6 +36,13 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
                 " Call the module and not a method of it, or name the parameters:"
                 " FSDP2Strategy(outside=['encoder.*.weight'])."
             ) from error
+        if "out of bounds for storage of size 0" in said:
+            raise RuntimeError(
+                f"{step} uses gathered parameters after a backward has freed them: {said}."
+                " That is what the gradient of a gradient does (create_graph=True), as in gradient penalties and"
+                " physics-informed losses, and FSDP2 knows one backward of each forward."
+                " Use strategy='ddp'."
+            ) from error
         if param_dtype is not None and any(words in said for words in _OF_TWO_TYPES) and "is read outside" not in said:
             raise RuntimeError(
                 f"{step} computes with tensors of two types: {said}."
@@ -52,6 +60,22 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
                 f" Cast it there, as in x.float(), or {float32_for(error)}."
             ) from error
         raise
+
+
+_OF_A_SECOND_BACKWARD = {
+    "compiled": ("donated buffers", "does not currently support double backward"),
+    "selective": ("Trying to backward an extra time",),
+}
+
+
+def note_second_backward(error: BaseException, *, kind: Literal["compiled", "selective"], cure: str) -> None:
+    """Add to ``error``, if it is that a graph of this kind knows one backward, what that means, and ``cure``."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_SECOND_BACKWARD[kind]):
+        error.add_note(
+            "The gradient of a gradient was asked for (create_graph=True, as in gradient penalties and physics-informed"
+            " losses), or a second backward through one graph (retain_graph=True)."
+            f" {cure}"
+        )
 
 
 def float32_for(error: BaseException) -> str:
