@@ -1,6 +1,6 @@
 """The process-wide switches that decide speed, for the length of a run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_ups.kernels.attention import decisions
+from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.transforms.flags import (
     AttentionBackend,
@@ -79,19 +79,20 @@ class AccelerationFlags(Declaration):
         )
         self._collection: PacedCollection | None = None
         self._report: Report | None = None
-        self._decided = 0
+        self._chosen: Mapping[Any, dict[str, Any]] = {}
+        self._told = 0  # how many of them are in the report
 
     @override
     @contextmanager
     def change(self, module: LightningModule, context: Context) -> Iterator[None]:
-        before = self._collection, self._report, self._decided  # of a run that this one is inside of
-        with accelerated(self.flags, device=context.device) as self._collection:
+        before = self._collection, self._report, self._chosen, self._told  # of a run that this one is inside of
+        with accelerated(self.flags, device=context.device) as self._collection, recorded_decisions() as self._chosen:
             try:
                 self._say(context)
-                self._report, self._decided = context.report, len(decisions())
+                self._report, self._told = context.report, 0
                 yield
             finally:
-                self._collection, self._report, self._decided = before
+                self._collection, self._report, self._chosen, self._told = before
 
     def _say(self, context: Context) -> None:
         name, asked = type(self).__name__, self.flags.asked
@@ -119,13 +120,18 @@ class AccelerationFlags(Declaration):
         self._after_batch(trainer)
 
     def _after_batch(self, trainer: Trainer) -> None:
-        if self._report is not None and len(chosen := decisions()) > self._decided:
-            for choice in chosen[self._decided :]:
-                heads = f"{choice['heads']} heads of {choice['head_dim']}"
-                line = f"attention of {heads} by {choice['backend']}: {choice['why']}"
-                self._report.note(type(self).__name__, line)
-                rank_zero_info(f"{type(self).__name__}: {line}")  # the report's lines were printed before this was known
-            self._report.update(type(self).__name__, attention_chosen=chosen[self._decided :])
-            self._decided = len(chosen)
+        if self._report is not None and "auto" in (self.flags.attention or ()):
+            # Code that was compiled in an earlier run of this process chooses no more: it has what was chosen then.
+            chosen = [dict(choice) for choice in self._chosen.values()] or decisions()
+            if len(chosen) > self._told:
+                for line in dict.fromkeys(map(_line, chosen[self._told :])):
+                    self._report.note(type(self).__name__, line)
+                    rank_zero_info(f"{type(self).__name__}: {line}")  # what the report held before was printed then
+                self._report.update(type(self).__name__, attention_chosen=chosen)
+                self._told = len(chosen)
         if self._collection is not None and not trainer.sanity_checking:
             self._collection.after_batch()
+
+
+def _line(choice: Mapping[str, Any]) -> str:
+    return f"attention of {choice['heads']} heads of {choice['head_dim']} by {choice['backend']}: {choice['why']}"

@@ -8,7 +8,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups._compat.flags import read_attention, read_tf32
 from lightning_ups.callbacks import AccelerationFlags, Compile
-from lightning_ups.kernels.attention.auto import _decided
 from lightning_ups.order import applied
 from lightning_ups.transforms.flags import current_flags
 from tests.toys import Net, loader, trainer
@@ -131,18 +130,21 @@ def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
     ]
 
 
-def test_what_auto_chose_is_reported_once_it_has(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
-    monkeypatch.setattr("lightning_ups.kernels.attention.auto._decisions", [])
-    _decided.cache_clear()
-    report, model = {}, Attention()
-    model.on_train_end = lambda: report.update(applied(model.trainer.strategy).report.parts)
-    with caplog.at_level("INFO", "lightning.pytorch"):
-        trainer(tmp_path, callbacks=[AccelerationFlags(attention="auto")], epochs=1).fit(model, loader())
-    part = report["AccelerationFlags"]
-    assert [choice["backend"] for choice in part["attention_chosen"]] == ["flash"]
-    assert "by flash: first of the rule" in part["lines"][-1]
-    assert caplog.messages.count(f"AccelerationFlags: {part['lines'][-1]}") == 1
+    for _ in range(2):  # the second finds the choice made, and code compiled
+        caplog.clear()
+        report, model = {}, Attention()
+        told = report.update
+        model.on_train_end = lambda told=told, model=model: told(applied(model.trainer.strategy).report.parts)
+        callbacks = [AccelerationFlags(attention="auto"), *([Compile(backend="aot_eager")] if compiled else [])]
+        with caplog.at_level("INFO", "lightning.pytorch"):
+            trainer(tmp_path, callbacks=callbacks, epochs=1).fit(model, loader())
+        part = report["AccelerationFlags"]
+        assert [choice["backend"] for choice in part["attention_chosen"]] == ["flash"]
+        assert "by flash: first of the rule" in part["lines"][-1]
+        assert caplog.messages.count(f"AccelerationFlags: {part['lines'][-1]}") == 1
 
 
 def test_nothing_asked_is_nothing_said(tmp_path):

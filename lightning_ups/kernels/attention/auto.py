@@ -11,7 +11,8 @@ reference. The first that can do what is asked is chosen.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -105,12 +106,26 @@ def extent(
     return Extent(length, rows * kind.heads * length * length)
 
 
+Decisions = dict[tuple[Any, ...], dict[str, Any]]
+
+
 def decisions() -> list[dict[str, Any]]:
-    """Return what was chosen by now in this process, for a manifest."""
-    return [dict(decision) for decision in _decisions]
+    """Return what was chosen by now in this process."""
+    return [dict(decision) for decision in _RECORDS[0].values()]
 
 
-_decisions: list[dict[str, Any]] = []
+@contextmanager
+def recorded_decisions() -> Iterator[Decisions]:
+    """Yield a record that grows by what is chosen while the context is open, whether or not it was chosen before."""
+    record: Decisions = {}
+    _RECORDS.append(record)
+    try:
+        yield record
+    finally:
+        _RECORDS[:] = [other for other in _RECORDS if other is not record]
+
+
+_RECORDS: list[Decisions] = [{}]  # of the process, and of each context that is open
 
 
 def _cell(value: int, edges: Sequence[int]) -> int:
@@ -144,17 +159,19 @@ def _borders(kind: tuple[Any, ...], column: int) -> tuple[int, ...]:
 @torch.compiler.assume_constant_result
 def _chosen(kind: tuple[Any, ...], column: int, cell: int) -> KernelName:
     backend = regions(Kind(*kind)).ranges[column].backends[cell]
-    _decided(Kind(*kind), backend)
+    decision = _decided(Kind(*kind), backend)
+    for record in _RECORDS:
+        record.setdefault((kind, backend), decision)
     return backend
 
 
 @cache
-def _decided(kind: Kind, backend: KernelName) -> None:
+def _decided(kind: Kind, backend: KernelName) -> dict[str, Any]:
     table = _measured(kind, _capable(kind))
     why = f"fastest in the table of {table.device}, {table.date}" if table else _RULED
-    _decisions.append({"backend": backend, "why": why, **kind._asdict(), "dtype": str(kind.dtype)})
     heads = f"{kind.heads} heads of {kind.head_dim}"
     _logger.info("Attention (%s, %s) runs by backend %r: %s.", kind.dtype, heads, backend, why)
+    return {"backend": backend, "why": why, **kind._asdict(), "dtype": str(kind.dtype)}
 
 
 def decide(kind: Kind, *, length: float, pairs: float) -> Choice:
