@@ -12,9 +12,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def attention(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import attention
+def attention(monkeypatch, import_benchmark):
+    attention = import_benchmark("attention")
 
     # Parts run here instead of in processes of their own, each of which would import torch.
     def finished(command, *, timeout, stop):
@@ -28,9 +27,7 @@ def attention(monkeypatch):
 
     monkeypatch.setattr(attention, "finished", finished)
     monkeypatch.setattr(attention, "ON_GPU", False)
-    yield attention
-    for name in ("attention", "processes"):
-        sys.modules.pop(name, None)
+    return attention
 
 
 def run(attention, monkeypatch, folder, *words):

@@ -7,10 +7,9 @@ from torch.nn import functional as F  # noqa: N812
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+def script(monkeypatch, import_benchmark):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # where shapes are tiny
-    import linear_cross_entropy
+    linear_cross_entropy = import_benchmark("linear_cross_entropy")
 
     def finished(command, *, timeout):  # here instead of in a process of its own, which would import torch
         told = dict(zip(command[2::2], command[3::2], strict=True))
@@ -19,9 +18,7 @@ def script(monkeypatch):
         return "a warning"
 
     monkeypatch.setattr(linear_cross_entropy, "finished", finished)
-    yield linear_cross_entropy
-    for name in ("linear_cross_entropy", "cases", "processes"):
-        sys.modules.pop(name, None)
+    return linear_cross_entropy
 
 
 def run(script, monkeypatch, folder, *words):

@@ -112,7 +112,7 @@ def first_change(summary: Summary) -> Trouble | None:
         return Trouble(
             name="slow kernels",
             lost=0.0,
-            what=f"the GPU is busy and its memory used, but MFU is {mfu:.0%}",
+            what=("" if used is None else "the GPU is busy and its memory used, but ") + f"MFU is {mfu:.0%}",
             change="compile (Compile), compute in bfloat16 or float8 (BF16Precision, Float8Precision),"
             " use fused attention",
         )

@@ -136,6 +136,7 @@ def test_a_small_batch_is_named_though_the_gpu_is_busy():
     assert found.name == "batch too small"
     assert "MFU is 30%" in found.what
     assert first_change(run(utilisation={"mfu": 0.3})).name == "slow kernels"
+    assert first_change(run(utilisation={"mfu": 0.3}, memory={})).what == "MFU is 30%"  # of the rest nothing is known
 
 
 def test_the_costliest_comes_first():
