@@ -57,7 +57,8 @@ def _precision(precision: Precision) -> str:
     said = ", ".join(
         f"{what} {str(dtype).removeprefix('torch.')}" for what, dtype in types.items() if dtype is not None
     )
-    return f"{type(precision).__name__} ({precision.precision})" + (f": {said}" if said else "")
+    kept = f"; {', '.join(policy.in_float32)} in float32" if policy is not None and policy.in_float32 else ""
+    return f"{type(precision).__name__} ({precision.precision})" + (f": {said}{kept}" if said else "")
 
 
 def _blocks(module: LightningModule) -> Iterator[str]:

@@ -35,6 +35,11 @@ def test_essentials(lines):
     assert out[-1] == "refused   nothing"
 
 
+def test_what_stays_in_float32_is_said(lines):
+    _, out = lines(plugins=[BF16Precision(in_float32=["blocks.0", "head"])])
+    assert out[2].strip().endswith("returns float32; blocks.0, head in float32")
+
+
 def test_the_one_order_whatever_the_order_of_the_list(lines):
     _, out = lines(Compile(backend="aot_eager"), ActivationCheckpoint(), strategy="fsdp2", devices=2)
     names = [line[10:26].strip() for line in out[out.index(next(x for x in out if x.startswith("order"))) : -1]]
