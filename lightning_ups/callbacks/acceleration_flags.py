@@ -121,8 +121,7 @@ class AccelerationFlags(Declaration):
 
     def _after_batch(self, trainer: Trainer) -> None:
         if self._report is not None and "auto" in (self.flags.attention or ()):
-            # Code that was compiled in an earlier run of this process chooses no more: it has what was chosen then.
-            chosen = [dict(choice) for choice in self._chosen.values()] or decisions()
+            chosen = [dict(choice) for choice in self._chosen.values()] or _chosen_before()
             if len(chosen) > self._told:
                 for line in dict.fromkeys(map(_line, chosen[self._told :])):
                     self._report.note(type(self).__name__, line)
@@ -131,6 +130,11 @@ class AccelerationFlags(Declaration):
                 self._told = len(chosen)
         if self._collection is not None and not trainer.sanity_checking:
             self._collection.after_batch()
+
+
+def _chosen_before() -> list[dict[str, Any]]:
+    # Code that was compiled in an earlier run of this process chooses no more: it has some of what was chosen then.
+    return [choice | {"why": f"{choice['why']}, as chosen earlier in this process"} for choice in decisions()]
 
 
 def _line(choice: Mapping[str, Any]) -> str:

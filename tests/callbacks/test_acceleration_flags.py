@@ -133,7 +133,9 @@ def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
-    for _ in range(2):  # the second finds the choice made, and code compiled
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._RECORDS", [{}])  # of other tests
+    torch.compiler.reset()
+    for again in (False, True):  # then the choice is made, and code compiled
         caplog.clear()
         report, model = {}, Attention()
         told = report.update
@@ -144,6 +146,7 @@ def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch
         part = report["AccelerationFlags"]
         assert [choice["backend"] for choice in part["attention_chosen"]] == ["flash"]
         assert "by flash: first of the rule" in part["lines"][-1]
+        assert part["lines"][-1].endswith("as chosen earlier in this process") == (compiled and again)
         assert caplog.messages.count(f"AccelerationFlags: {part['lines'][-1]}") == 1
 
 
