@@ -54,8 +54,8 @@ def launch(
         _kernel()[(num_rows,)](
             logits_CV,
             written,
-            targets_C,
-            per_row_C,
+            targets_C.contiguous(),  # a column of a table has room between its elements, of which the kernel knows nothing
+            per_row_C.contiguous(),
             loss_C,
             vocab,
             width,

@@ -28,6 +28,7 @@ own.no_gradient("cpu")
 own.a_class_that_does_not_exist("cpu")
 own.rows_without_room_between("cpu")
 own.extremes("cpu")
+own.targets_of_a_column("cpu")
 
 # The whole loss, whose step it is.
 from tests.kernels.test_linear_cross_entropy import OPTIONS, exact, inputs, results
@@ -82,6 +83,20 @@ def extremes(device):
     assert logits[3].isnan().any()
 
 
+def targets_of_a_column(device):
+    """Let targets and factors lie apart, as those of a column of a table do."""
+    logits, targets, per_row = given(6, 37, device=device)
+    loss, apart = torch.zeros(6, device=device), logits.clone()
+    launch(logits, logits, targets, per_row, loss, Settings(0.0, 0.0))
+    strided, found = (
+        (torch.stack([t, torch.zeros_like(t)], 1)[:, 0] for t in (targets, per_row)),
+        torch.zeros_like(loss),
+    )
+    launch(apart, apart, *strided, found, Settings(0.0, 0.0))
+    assert torch.equal(found, loss)
+    assert torch.equal(apart, logits)
+
+
 def test_rows_are_read_in_whole_vectors_where_the_memory_is_theirs():
     assert _width(torch.empty(5, 64)[:, :37]) == 48
     assert _width(torch.empty(5, 64)[:, :64]) == 64
@@ -117,7 +132,9 @@ def test_the_kernel_on_a_gpu(shape, settings, dtype, into):
 
 
 @pytest.mark.gpu(capability=(8, 0))
-@pytest.mark.parametrize("way", [no_gradient, a_class_that_does_not_exist, rows_without_room_between, extremes])
+@pytest.mark.parametrize(
+    "way", [no_gradient, a_class_that_does_not_exist, rows_without_room_between, extremes, targets_of_a_column]
+)
 def test_edges_on_a_gpu(way):
     way("cuda")
 
