@@ -93,6 +93,8 @@ def writes_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
+    supports_higher_order_operators = True  # which have no schema, and are passed on; without it they are refused
+
     def __init__(self, see: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._see = see
@@ -103,8 +105,9 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for i, argument in enumerate(func._schema.arguments):
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for i, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     written = args[i] if i < len(args) else kwargs.get(argument.name)
                     for leaf in tree_leaves(written):

@@ -59,10 +59,15 @@ class Kept:
 
 
 class Measurement:
-    """The function that a checkpoint runs twice, with a record of what its first run saves and writes to."""
+    """The function that a checkpoint runs twice, with a record of what its first run saves and writes to.
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
+    Args:
+        run: The function.
+        selects: The checkpoint keeps results of operators, so that writes to them matter.
+    """
+
+    def __init__(self, run: Callable[..., Any], *, selects: bool) -> None:
+        self._run, self._selects = run, selects
         self._ran = False
         self.saved: Storages = {}
         self._written: Storages = {}
@@ -72,8 +77,11 @@ class Measurement:
         if self._ran:
             return self._run(*args)
         self._ran = True
-        with saves_seen_by(self._see), writes_seen_by(lambda tensor: self._written.update(storages(tensor))):
-            return self._run(*args)
+        with saves_seen_by(self._see):
+            if not self._selects:
+                return self._run(*args)
+            with writes_seen_by(lambda tensor: self._written.update(storages(tensor))):
+                return self._run(*args)
 
     def writes_to_cached(self, forward_context: Any) -> bool:
         """Return whether a result that is kept was written to after it was kept."""
