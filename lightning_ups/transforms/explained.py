@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["explaining_reads", "float32_for", "note_second_backward"]
 
@@ -94,7 +95,7 @@ def _module_of(error: BaseException) -> tuple[str, nn.Module] | None:
     while trace is not None:
         running.append(trace.tb_frame.f_locals.get("self"))
         trace = trace.tb_next
-    modules = [module for module in running if isinstance(module, nn.Module)]
+    modules = [m for m in running if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
     if not modules:
         return None
     names = {module: name for name, module in modules[0].named_modules() if name}

@@ -6,7 +6,7 @@ the shards. What a read gives is decided by one switch: whole within a step, the
 whoever initialises, restores, ties or groups parameters does that to shards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -290,7 +290,7 @@ def parametrise(
         gathering=gathering,
         replicated={name: p for name, p in model.named_parameters() if not _splits(p)},
         share_of_blocks=share,
-        _casts=_cast(blocks.values(), outermost, options),
+        _casts=_cast(blocks.values(), outermost, options, uncast=uncast),
     )
     remember(model, record)
     return record
@@ -439,10 +439,15 @@ def _reader(name: str, gathering: Gathering, *, cast: bool, splits: bool) -> Cal
     return read
 
 
-def _cast(blocks: Iterable[nn.Module], roots: list[nn.Module], options: ParametriseOptions) -> ExitStack:
+def _cast(
+    blocks: Iterable[nn.Module], roots: list[nn.Module], options: ParametriseOptions, *, uncast: Collection[nn.Module]
+) -> ExitStack:
     stack = ExitStack()  # never closed: what is sharded stays so
     if options.param_dtype is not None:
-        inner = [block for block in blocks if block not in roots]
+        inner = [block for block in blocks if block not in roots and block not in uncast]
+        precise = [root for root in roots if root in uncast]
+        rest = [root for root in roots if root not in uncast]
         stack.enter_context(cast_around(inner, inputs=options.param_dtype, outputs=None))
-        stack.enter_context(cast_around(roots, inputs=options.param_dtype, outputs=options.output_dtype))
+        stack.enter_context(cast_around(rest, inputs=options.param_dtype, outputs=options.output_dtype))
+        stack.enter_context(cast_around(precise, inputs=None, outputs=options.output_dtype))
     return stack

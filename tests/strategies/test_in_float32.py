@@ -7,7 +7,7 @@ from torch import nn
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
-from tests.strategies.cases import CASES, WIDTH, Case, on_ranks, simply_on_ranks, train
+from tests.strategies.cases import CASES, WIDTH, Block, Case, on_ranks, simply_on_ranks, train
 
 
 class Registered(nn.Module):
@@ -38,7 +38,32 @@ class Fourier(Case):
         self.head = nn.Linear(WIDTH, 1)
 
 
-CASES["Fourier"] = Fourier
+class Encoder(nn.Module):
+    """An outermost module that holds blocks, and to which more bits matter from the start."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.rounded = []
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            self.rounded.append(bool((x == x.bfloat16()).all()))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Encoded(Case):
+    def build(self):
+        self.encoder = Encoder()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def run(self, x):
+        return self.head(self.encoder(x))
+
+
+CASES["Fourier"], CASES["Encoded"] = Fourier, Encoded
 KEPT = ["layers.*.0"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -115,6 +140,30 @@ def test_shards_train_the_same(run, ranks, alone, tmp_path):
         torch.testing.assert_close(found["weights"][name], weight, rtol=0.02, atol=2e-3)
 
 
+def encoder_options():
+    return {"plugins": [BF16Precision(in_float32=["encoder"])]}
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory):
+    return train("Encoded", tmp_path_factory.mktemp("encoded"), **encoder_options())
+
+
+def test_what_is_given_to_an_outermost_one_is_not_rounded_before(encoded):
+    assert encoded[0].encoder.rounded
+    assert not any(encoded[0].encoder.rounded)
+
+
+def sharded_encoder(tmp_path, run):
+    return run("Encoded", tmp_path, {}, 2, encoder_options())
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
+def test_blocks_inside_of_one_are_given_float32(run, ranks, encoded, tmp_path):
+    found = ranks(sharded_encoder, tmp_path, run)
+    assert found["losses"] == pytest.approx(encoded[2]["losses"], rel=2e-3)
+
+
 def failing(tmp_path):
     try:
         on_ranks("Fourier", tmp_path, {}, 2, {"plugins": [BF16Precision()]})
@@ -126,3 +175,14 @@ def test_under_shards_the_error_says_which_part_and_how(ranks, tmp_path):
     said = ranks(failing, tmp_path)
     assert said.startswith("training_step meets an operator that does not take torch.bfloat16: Unsupported dtype")
     assert "let layers.0.0 (Spectral) compute in float32" in said
+
+
+def failing_by_ddp(tmp_path):
+    try:
+        train("Fourier", tmp_path, strategy="ddp", ranks=2, plugins=[BF16Precision()])
+    except RuntimeError as error:
+        return error.__notes__
+
+
+def test_under_ddp_the_name_is_one_that_can_be_given(ranks, tmp_path):
+    assert "let layers.0.0 (Spectral) compute in float32" in ranks(failing_by_ddp, tmp_path)[0]
