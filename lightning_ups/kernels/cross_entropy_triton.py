@@ -54,7 +54,7 @@ def launch(
         _kernel()[(num_rows,)](
             logits_CV,
             written,
-            targets_C.contiguous(),  # a column of a table has room between its elements, of which the kernel knows nothing
+            targets_C.contiguous(),  # a column of a table has room between its elements
             per_row_C.contiguous(),
             loss_C,
             vocab,
