@@ -268,12 +268,20 @@ def _nothing_to_gather(async_op: bool = False) -> None:  # noqa: FBT001, FBT002 
 
 
 def _group_of_root(root: FSDPModule, *, like: Any, handle: Any) -> Any:
-    """Return a group of ``root`` that reduces gradients in the type of ``handle``, a new one if need be."""
+    """Return a group of ``root`` that gathers and reduces ``handle`` in the types of ``like``, a new one if need be."""
     groups, dtype = _groups(root._get_fsdp_state()), handle.sharded_param.dtype
-    for group in groups:
+    alike = [group for group in groups if _types_of(group.mp_policy) == _types_of(like.mp_policy)]
+    for group in alike:
         if all(held.sharded_param.dtype == dtype for held in group.fsdp_params):
             return group
     if groups and isinstance(groups, _OnlyGroup):
+        if not alike:
+            raise RuntimeError(
+                f"{handle._param_fqn} is read outside the forward of its module, and is gathered in another type than"
+                " others that are read so, as what BF16Precision(in_float32=[...]) names is."
+                " This torch's FSDP2 gathers what a module holds in one group, of one type."
+                f" Name it, so that it stays whole: FSDP2Strategy(outside=[{handle._param_fqn!r}])."
+            )
         held = [*groups[0].fsdp_params, handle]
         if len({each.sharded_param.dtype for each in held if each.sharded_param.requires_grad}) < 2:
             return groups[0]
@@ -287,6 +295,10 @@ def _group_of_root(root: FSDPModule, *, like: Any, handle: Any) -> Any:
     made._training_state = TrainingState.FORWARD
     groups.append(made)
     return made
+
+
+def _types_of(policy: MixedPrecisionPolicy) -> tuple[torch.dtype | None, torch.dtype | None]:
+    return policy.param_dtype, policy.reduce_dtype
 
 
 def _empty_group(root: FSDPModule, *, like: Any) -> Any:

@@ -63,7 +63,21 @@ class Encoded(Case):
         return self.head(self.encoder(x))
 
 
-CASES["Fourier"], CASES["Encoded"] = Fourier, Encoded
+class TwiceTied(Case):
+    """Two outermost modules share a weight; another one's is read outside of it, and so is one of the rest."""
+
+    def build(self):
+        super().build()
+        self.project = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.back = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.back.weight = self.project.weight
+
+    def run(self, x):
+        penalty = self.layers[0].up.weight.float().square().mean() + self.head.weight.square().mean()
+        return super().run(self.back(self.project(x))) + penalty
+
+
+CASES |= {"Fourier": Fourier, "Encoded": Encoded, "TwiceTied": TwiceTied}
 KEPT = ["layers.*.0"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -162,6 +176,26 @@ def sharded_encoder(tmp_path, run):
 def test_blocks_inside_of_one_are_given_float32(run, ranks, encoded, tmp_path):
     found = ranks(sharded_encoder, tmp_path, run)
     assert found["losses"] == pytest.approx(encoded[2]["losses"], rel=2e-3)
+
+
+def tied_options():
+    return {"plugins": [BF16Precision(in_float32=["project", "back", "head"])]}
+
+
+def sharded_ties(tmp_path, run):
+    try:
+        return run("TwiceTied", tmp_path, {}, 2, tied_options())
+    except RuntimeError as error:  # of a torch whose groups are of one type
+        if "FSDP2Strategy(outside=['head.weight'])" not in str(error):
+            raise
+        return run("TwiceTied", tmp_path, {"outside": ["head.weight"]}, 2, tied_options())
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
+def test_what_two_of_them_share_is_float32_too(run, ranks, tmp_path):
+    found = ranks(sharded_ties, tmp_path, run)
+    expected = train("TwiceTied", tmp_path, **tied_options())[2]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
 
 
 def failing(tmp_path):
