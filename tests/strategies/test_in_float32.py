@@ -77,7 +77,40 @@ class TwiceTied(Case):
         return super().run(self.back(self.project(x))) + penalty
 
 
-CASES |= {"Fourier": Fourier, "Encoded": Encoded, "TwiceTied": TwiceTied}
+class Outermost(Case):
+    """Its only module is one that is float32, of complex weights; the loss is computed outside of it."""
+
+    def build(self):
+        self.net = Spectral()
+
+    def run(self, x):
+        found = self.net(x)
+        if found.dtype is not torch.float32:
+            raise AssertionError(found.dtype)
+        return found.mean(-1, keepdim=True)
+
+
+class RegisteredLinear(Registered, name="linear"):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.mix(x)
+
+
+class Uncommon(Outermost):
+    """Its only module is of a class that FSDP2 cannot make a group of, and of low precision."""
+
+    def build(self):
+        self.net = RegisteredLinear()
+
+
+CASES |= {"Outermost": Outermost, "Uncommon": Uncommon} | {
+    "Fourier": Fourier,
+    "Encoded": Encoded,
+    "TwiceTied": TwiceTied,
+}
 KEPT = ["layers.*.0"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -196,6 +229,27 @@ def test_what_two_of_them_share_is_float32_too(run, ranks, tmp_path):
     found = ranks(sharded_ties, tmp_path, run)
     expected = train("TwiceTied", tmp_path, **tied_options())[2]
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+
+
+def sharded_whole(tmp_path, run):
+    return run("Outermost", tmp_path, {}, 2, {"plugins": [BF16Precision(in_float32=["net"])]})
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
+def test_an_outermost_one_returns_float32_as_others_do(run, ranks, tmp_path):
+    found = ranks(sharded_whole, tmp_path, run)
+    expected = train("Outermost", tmp_path, plugins=[BF16Precision(in_float32=["net"])])[2]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+
+
+def sharded_uncommon(tmp_path):
+    return on_ranks("Uncommon", tmp_path, {}, 2, {"plugins": [BF16Precision()]})
+
+
+def test_a_class_that_can_be_no_group_is_cast_around_all_the_same(ranks, tmp_path):
+    found = ranks(sharded_uncommon, tmp_path)
+    expected = train("Uncommon", tmp_path, plugins=[BF16Precision()])[2]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2)
 
 
 def failing(tmp_path):
