@@ -401,8 +401,9 @@ def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def _scaled(saved: Tensor, grad: Tensor) -> Tensor:
-    # In place where nobody traces; a compiled backward does as well by itself.
-    return saved.mul_(grad) if type(saved) is Tensor and type(grad) is Tensor else saved * grad
+    # In place where nobody traces; a compiled backward does as well by itself. Not by a tensor without dimensions, which
+    # would be rounded to the type of the gradient first.
+    return saved.mul_(grad.reshape(1)) if type(saved) is Tensor and type(grad) is Tensor else saved * grad
 
 
 linear_cross_entropy_forward.register_autograd(_differentiate, setup_context=_keep)
