@@ -401,8 +401,8 @@ def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def _scaled(saved: Tensor, grad: Tensor) -> Tensor:
-    # In place where nobody traces; a compiled backward does as well by itself. Not by a tensor without dimensions, which
-    # would be rounded to the type of the gradient first.
+    # In place where nobody traces; a compiled backward does as well by itself. Not by a tensor without dimensions: it
+    # would be rounded to the gradient's type first.
     return saved.mul_(grad.reshape(1)) if type(saved) is Tensor and type(grad) is Tensor else saved * grad
 
 
