@@ -121,15 +121,21 @@ class AccelerationFlags(Declaration):
 
     def _after_batch(self, trainer: Trainer) -> None:
         if self._report is not None and "auto" in (self.flags.attention or ()):
-            chosen = [dict(choice) for choice in self._chosen.values()] or _chosen_before()
-            if len(chosen) > self._told:
-                for line in dict.fromkeys(map(_line, chosen[self._told :])):
-                    self._report.note(type(self).__name__, line)
-                    rank_zero_info(f"{type(self).__name__}: {line}")  # what the report held before was printed then
-                self._report.update(type(self).__name__, attention_chosen=chosen)
-                self._told = len(chosen)
+            self._tell_choices(self._report)
         if self._collection is not None and not trainer.sanity_checking:
             self._collection.after_batch()
+
+    def _tell_choices(self, report: Report) -> None:
+        if self._told and len(self._chosen) <= self._told:
+            return
+        name = type(self).__name__
+        chosen = [dict(choice) for choice in self._chosen.values()] or _chosen_before()
+        for line in dict.fromkeys(map(_line, chosen[self._told :])):
+            report.note(name, line)
+            rank_zero_info(f"{name}: {line}")  # what the report held before was printed then
+        if chosen:
+            report.update(name, attention_chosen=chosen)
+        self._told = len(chosen)
 
 
 def _chosen_before() -> list[dict[str, Any]]:

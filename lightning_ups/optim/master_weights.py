@@ -256,7 +256,7 @@ class MasteredOptimizer(Optimizer):
         super().add_param_group(param_group)
         if self._complete:
             added = self.param_groups[-1]
-            self.inner.add_param_group({**added, "params": [self.masters.of.get(p, p) for p in added["params"]]})
+            self.inner.add_param_group(self._over_masters(added))
             self._follow(added["params"])
 
     @property
@@ -270,9 +270,11 @@ class MasteredOptimizer(Optimizer):
         """Put others in their place, as callbacks do that unfreeze parameters, when a run is resumed."""
         self._groups = value
         if self._complete:
-            of = self.masters.of
-            self.inner.param_groups = [{**group, "params": [of.get(p, p) for p in group["params"]]} for group in value]
+            self.inner.param_groups = [self._over_masters(group) for group in value]
             self._follow(self._parameters())
+
+    def _over_masters(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self.masters.of.get(p, p) for p in group["params"]]}
 
     def _adopt_state(self) -> None:
         # Some make it when they are made, such as Adagrad; and an optimizer may have made steps before this run.

@@ -21,9 +21,8 @@ __all__ = ["Clock", "timer_on"]
 _NUMBER = count()
 _REPEATS = 10  # in one recording
 _RUN_MS = 40.0
-ROUNDS = (
-    9  # of all three measurements, by turns: over a second together, since clocks under load are lower than of a burst
-)
+# Of all three measurements, by turns: over a second together, since clocks under load are lower than those of a burst.
+ROUNDS = 9
 MOST_ROUNDS = 4 * ROUNDS  # where others use the device
 STEADY = 0.05  # the share by which the middle run may be slower than a quick one
 

@@ -1,14 +1,11 @@
 """The kernel: interpreted where there is no GPU, and itself where there is one, both against autograd in float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from lightning_ups.kernels.cross_entropy_step import Settings
 from lightning_ups.kernels.cross_entropy_triton import _width, launch
+from tests.interpreted import assert_equal_interpreted
 from tests.kernels.test_cross_entropy_step import SETTINGS, SHAPES, assert_close, given, made
 
 INTERPRETED = """
@@ -108,16 +105,7 @@ def test_rows_are_read_in_whole_vectors_where_the_memory_is_theirs():
 
 @pytest.mark.slow
 def test_the_kernel_interpreted_is_the_specification():
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ran.stdout.strip() == "equal", ran.stderr
+    assert_equal_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu(capability=(8, 0))

@@ -1,9 +1,5 @@
 """The kernel: interpreted where there is no GPU, and beside torch's fused step where there is one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +7,7 @@ from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
+from tests.interpreted import assert_equal_interpreted
 from tests.optim.test_adamw_step import EVEN, SHAPES, assert_close, by_ours, by_torch, parameters
 
 INTERPRETED = """
@@ -72,16 +69,7 @@ print("equal")
 
 @pytest.mark.slow
 def test_the_kernel_interpreted_is_the_specification():
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ran.stdout.strip() == "equal", ran.stderr
+    assert_equal_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu
