@@ -57,13 +57,18 @@ def a_class_that_does_not_exist(device):
     assert logits[0].isfinite().all()
 
 
+def _assert_rounded_alike(found, wanted):
+    # Rows that are read in other vectors are summed in another order.
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
 def rows_without_room_between(device):
     """Let rows follow one another, so that nothing may be written behind one."""
     logits, targets, per_row = given(5, 37, device=device)
     loss, tight = torch.zeros(5, device=device), logits.contiguous()
     launch(logits, logits, targets, per_row, loss, Settings(0.0, 0.0))
     launch(tight, tight, targets, per_row, loss.clone(), Settings(0.0, 0.0))
-    assert torch.equal(tight, logits)
+    _assert_rounded_alike(tight, logits)
 
 
 def extremes(device):
@@ -91,7 +96,7 @@ def targets_of_a_column(device):
     )
     launch(apart, apart, *strided, found, Settings(0.0, 0.0))
     assert torch.equal(found, loss)
-    assert torch.equal(apart, logits)
+    _assert_rounded_alike(apart, logits)
 
 
 def test_rows_are_read_in_whole_vectors_where_the_memory_is_theirs():
