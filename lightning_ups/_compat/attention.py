@@ -35,13 +35,21 @@ __all__ = [
 ]
 
 _FA4 = "flash-attn-4>=4.0.0b1"
+_COMPILING = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
 
 
+@cache  # kernels ask at each call, and to look up what is installed takes about half a millisecond
 def load_fa4(*, feature: str) -> ModuleType:
-    """Return ``flash_attn.cute.interface``; importing it takes seconds."""
-    return require("flash_attn.cute.interface", requirement=_FA4, extra="flash", feature=feature)
+    """Return ``flash_attn.cute.interface``; importing it takes seconds.
+
+    Where it compiles a kernel it warns of an argument that it passes itself: that is not shown once it is loaded.
+    """
+    interface = require("flash_attn.cute.interface", requirement=_FA4, extra="flash", feature=feature)
+    warnings.filterwarnings("ignore", message=_COMPILING, category=UserWarning)
+    return interface
 
 
+@cache
 def load_fa3(*, feature: str) -> Any:
     """Return the namespace of operators, ``fwd`` and ``bwd``, that FlashAttention-3 registers.
 
