@@ -3,8 +3,11 @@
 Read for these names: release 2.20.2.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from lightning_ups._compat.autograd import outside_modes
-from lightning_ups._compat.optional import require
+from lightning_ups._compat.cudnn import cudnn_conflict, torchs_cudnn_first
+from lightning_ups._compat.optional import has, require
 
 __all__ = [
     "attention_for",
@@ -48,13 +52,41 @@ def engine() -> Any:
 
 def _required(module: str) -> Any:
     try:
-        return require(module, requirement=REQUIREMENT, extra=EXTRA, feature=FEATURE)
-    except OSError as error:  # its shared libraries are loaded by hand, and their lack is no ImportError
+        with _first_import():
+            found = require(module, requirement=REQUIREMENT, extra=EXTRA, feature=FEATURE)
+    except ImportError as error:
+        if not isinstance(error.__cause__, OSError):  # which a library that is missing or does not fit raises
+            raise
         raise ImportError(
-            f"{FEATURE} found Transformer Engine but could not load its libraries: {error}."
+            f"{FEATURE} found Transformer Engine but could not load its libraries: {str(error.__cause__).rstrip('.')}."
             " The package has a part that is compiled against torch and CUDA."
             f" Install it where both are: pip install --no-build-isolation 'lightning-ups[{EXTRA}]'."
-        ) from error
+        ) from error.__cause__
+    _check_cudnn()
+    return found
+
+
+@contextmanager
+def _first_import() -> Iterator[None]:
+    # It loads the first cuDNN that it finds on the machine, for the whole process, and tells users of torch of JAX.
+    if "transformer_engine" in sys.modules or not has("transformer_engine"):
+        yield
+        return
+    with torchs_cudnn_first(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected a Jax installation", category=RuntimeWarning)
+        yield
+
+
+@cache
+def _check_cudnn() -> None:
+    if (conflict := cudnn_conflict()) is not None:
+        raise ImportError(
+            f"{FEATURE} found another cuDNN than torch's in this process: {conflict}."
+            " Transformer Engine loads the first that it finds by CUDNN_HOME, CUDNN_PATH, CUDA_HOME, LD_LIBRARY_PATH or"
+            " in the system, and with it attention and convolutions of torch break for as long as the process lives."
+            f" {FEATURE} loads torch's before: let nothing import transformer_engine earlier, take the other cuDNN out"
+            " of LD_LIBRARY_PATH and CUDNN_PATH, and start anew."
+        )
 
 
 def make_recipe(

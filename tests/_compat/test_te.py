@@ -68,13 +68,64 @@ def test_a_missing_package_names_the_extra():
         te.engine()
 
 
-def test_libraries_that_cannot_be_loaded_say_how_to_install(monkeypatch):
-    def fail(*_, **__):
-        raise FileNotFoundError("Could not find shared object file for Transformer Engine torch lib.")
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Put a Transformer Engine of our own where Python looks for one; it is written by calling this."""
 
-    monkeypatch.setattr(te, "require", fail)
-    with pytest.raises(ImportError, match=r"could not load its libraries.*--no-build-isolation"):
+    def write(text):
+        folder = tmp_path / "transformer_engine"
+        (folder / "pytorch").mkdir(parents=True)
+        (folder / "__init__.py").write_text(text)
+        (folder / "pytorch" / "__init__.py").write_text("")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(te, "has", lambda _: True)
+    monkeypatch.setattr("lightning_ups._compat.optional.RequirementCache", lambda _: True)
+    te._check_cudnn.cache_clear()
+    yield write
+    te._check_cudnn.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+def test_libraries_that_cannot_be_loaded_say_how_to_install(package):
+    package("raise FileNotFoundError('Could not find shared object file for Transformer Engine torch lib.')")
+    with pytest.raises(ImportError, match=r"could not load its libraries: Could not.*lib\. The.*--no-build-isolation"):
         te.engine()
+
+
+def test_what_is_wrong_inside_of_it_is_told(package):
+    package("import no_such_module")
+    with pytest.raises(ImportError, match=r"could not load transformer_engine\.pytorch: No module named 'no_such"):
+        te.engine()
+
+
+def test_nobody_is_told_of_jax(package, recwarn):
+    jax = "Detected a Jax installation but could not find the shared object file"
+    package(f"import warnings; warnings.warn('{jax}', RuntimeWarning); warnings.warn('the clock', RuntimeWarning)")
+    te.engine()
+    assert [str(warning.message) for warning in recwarn] == ["the clock"]
+
+
+def test_torchs_cudnn_is_loaded_first_and_found_while_it_is_imported(package, monkeypatch, tmp_path):
+    package("import os; found = os.environ['CUDNN_HOME']")
+    monkeypatch.setenv("CUDNN_HOME", "/another")
+    monkeypatch.setattr("lightning_ups._compat.cudnn._loaded", lambda: [tmp_path / "libcudnn.so.9"])
+    te.engine()
+    assert sys.modules["transformer_engine"].found == str(tmp_path)
+    assert os.environ["CUDNN_HOME"] == "/another"
+
+
+def test_another_cudnn_is_told_of_before_anything_computes_with_it(package, monkeypatch):
+    package("")
+    monkeypatch.setattr(te, "cudnn_conflict", lambda: "torch was compiled against cuDNN 9.19.0, and 9.14.0 is loaded")
+    for _ in range(2):  # whoever goes on after the first time is told again
+        with pytest.raises(ImportError, match=r"9\.14\.0 is loaded\. Transf.*CUDNN_HOME.*LD_LIBRARY_PATH.*start anew"):
+            te.engine()
+    monkeypatch.setattr(te, "cudnn_conflict", lambda: None)
+    assert te.engine() is sys.modules["transformer_engine.pytorch"]
 
 
 def recipe(name, **options):
