@@ -177,10 +177,19 @@ def environment() -> str:
             lines.append(f"{package} absent")
     if torch.cuda.is_available():
         lines += [f"{torch.cuda.device_count()} GPUs are visible", *_gpus()]
-        lines.append(f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}")
+        lines.append(f"cuda {torch.version.cuda}, cudnn {_cudnn()}")
     else:
         lines.append(f"cpu, {os.cpu_count()} cores")
     return "\n".join(lines) + "\n"
+
+
+def _cudnn() -> str:
+    import torch
+
+    try:
+        return str(torch.backends.cudnn.version())
+    except Exception as error:  # noqa: BLE001  (another release than torch's is loaded: the cases will tell)
+        return f"unknown: {portable((str(error).splitlines() or [''])[0] or type(error).__name__)}"
 
 
 def _anywhere(word: str) -> str:

@@ -130,6 +130,25 @@ def test_a_signal_ends_the_case_and_keeps_what_was_said(script, number):
     assert "===== hangs\n" in log.read_text()
 
 
+def test_a_cudnn_that_does_not_fit_is_written_down(import_benchmark, monkeypatch):
+    import torch
+
+    cases = import_benchmark("cases")
+    told = ["cuDNN version incompatibility: compiled against (9, 19, 0)\nmore", "", 91900]
+
+    def version():
+        if isinstance(told[0], str):
+            raise RuntimeError(told.pop(0))
+        return told.pop(0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    monkeypatch.setattr(cases, "_gpus", list)
+    for expected in ("unknown: cuDNN version incompatibility: compiled against (9, 19, 0)", "unknown: RuntimeError"):
+        assert cases.environment().endswith(f", cudnn {expected}\n")
+    assert cases.environment().endswith(", cudnn 91900\n")
+
+
 def test_a_package_that_breaks_as_it_is_imported_is_told(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(str(tmp_path))

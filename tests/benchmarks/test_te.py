@@ -82,8 +82,10 @@ def test_what_needs_transformer_engine_is_left_out_where_it_cannot_be_loaded(te,
             te.without_engine(["conversion"])
 
 
-def test_two_gpus_are_asked_for(te):
-    assert te.CASES["fsdp2"]()["skipped"].startswith("needs 2 GPUs") or __import__("torch").cuda.device_count() > 1
+@pytest.mark.parametrize("case", ["ddp", "fsdp2"])
+def test_two_gpus_are_asked_for(te, monkeypatch, case):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert te.CASES[case]() == {"ok": None, "skipped": "needs 2 GPUs, 1 visible"}
 
 
 def test_a_failed_check_is_kept_and_the_others_run(te):
