@@ -83,8 +83,8 @@ def summed_in_halves(weight: Tensor, _: torch.dtype, **__: bool) -> WeightGradie
 
 
 def by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return torch's own, in its accurate policy."""
-    return linear_cross_entropy(hidden, weight, targets, backend="torch")
+    """Return torch's own, in its accurate policy, whose logits are float32."""
+    return linear_cross_entropy(hidden, weight, targets, backend="torch", round_logits=False)
 
 
 def ways() -> dict[str, Loss]:

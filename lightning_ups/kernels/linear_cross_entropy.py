@@ -7,8 +7,9 @@ backward would cost a third more operations of the head; only ``reduction="none"
 gradient has a factor that is not known before.
 
 What a chunk holds is the gradient of its logits, in the type of the products, since the longer a chunk, the less often
-the sum of the weight's gradient is read and written. Logits in float32 would take twice that; so they are there for an
-eighth of the chunk at a time, and a product for each. Logits that are rounded are where their gradient will be.
+the sum of the weight's gradient is read and written. Logits are rounded to that type, as a head's are, and lie where
+their gradient will be. In float32 they would take twice that; so then they are there for an eighth of the chunk at a
+time, and a product for each.
 
 All of it is one operator, even in a compiled function: were it traced, the partitioner would put the gradients into
 the backward graph and keep every logit for them. The step between the products is one kernel on a GPU.
@@ -50,15 +51,15 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    round_logits: bool = False,
+    round_logits: bool = True,
     reduction: Reduction = "mean",
     chunk: int | Literal["auto"] = "auto",
     backend: Backend = "auto",
 ) -> Tensor:
     """Return the cross-entropy of ``hidden @ weight.T`` in float32; `reference_linear_cross_entropy` specifies it.
 
-    Products run in the type of ``hidden`` and ``weight``, or autocast's, and sum in float32; logits, their softmax and
-    the sum of the weight's gradient over chunks are float32, logits unless they are to be rounded.
+    Products run in the type of ``hidden`` and ``weight``, or autocast's, and sum in float32. Logits are rounded to that
+    type, as a head's are; their softmax and the sum of the weight's gradient over chunks are float32.
 
     Args:
         hidden: [..., dim], what the head would be given.
@@ -68,19 +69,22 @@ def linear_cross_entropy(
         ignore_index: Rows with this target have no loss.
         z_loss: Adds so much times the squared log-sum-exp of each row's logits, which keeps them from drifting.
         softcap: Bend logits to ``softcap * tanh(logit / softcap)``.
-        round_logits: Round logits to the type of the products, as a head under autocast does: bfloat16 moves each by
-            up to a 512th of itself, and the loss by up to a 256th of the largest. It spares memory and traffic.
+        round_logits: Round logits to the type of the products, as a head does: bfloat16 moves each by up to a 512th of
+            itself, and a row's loss by up to a 256th of its largest; products in float32 have nothing to round. False
+            keeps logits in float32, for more memory and traffic.
         reduction: The mean over rows that are not ignored (not a number if all are), their sum, or each row's loss.
             With ``"none"`` backward computes the logits a second time.
-        chunk: Rows whose logits' gradient is in memory at a time. Float32 logits are there for an eighth of them, but
-            no less than 512; rounded ones are where their gradient will be. ``"auto"`` takes a quarter of all rows, no
-            less than 2048 and no more than 4096 or an eighth, whichever is more, in chunks of equal length. In bfloat16
-            on a GPU that is 2.5 bytes for each logit of a chunk (3 of a chunk of 2048, 2 if rounded), and 4 for each
-            element of the weight, in place of the usual 2 for each logit of all and 2 for each element; all rows are
-            one chunk where that takes no more. Elsewhere than on a GPU a chunk's logits are 64 MiB at most.
+        chunk: Rows whose logits' gradient is in memory at a time. Rounded logits are where their gradient will be;
+            float32 ones are there for an eighth of the rows, but no less than 512. ``"auto"`` takes a quarter of all
+            rows, no less than 2048 and no more than 4096 or an eighth, whichever is more, in chunks of equal length. In
+            bfloat16 on a GPU that is 2 bytes for each logit of a chunk (if they are float32 2.5, or 3 of a chunk of
+            2048), and 4 for each element of the weight, in place of the usual 2 for each logit of all and 2 for each
+            element; all rows are one chunk where that takes no more. Elsewhere than on a GPU a chunk's logits are 64
+            MiB at most.
         backend: ``"chunked"`` is ours, and what ``"auto"`` means: torch's sums the weight's gradient in bfloat16 unless
             told otherwise, and knows neither z-loss nor softcap. ``"torch"`` is ``F.linear_cross_entropy`` in its
-            accurate policy, where this torch has it; ``"reference"`` has all logits in memory.
+            accurate policy, where this torch has it, whose logits are float32: of halves, ask for
+            ``round_logits=False``. ``"reference"`` has all logits in memory.
 
     Raises:
         ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
@@ -127,7 +131,7 @@ def reference_linear_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    round_logits: bool = False,
+    round_logits: bool = True,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Return the loss with all logits in memory, in float32 at least: the specification."""
@@ -440,15 +444,17 @@ def _by_torch(
     chunk: int | Literal["auto"],
 ) -> Tensor:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None or z_loss or softcap or round_logits:
-        unknown = "it knows neither z_loss nor softcap nor round_logits"
+    dtype = _product_dtype(hidden)
+    rounds = round_logits and dtype != torch.promote_types(dtype, torch.float32)
+    if options is None or z_loss or softcap or rounds:
+        unknown = "it knows neither z_loss nor softcap, and rounds no logits"
         why = "this torch has no F.linear_cross_entropy" if options is None else unknown
+        instead = ", or round_logits=False" if options is not None and rounds and not (z_loss or softcap) else ""
         raise ValueError(
             f"linear_cross_entropy(backend='torch') was asked for, and {why}."
             " A backend that is named does what is asked or stops."
-            " Use backend='chunked'."
+            f" Use backend='chunked'{instead}."
         )
-    dtype = _product_dtype(hidden)
     policy: dict[str, Any] = {"acc_policy": "accurate"}
     if chunk != "auto":
         policy |= {"batch_chunk_size": chunk, "chunking_method": None}
