@@ -123,8 +123,8 @@ def add_to(path: Path, text: str) -> None:
         file.write(text)
 
 
-def keep(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write ``results`` whole or not at all, whenever this process may end."""
+def keep(path: Path, results: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
+    """Write ``results``, or one, whole or not at all, whenever this process may end."""
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(results, indent=1) + "\n")
     beside.replace(path)
@@ -152,10 +152,10 @@ def unmet_gpus(number: int, *, what: str) -> str | None:
     return f"{what} needs {number} GPU{'s' * (number > 1)}, and this machine has {there}" if there < number else None
 
 
-def unloadable(module: str, *, what: str) -> str | None:
-    """Say that ``what`` needs a package that is not there, or that fails as it is imported."""
+def unloadable(module: str, *, what: str, load: Callable[[str], Any] = importlib.import_module) -> str | None:
+    """Say that ``what`` needs a package that is not there, or that fails as it is imported, or by ``load``."""
     try:
-        importlib.import_module(module)
+        load(module)
     except Exception as error:  # noqa: BLE001  (a wheel for another CUDA raises whatever it likes)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return f"{what} needs {module.partition('.')[0]}, which cannot be loaded ({portable(reason)})"

@@ -13,15 +13,14 @@
 
 Each configuration runs in a process of its own, prints one line of JSON, and is kept as OUT/NAME.json at once. What is
 there already is not run again, so that a set may be spread over several calls, each with its --budget in seconds; on
-another machine, copy what there is into OUT first. Times of products are kept in OUT/cache, so that `filter: auto`
-decides by those of the predictions. To measure is refused without OUT's predictions, and so is an OUT with results of
-the other size or another device. Transformer Engine takes part where it can be loaded. What cannot run is said before
-anything does.
+another machine, copy what there is into OUT first. Sets that run at the same time, each on a GPU of its own by
+CUDA_VISIBLE_DEVICES, have an OUT each. Times of products are kept in OUT/cache, so that `filter: auto` decides by those
+of the predictions. To measure is refused without OUT's predictions, and so is an OUT with results of the other size or
+another device. Transformer Engine takes part where it can be loaded. What cannot run is said before anything does.
 """
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cases import environment, left_on_device
-from processes import finished, result_of
+from cases import add_to, keep, left_on_device, prepare, unloadable
+from processes import Interrupted, finished, result_of
 
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ENGINE = ("delayed", "current", "block")
@@ -67,9 +66,10 @@ def main() -> int:
     if options.summary:
         print(*_summary(options.output), sep="\n")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a configuration ends too
+    names = _chosen(options)
+    prepare(parser, options.output)
     try:
-        _run(options, _chosen(options))
+        _run(options, names)
     finally:  # also when it is interrupted
         print(*_summary(options.output), sep="\n", flush=True)
     return 0
@@ -124,24 +124,24 @@ def _possible(names: Sequence[str], *, tiny: bool, output: Path) -> list[str]:
                     f"Nothing is predicted for {model} yet. Run its --set predict-... first, and commit what it wrote."
                 )
     ours = [name for name in names if "bf16" not in name and " te " not in name]
-    if ours and (wrong := _broken("torchao.float8")):
-        raise SystemExit(f"{ours[0]!r} needs torchao, which cannot be loaded: {wrong}. Install it for this torch.")
-    if not tiny and any(" vit" in name for name in names) and (wrong := _broken("timm")):
-        raise SystemExit(f"The model 'vit' needs timm, which cannot be loaded: {wrong}. Install it, or use --only.")
+    if ours and (lack := unloadable("torchao.float8", what=repr(ours[0]))):
+        raise SystemExit(f"{lack}. Install it for this torch.")
+    images = [name for name in names if " vit" in name]
+    if images and not tiny and (lack := unloadable("timm", what=repr(images[0]))):
+        raise SystemExit(f"{lack}. Install it, or use --only.")
     theirs = [name for name in names if " te " in name]
-    if theirs and (wrong := _broken("transformer_engine.pytorch")):
-        print(f"Transformer Engine cannot be loaded, and is left out: {wrong}", flush=True)
+    if theirs and (lack := unloadable("transformer_engine", what=repr(theirs[0]), load=_engine)):
+        print(f"{lack}: left out, with {len(theirs) - 1} others", flush=True)
         names = [name for name in names if name not in theirs]
         if not names:
             raise SystemExit("Nothing is left to run. Install Transformer Engine for this torch and CUDA.")
     return list(names)
 
 
-def _broken(module: str) -> str | None:
-    """Return why ``module`` cannot be imported, tried in a process of its own."""
-    said = finished([sys.executable, "-c", f"import {module}; print('\\nRESULT {{}}')"], timeout=120)
-    error = result_of(said).get("error")
-    return None if error is None else (error.splitlines() or ["it ended without a word"])[-1].rstrip(".")
+def _engine(_: str) -> Any:
+    from lightning_ups._compat.te import engine
+
+    return engine()
 
 
 def _device() -> str:
@@ -161,44 +161,42 @@ def _others(output: Path, here: Mapping[str, Any]) -> str | None:
 
 def _run(options: argparse.Namespace, names: Sequence[str]) -> None:
     start = time.monotonic()
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "env.txt").write_text(environment())
     here = {"tiny": options.tiny, "device": _device()}
     least = 5 if options.tiny else 60  # in less time no configuration gets to its end
     for name in names:
-        path = _path(options.output, name)
         left = options.budget - (time.monotonic() - start)
         if left < least:
             print(f"{name}: left out, the budget is spent", flush=True)
             continue
-        command = [sys.executable, __file__, "--case", name, "--output", str(options.output)]
-        cache = options.output / "cache"
-        result = _child(
-            [*command, *(["--tiny"] if options.tiny else [])], timeout_s=min(options.timeout, left), cache=cache
-        )
+        result = _child(name, options, timeout_s=min(options.timeout, left))
         print(json.dumps({"case": name, **result}), flush=True)
-        _keep(path, result, here)
+        _keep(_path(options.output, name), {**result, **here})
 
 
-def _keep(path: Path, result: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _child(name: str, options: argparse.Namespace, *, timeout_s: float) -> dict[str, Any]:
+    words = ["--case", name, "--output", str(options.output), *(["--tiny"] if options.tiny else [])]
+    cache = {"XDG_CACHE_HOME": str((options.output / "cache").resolve())}
+    began, log = time.monotonic(), options.output / "log.txt"
+    try:
+        text = finished([sys.executable, __file__, *words], timeout=timeout_s, environment=cache)
+    except Interrupted as error:
+        add_to(log, f"===== {name}\n{error.said}\ninterrupted\n")
+        raise
+    add_to(log, f"===== {name}\n{text}\n")
+    return result_of(text) | {"seconds_in_all": round(time.monotonic() - began, 1)}
+
+
+def _keep(path: Path, result: Mapping[str, Any]) -> None:
     failed = path.with_suffix(".failed")
     if "error" in result:
-        failed.write_text(json.dumps({**result, **here}, indent=1) + "\n")
+        keep(failed, result)
         return
-    part = path.with_suffix(".part")  # so that what is there is whole
-    part.write_text(json.dumps({**result, **here}, indent=1) + "\n")
-    part.replace(path)
+    keep(path, result)
     failed.unlink(missing_ok=True)
 
 
 def _path(output: Path, name: str) -> Path:
     return output / f"{name.replace(' ', '_')}.json"
-
-
-def _child(command: list[str], *, timeout_s: float, cache: Path) -> dict[str, Any]:
-    began = time.monotonic()
-    result = result_of(finished(command, timeout=timeout_s, environment={"XDG_CACHE_HOME": str(cache.resolve())}))
-    return result | {"seconds_in_all": round(time.monotonic() - began, 1)}
 
 
 # What is run

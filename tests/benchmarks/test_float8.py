@@ -46,20 +46,25 @@ def test_what_compiles_beside_a_precision_is_allowed_there(float8):
 def test_what_is_finished_is_kept_when_a_run_is_cut_off(float8, tmp_path, monkeypatch, capsys):
     ran = []
 
-    def child(command, *, timeout_s, cache):
+    def finished(command, *, timeout, environment):
         if len(ran) == 2:
-            raise KeyboardInterrupt
+            raise float8.Interrupted("half of it")
         ran.append(command[command.index("--case") + 1])
-        return {"tokens_per_s": 1.0, "peak_gib": 1.0, "converted": 0, "losses": [1.0]}
+        assert environment == {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        found = {"tokens_per_s": 1.0, "peak_gib": 1.0, "converted": 0, "losses": [1.0]}
+        return f"epoch 0\nRESULT {json.dumps(found)}\n"
 
-    monkeypatch.setattr(float8, "_child", child)
+    monkeypatch.setattr(float8, "finished", finished)
     monkeypatch.setattr(sys, "argv", ["float8.py", "--tiny", "--set", "speed", "--output", str(tmp_path)])
-    monkeypatch.setattr(float8, "_broken", lambda _: None)
+    (tmp_path / "env.txt").write_text("command: of an earlier call\n")
     (tmp_path / "speed_tensorwise.failed").write_text("{}")
     with pytest.raises(KeyboardInterrupt):
         float8.main()
     assert ran == ["speed bf16", "speed tensorwise"]
-    assert {path.name for path in tmp_path.iterdir()} == {"env.txt", "speed_bf16.json", "speed_tensorwise.json"}
+    kept = {"env.txt", "log.txt", "speed_bf16.json", "speed_tensorwise.json"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert (tmp_path / "log.txt").read_text().endswith("===== speed rowwise\nhalf of it\ninterrupted\n")
+    assert (tmp_path / "env.txt").read_text().count("command: ") == 2
     assert "| precision | tokens/s |" in capsys.readouterr().out
 
 
@@ -68,37 +73,44 @@ def test_what_is_finished_is_kept_when_a_run_is_cut_off(float8, tmp_path, monkey
     [
         (["--only", "nonsense"], "No configuration of --set all has 'nonsense'"),
         (["--set", "measure-other"], "Nothing is predicted for vit yet"),
-        (["--set", "recipes"], "needs torchao, which cannot be loaded: no CUDA"),
+        (["--set", "recipes"], r"needs torchao, which cannot be loaded \(no CUDA\)\. Install"),
         (["--set", "predict-gpt"], "'predict 1B' needs torchao"),
+        (["--set", "speed", "--output", "{file}"], "2"),
     ],
 )
 def test_what_cannot_run_is_said_before_anything_does(float8, tmp_path, monkeypatch, words, told):
-    monkeypatch.setattr(sys, "argv", ["float8.py", "--tiny", "--output", str(tmp_path), *words])
-    monkeypatch.setattr(float8, "_broken", lambda _: "no CUDA")
-    monkeypatch.setattr(float8, "_child", None)
+    (tmp_path / "file").touch()
+    words = [word.format(file=tmp_path / "file" / "below") for word in words]
+    monkeypatch.setattr(sys, "argv", ["float8.py", "--tiny", "--output", str(tmp_path / "out"), *words])
+    monkeypatch.setattr(float8, "unloadable", lacks("no CUDA" if "speed" not in words else None))
+    monkeypatch.setattr(float8, "finished", None)
     with pytest.raises(SystemExit, match=told):
         float8.main()
 
 
+def lacks(why, module=""):
+    """Return an `unloadable` to which every package whose name has ``module`` in it cannot be loaded."""
+
+    def unloadable(name, *, what, load=None):
+        return (
+            f"{what} needs {name.partition('.')[0]}, which cannot be loaded ({why})" if why and module in name else None
+        )
+
+    return unloadable
+
+
 def test_transformer_engine_that_cannot_be_loaded_is_left_out(float8, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(float8, "_broken", lambda module: "no CUDA" if "engine" in module else None)
-    names = ["speed bf16", "speed tensorwise", "speed te delayed"]
+    monkeypatch.setattr("lightning_ups._compat.te._required", lambda _: 1 / 0)
+    names = ["speed bf16", "speed tensorwise", "speed te delayed", "speed te block"]
     assert float8._possible(names, tiny=True, output=tmp_path) == names[:2]
-    assert "is left out: no CUDA" in capsys.readouterr().out
+    told = "'speed te delayed' needs transformer_engine, which cannot be loaded (ZeroDivisionError: division by zero)"
+    assert capsys.readouterr().out == f"{told}: left out, with 1 others\n"
     with pytest.raises(SystemExit, match="Nothing is left to run"):
         float8._possible(names[2:], tiny=True, output=tmp_path)
 
 
-def test_why_a_package_cannot_be_loaded(float8, tmp_path, monkeypatch):
-    (tmp_path / "breaks.py").write_text("raise RuntimeError('built for CUDA 12.')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert float8._broken("breaks") == "RuntimeError: built for CUDA 12"
-    assert float8._broken("json") is None
-    assert "No module named" in float8._broken("nowhere_to_be_found")
-
-
 def test_results_of_another_size_are_not_added_to(float8, tmp_path, monkeypatch):
-    float8._keep(tmp_path / "speed_bf16.json", {"tokens_per_s": 1.0}, {"tiny": True, "device": "cpu"})
+    float8._keep(tmp_path / "speed_bf16.json", {"tokens_per_s": 1.0, "tiny": True, "device": "cpu"})
     monkeypatch.setattr(sys, "argv", ["float8.py", "--set", "speed", "--output", str(tmp_path)])
     monkeypatch.setattr(float8, "_summary", lambda _: [])
     with pytest.raises(SystemExit, match=r"speed_bf16.json in --output has tiny True, and this would have False"):
