@@ -39,8 +39,8 @@ SEEDS = (0, 1, 2)
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
     "speed": lambda name: name.startswith("speed"),
     "losses": lambda name: name.startswith("losses bf16"),
-    "recipes": lambda name: name.startswith("losses") and not name.startswith(("losses bf16", "losses te")),
-    "recipes-te": lambda name: name.startswith("losses te"),
+    "recipes": lambda name: name.startswith("losses") and not name.startswith(("losses bf16", "losses te ")),
+    "recipes-te": lambda name: name.startswith("losses te "),
     "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
     "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
     "measure-gpt": lambda name: name.startswith(("measure 1B", "measure 150M")),

@@ -32,6 +32,7 @@ def test_every_set_has_its_configurations(float8, tmp_path):
     assert len([name for name in names if name.startswith("measure")]) == 12
     parts = [sum(holds(name) for holds in float8.SETS.values()) for name in names]
     assert parts == [1] * len(names), "each belongs to one set"
+    assert [name for name in names if float8.SETS["recipes"](name)] == [f"losses {name} seed 0" for name in float8.FLOAT8]
 
 
 def test_what_compiles_beside_a_precision_is_allowed_there(float8):
