@@ -118,23 +118,25 @@ def _dense(tensor: Tensor) -> bool:
 def _validate(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, documents: Documents | None
 ) -> None:
-    shapes = f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+    def shapes() -> str:
+        return f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+
     if not (q.dim() == k.dim() == v.dim() == 4) or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(
-            f"Attention was called with {shapes}."
+            f"Attention was called with {shapes()}."
             " Each is [batch, seq, heads, dim]; keys and values have the same batch, seq and heads."
             " Use transpose(1, 2) on tensors that are [batch, heads, seq, dim]."
         )
     if q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"Attention was called with {shapes}, [batch, seq, heads, dim]."
+            f"Attention was called with {shapes()}, [batch, seq, heads, dim]."
             " Query heads share heads of keys in equal groups, and both are equally wide."
             " Make the number of query heads a multiple of that of keys, or transpose(1, 2) tensors that have"
             " heads before seq."
         )
     if (causal or window is not None or documents is not None) and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"Causal attention, or one with a window or documents, was asked for with {shapes}."
+            f"Causal attention, or one with a window or documents, was asked for with {shapes()}."
             " Positions of queries and keys are compared, so both must start at the same one, and be equally many."
             " Use causal=False for attention to another sequence."
         )

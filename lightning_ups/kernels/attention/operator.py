@@ -6,6 +6,7 @@ may be inside ``torch.compile(fullgraph=True)``, on fake tensors, or on meta.
 # ruff: noqa: FBT001, ARG001 (an operator's arguments are positional)
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_ups._compat.custom_ops import define_operator
 from lightning_ups._compat.ops import register_costly_op
 from lightning_ups.kernels.attention import eager, fa3, fa4
 from lightning_ups.kernels.attention.request import Request, attended_pairs
@@ -23,8 +25,7 @@ __all__ = ["OperatorKernel", "attention_backward", "attention_forward"]
 OperatorKernel = Literal["eager", "fa3", "fa4"]
 
 
-@torch.library.custom_op("lightning_ups::attention_forward", mutates_args=())
-def attention_forward(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -41,12 +42,11 @@ def attention_forward(
     The latter is [batch, heads, seq], or [heads, batch * seq] with documents. `Request` explains the arguments.
     """
     request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
-    with torch.autocast(q.device.type, enabled=False):
+    with _as_is(q.device.type):
         return _module(kernel).forward(q, k, v, request)
 
 
-@torch.library.custom_op("lightning_ups::attention_backward", mutates_args=())
-def attention_backward(
+def _backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -63,7 +63,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     request = Request(cu_seqlens, max_seqlen, causal, window, softcap, scale)
-    with torch.autocast(q.device.type, enabled=False):
+    with _as_is(q.device.type):
         return _module(kernel).backward(grad, q, k, v, out, lse, request)
 
 
@@ -78,15 +78,18 @@ def _module(kernel: str) -> Any:
     return modules[kernel]
 
 
-@attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+def _as_is(device: str) -> AbstractContextManager[Any]:
+    # To enter autocast's context takes as long as to launch a kernel.
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _empty_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     batch, seq, heads = q.shape[:3]
     lse_shape = (batch, heads, seq) if cu_seqlens is None else (heads, batch * seq)
     return q.new_empty(batch, seq, heads, v.shape[3]), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-@attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -105,7 +108,10 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
     return *attention_backward(grad, q, k, v, out, lse, cu_seqlens, *ctx.request), *nothing
 
 
-attention_forward.register_autograd(_differentiate, setup_context=_keep)
+attention_backward = define_operator(_backward, name="attention_backward", fake=_empty_backward)
+attention_forward = define_operator(
+    _forward, name="attention_forward", fake=_empty_forward, keep=_keep, differentiate=_differentiate
+)
 
 
 @register_flop_formula(torch.ops.lightning_ups.attention_forward, get_raw=True)
@@ -150,8 +156,8 @@ def _shardings(num_inputs: int) -> Callable[..., Any]:
     return acceptable
 
 
-register_sharding(torch.ops.lightning_ups.attention_forward.default)(_shardings(3))
-register_sharding(torch.ops.lightning_ups.attention_backward.default)(_shardings(6))
+register_sharding(attention_forward)(_shardings(3))
+register_sharding(attention_backward)(_shardings(6))
 
 # Selective checkpointing keeps what is costly: our forward, as it keeps torch's.
 register_costly_op("lightning_ups.attention_forward")

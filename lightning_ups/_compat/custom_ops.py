@@ -1,0 +1,84 @@
+"""Operators of ours: `torch.library.custom_op` with less Python at each call.
+
+Where there is little to compute the host decides how fast a model trains, and a good part of what an operator of
+`custom_op` takes there is its generality: defaults, arguments by name, outputs that may alias inputs. What is defined
+here has none of that: tensors and constants come by position, always all of them, and outputs are new tensors.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from lightning_ups._compat.autograd import hidden_from_dynamo
+
+__all__ = ["define_operator"]
+
+_LIBRARY = torch.library.Library("lightning_ups", "FRAGMENT")
+
+
+def define_operator(
+    function: Callable[..., Any],
+    *,
+    name: str,
+    fake: Callable[..., Any],
+    keep: Callable[..., None] | None = None,
+    differentiate: Callable[..., tuple[Any, ...]] | None = None,
+) -> OpOverload:
+    """Make ``function`` an operator of torch, ``lightning_ups::NAME``, and return that.
+
+    Args:
+        function: What computes it, on every device. All its arguments are positional, annotated and without defaults,
+            and what it returns are new tensors.
+        name: What torch calls it.
+        fake: Returns what ``function`` does, empty, for tensors without values.
+        keep: Called with a context, the inputs and the output, to keep what the gradient needs.
+        differentiate: Called with that context and the gradients of the outputs; returns a gradient, or None, for
+            each input. Without it there is none, and backward raises.
+    """
+    schema = torch.library.infer_schema(function, mutates_args=())
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    operator: OpOverload = getattr(torch.ops.lightning_ups, name).default
+    # Between two graphs Dynamo would trace what an operator runs.
+    _LIBRARY.impl(name, hidden_from_dynamo(function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, hidden_from_dynamo(_recorded(operator, keep, differentiate)), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"lightning_ups::{name}", fake, lib=_LIBRARY)
+    return operator
+
+
+def _recorded(
+    operator: OpOverload,
+    keep: Callable[..., None] | None,
+    differentiate: Callable[..., tuple[Any, ...]] | None,
+) -> Callable[..., Any]:
+    def compute(keyset: Any, inputs: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, *inputs: Any) -> Any:
+            output = compute(keyset, inputs)
+            if keep is not None:
+                keep(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            if differentiate is None:
+                raise RuntimeError(
+                    f"A gradient through {operator} was asked for, and it has none."
+                    " It is a gradient itself, computed by a kernel whose own gradient nobody has written."
+                    " Leave create_graph=True out, or compute this part by torch's own operators."
+                )
+            return None, *differentiate(ctx, *grads)
+
+    Recorded.__name__ = Recorded.__qualname__ = operator._opname  # which a graph's nodes are named by
+
+    def run(keyset: Any, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return Recorded.apply(keyset, *inputs)
+        return compute(keyset, inputs)
+
+    return run

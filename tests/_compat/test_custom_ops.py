@@ -1,0 +1,117 @@
+import math
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ups._compat.custom_ops import define_operator
+
+SEEN = []
+
+
+def product_impl(x: Tensor, other: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+    SEEN.append(torch.compiler.is_compiling())
+    return x * factor if other is None else x * other * factor, x.detach().clone()
+
+
+def gradient_impl(grad: Tensor, x: Tensor, other: Tensor | None, factor: float) -> Tensor:
+    SEEN.append(torch.compiler.is_compiling())
+    return grad * factor if other is None else grad * other * factor
+
+
+def keep(ctx, inputs, output):
+    x, other, ctx.factor = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, other)
+
+
+def differentiate(ctx, grad, _):
+    x, other = ctx.saved_tensors
+    return gradient(grad, x, other, ctx.factor), None, None
+
+
+def empty(x, other, factor):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+gradient = define_operator(gradient_impl, name="tests_gradient", fake=lambda grad, *_: torch.empty_like(grad))
+product = define_operator(product_impl, name="tests_product", fake=empty, keep=keep, differentiate=differentiate)
+
+
+@torch.library.custom_op("lightning_ups::tests_custom_product", mutates_args=())
+def custom_product(x: Tensor, other: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+    return x * factor if other is None else x * other * factor, x.detach().clone()
+
+
+custom_product.register_autograd(differentiate, setup_context=keep)
+
+
+def inputs():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    return x, torch.randn(3, 4, dtype=torch.float64), 2.5
+
+
+def test_it_is_torchs_operator_with_a_gradient():
+    x, other, factor = inputs()
+    assert product is torch.ops.lightning_ups.tests_product.default
+    torch.testing.assert_close(product(x, other, factor)[0], x * other * factor)
+    for second in (other, None):
+        torch.library.opcheck(product, (x, second, factor))
+        assert torch.autograd.gradcheck(lambda x, second=second: product(x, second, factor)[0], x)
+    with torch.no_grad():
+        assert not product(x, other, factor)[0].requires_grad
+    with torch.inference_mode():
+        assert product(x, other, factor)[0].is_inference()
+
+
+def test_on_meta_and_fake_tensors_nothing_is_computed():
+    SEEN.clear()
+    assert product(torch.empty(3, 4, device="meta"), None, 2.5)[0].shape == (3, 4)
+    assert SEEN == []
+
+
+def test_a_compiled_function_has_it_in_its_graph():
+    x, other, factor = inputs()
+    compiled = torch.compile(lambda x: product(x, other, factor)[0].sin(), backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(x).sum(), x)[0]
+    torch.testing.assert_close(found, torch.autograd.grad((x * other * factor).sin().sum(), x)[0])
+
+
+@torch.compiler.disable()
+def told():
+    pass
+
+
+def test_where_a_function_is_left_uncompiled_what_it_runs_is_not_traced():
+    x, other, factor = inputs()
+
+    def left(x):
+        for _ in range(1):
+            told()  # a break within a loop
+            x = product(x, other, factor)[0]
+        return x
+
+    SEEN.clear()
+    torch.testing.assert_close(torch.compile(left, backend="eager")(x), x * other * factor)
+    with torch.inference_mode():
+        torch.compile(left, backend="eager")(x.detach())
+    assert SEEN == [False, False]
+
+
+def test_a_gradient_of_what_has_none_is_refused():
+    x, other, factor = inputs()
+    (grad,) = torch.autograd.grad(product(x, other, factor)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"tests_gradient.* Leave create_graph=True out"):
+        grad.sum().backward()
+
+
+def test_a_call_takes_less_time_than_torchs_own():
+    x, other, factor = inputs()
+    least = {product: math.inf, custom_product: math.inf}
+    for operator in [*least] * 20:
+        begun = time.perf_counter()
+        for _ in range(20):
+            operator(x, other, factor)
+        least[operator] = min(least[operator], time.perf_counter() - begun)
+    assert least[product] < least[custom_product]
