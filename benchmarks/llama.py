@@ -57,6 +57,7 @@ BACKEND = "inductor" if ON_GPU else "aot_eager"
 DENSE_BF16 = 989e12  # of an H100 or H200, in FLOP/s
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as torchtitan sets it; all sides have it
 POOL = 64  # different sequences of a rank, again and again
+RUNNER = 20  # seconds that torchtitan's runner may take to end its own processes, which are no children of ours
 CUT = 0.98658  # the spread of a normal distribution that is cut at three times its own, as torchtitan cuts the head's
 
 
@@ -141,6 +142,7 @@ class Work(GPTModule):
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
             self.model = drawn_like_torchtitan(GPT(self.config))
+            forget_spreads(self.model)
 
 
 def drawn_like_torchtitan(model: GPT) -> GPT:
@@ -156,6 +158,13 @@ def drawn_like_torchtitan(model: GPT) -> GPT:
     model.head.std = CUT * model.config.dim**-0.5
     model.init_weights()  # on the meta device too: a strategy of ours repeats what happens to it there
     return model
+
+
+def forget_spreads(model: GPT) -> None:
+    """Make the blocks equal again, once they are drawn: `Compile` would make graphs of its own for each."""
+    for linear in model.layers.modules():
+        if isinstance(linear, Linear):
+            linear.std = None
 
 
 def batches(row: Row, *, rank: int) -> list[Tensor]:
@@ -528,7 +537,7 @@ def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterabl
             if side in failed:
                 print(f"{side}, round {turn}: left out, it failed before", flush=True)
                 continue
-            if left < longest.get(side, first):
+            if left < longest.get(side, first) + (RUNNER if side == "torchtitan" else 0):
                 print(f"{side}, round {turn}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
             began, limit = time.monotonic(), min(left, options.timeout)
@@ -566,8 +575,7 @@ def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[s
         words += ["--float8", "tensorwise", *(["--float8-filter", ""] if row.head else [])]
     command = ["bash", str(options.titan / "bench_titan.sh"), *words]
     with tempfile.TemporaryDirectory() as folder:
-        # Its runner ends its own processes, which are no children of ours, and needs a little time for that.
-        environment = {"OUT": folder, "BT_TIMEOUT": str(max(round(timeout - 20), 1))}
+        environment = {"OUT": folder, "BT_TIMEOUT": str(max(round(timeout - RUNNER), 1))}
         text = finished(command, timeout=timeout, environment=environment)
         if (log := Path(folder) / "titan.log").exists():
             text += portable(log.read_text(errors="replace"))

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.models.hf_names import to_hf
+from lightning_ups.transforms.compile_frame import structure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -185,6 +186,27 @@ def test_nothing_begins_that_the_budget_does_not_allow(llama, tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["llama.py", *words])
     llama.main()
     assert capsys.readouterr().out.count("left out, 60 s of the budget are left") == 8
+
+
+def test_torchtitan_begins_only_with_the_time_that_its_runner_keeps_for_itself(llama, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bench_titan.sh").write_text(TITAN)
+    monkeypatch.setattr(llama, "child", lambda name, side, timeout: (result(side, 100), ""))
+    for budget, told in ("64", ["ours"]), ("90", ["ours", "torchtitan"]):
+        out = tmp_path / budget
+        words = ["--sides", "ours", "torchtitan", "--rounds", "1", "--output", str(out), "--titan", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["llama.py", "--row", "1B-4", "--budget", budget, *words])
+        llama.main()
+        assert [json.loads(line)["side"] for line in (out / "results.jsonl").read_text().splitlines()] == told
+    assert capsys.readouterr().out.count("torchtitan, round 1: left out") == 1
+
+
+def test_blocks_of_our_side_are_equal_to_compile(llama):
+    module = llama.Work(llama.rows()["tiny"])
+    module.configure_model()
+    assert len(module.model.layers) > 1
+    assert len({structure(block) for block in module.model.layers}) == 1
+    spreads = [block.ffn.down.weight.std().item() for block in module.model.layers]
+    assert spreads == sorted(spreads, reverse=True), "they are drawn as before"
 
 
 def test_weights_are_drawn_with_torchtitans_spreads(llama):
