@@ -241,7 +241,7 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
 
 def plain_weight(head: nn.Module) -> Tensor:
     """Return the weight of ``head``, whose forward is going to be passed over."""
-    if type(head) is not Linear:
+    if type(head).forward is not Linear.forward:
         raise ValueError(
             f"The head became a {type(head).__name__}, and loss='chunked' would pass it over."
             " That loss reads the head's weight and multiplies it itself, so what a conversion does in the head's"
