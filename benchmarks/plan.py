@@ -24,7 +24,7 @@ from cases import add_to, earlier, keep, left_on_device, prepare, unloadable
 from processes import Interrupted, finished, result_of
 
 HERE = Path(__file__).parent
-RECORDED = HERE / "results" / "2026-11-21_compile_and_checkpoint" / "result.json"
+RESULTS = HERE / "results"
 TUNED = ("eager", "compile", "compile + nothing", "compile + matmuls", "compile + mm only", "compile model")
 
 
@@ -36,9 +36,9 @@ class Configuration:
     size: str = "1B"
     seq: int = 4096
     batch: int = 4
-    compile: str | None = None
+    compile: str | tuple[str, ...] | None = None  # a scope, or patterns of blocks
     checkpoint: tuple[tuple[str, Any], ...] | None = None
-    precision: str = "masters"  # or autocast, bf16-true, 32-true
+    precision: str = "masters"  # or autocast, bf16-true, 32-true, float8
     strategy: str = "auto"
     sharding: str = "full"
     devices: int = 1
@@ -67,21 +67,67 @@ CONFIGURATIONS = (
 
 
 def recorded() -> dict[str, tuple[Configuration, float]]:
-    """Return the cases of the benchmark of Compile and ActivationCheckpoint, and their peaks in GiB."""
-    wanted: dict[str, dict[str, Any]] = {
-        "eager": {},
-        "eager + nothing": {"checkpoint": _saves(save="nothing")},
-        "eager + matmuls": {"checkpoint": _saves(save="matmuls")},
-        "compile": {"compile": "blocks"},
-        "compile + nothing": {"compile": "blocks", "checkpoint": _saves(save="nothing")},
-        "compile + matmuls": {"compile": "blocks", "checkpoint": _saves(save="matmuls")},
-        "compile + mm only": {"compile": "blocks", "checkpoint": _saves(save=["aten.mm"])},
-        "compile + nothing, every 2nd": {"compile": "blocks", "checkpoint": _saves(save="nothing", every_k=2)},
-        "compile + budget 0.5": {"compile": "blocks", "checkpoint": _saves(memory_budget=0.5)},
-        "compile model": {"compile": "model"},
+    """Return what other benchmarks measured, and their peaks in GiB."""
+    compiled = "2026-11-21_compile_and_checkpoint"
+    wanted: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        name: (compiled, {"case": name}, options)
+        for name, options in {
+            "eager": {},
+            "eager + nothing": {"checkpoint": _saves(save="nothing")},
+            "eager + matmuls": {"checkpoint": _saves(save="matmuls")},
+            "compile": {"compile": "blocks"},
+            "compile + nothing": {"compile": "blocks", "checkpoint": _saves(save="nothing")},
+            "compile + matmuls": {"compile": "blocks", "checkpoint": _saves(save="matmuls")},
+            "compile + mm only": {"compile": "blocks", "checkpoint": _saves(save=["aten.mm"])},
+            "compile + nothing, every 2nd": {"compile": "blocks", "checkpoint": _saves(save="nothing", every_k=2)},
+            "compile + budget 0.5": {"compile": "blocks", "checkpoint": _saves(memory_budget=0.5)},
+            "compile model": {"compile": "model"},
+        }.items()
     }
-    peaks = {result["case"]: result.get("peak_gib") for result in json.loads(RECORDED.read_text())}
-    return {name: (Configuration(name=name, **options), peaks[name]) for name, options in wanted.items()}
+    whole: dict[str, Any] = {"compile": "model"}
+    eight: dict[str, Any] = {
+        "size": "8B",
+        "seq": 8192,
+        "batch": 2,
+        "devices": 4,
+        "strategy": "fsdp2",
+        "sharding": "gradients",  # as reshard_after_forward="auto" decides
+        "compile": ("model.layers.*", "model.criterion"),
+    }
+    for row, options in {
+        "1B-8": {"batch": 8, **whole},
+        "1B-4-float8": {"precision": "float8", **whole},
+        "1B-8-float8": {"batch": 8, "precision": "float8", **whole},
+        "8B": eight,
+        "8B-float8": {**eight, "precision": "float8"},
+    }.items():
+        wanted[f"llama {row}"] = f"2026-11-22_llama_{row}", {"row": row, "side": "ours"}, options
+    shared: dict[str, Any] = {"strategy": "fsdp2", "compile": "blocks"}
+    for name, options in {
+        "1B ours, 1 GPU, batch 4": shared,
+        "1B ours, 2 GPUs, batch 2": {**shared, "devices": 2, "batch": 2},
+        "1B ours, gradients, 2 GPUs, batch 2": {**shared, "devices": 2, "batch": 2, "sharding": "gradients"},
+    }.items():
+        wanted[f"fsdp2 {name}"] = "2026-11-22_fsdp2_parity", {"name": name}, options
+    for way, strategy in {"FSDP2, eager": "fsdp2", "SimpleFSDP": "simple_fsdp"}.items():
+        found = {"way": way, "cache": "cold"}
+        wanted[f"1B, 2 GPUs, {way}"] = "2026-11-22_simple_fsdp_1B-2", found, {"strategy": strategy, "devices": 2}
+    return {
+        name: (Configuration(name=name, **options), _peak(RESULTS / folder, found))
+        for name, (folder, found, options) in wanted.items()
+    }
+
+
+def _peak(folder: Path, wanted: Mapping[str, Any]) -> float:
+    """Return the peak in GiB of the first result in ``folder`` that has what is ``wanted``."""
+    lines = folder / "results.jsonl"
+    results = (
+        [json.loads(line) for line in lines.read_text().splitlines()]
+        if lines.exists()
+        else json.loads((folder / "result.json").read_text())
+    )
+    alike = (result for result in results if all(result.get(key) == value for key, value in wanted.items()))
+    return next(result["peak_gib"] for result in alike)
 
 
 def planned(config: Configuration) -> dict[str, Any]:
@@ -215,13 +261,14 @@ def _vocabulary(config: Configuration) -> int:
 def _precision(config: Configuration) -> Any:
     from lightning.pytorch.plugins import HalfPrecision, Precision
 
-    from lightning_ups.precision import BF16Precision
+    from lightning_ups.precision import BF16Precision, Float8Precision
 
     makers: dict[str, Callable[[], Any]] = {
         "masters": BF16Precision,
         "autocast": lambda: BF16Precision(weights="autocast"),
         "bf16-true": lambda: HalfPrecision("bf16-true"),
         "32-true": Precision,
+        "float8": lambda: Float8Precision(recipe="tensorwise"),
     }
     return makers[config.precision]()
 
@@ -229,17 +276,19 @@ def _precision(config: Configuration) -> Any:
 def _callbacks(config: Configuration) -> list[Any]:
     from lightning_ups.callbacks import ActivationCheckpoint, Compile
 
-    compiled = [Compile(scope=config.compile)] if config.compile else []  # type: ignore[arg-type]
+    scope = config.compile
+    compiled = [Compile(scope=scope) if isinstance(scope, str) else Compile(blocks=scope)] if scope else []  # type: ignore[arg-type]
     return [*compiled, *([ActivationCheckpoint(**dict(config.checkpoint))] if config.checkpoint else [])]
 
 
 def _strategy(config: Configuration, *, name: bool = False) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-    from lightning_ups.strategies import FSDP2Strategy
+    from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 
-    if config.strategy == "fsdp2":
-        return FSDP2Strategy(sharding=config.sharding, meta_device=True, initialise_on="device")  # type: ignore[arg-type]
+    ours: dict[str, Callable[..., Any]] = {"fsdp2": FSDP2Strategy, "simple_fsdp": SimpleFSDPStrategy}
+    if config.strategy in ours:
+        return ours[config.strategy](sharding=config.sharding, meta_device=True, initialise_on="device")
     if name:
         return config.strategy
     return DDPStrategy if config.strategy == "ddp" else SingleDeviceStrategy
@@ -257,7 +306,9 @@ def main() -> None:
     if options.worker:
         what, text = options.worker
         given = json.loads(text)
-        config = Configuration(**given | {"checkpoint": given["checkpoint"] and tuple(map(tuple, given["checkpoint"]))})
+        given["checkpoint"] = given["checkpoint"] and tuple(map(tuple, given["checkpoint"]))
+        given["compile"] = tuple(given["compile"]) if isinstance(given["compile"], list) else given["compile"]
+        config = Configuration(**given)
         figures = {"plan": planned, "measure": measured}[what](config)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print("RESULT " + json.dumps(figures), flush=True)

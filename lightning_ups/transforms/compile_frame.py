@@ -1,13 +1,14 @@
 """Functions that Dynamo compiles for equal blocks, each with a code object, and with that a limit, of its own."""
 
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from threading import local
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Literal, get_args
 
 import torch
@@ -181,6 +182,7 @@ def structure(module: nn.Module) -> Hashable:
     Dynamo makes a graph for each shape of a parameter and for each value of an attribute that the forward reads, and
     gives up after eight. Hence classes, parameters, and attributes such as a rate or a switch are compared. Integers
     are not: the index of a layer is mostly there for the cache, and differs between blocks that are equal otherwise.
+    Nor is what only gives weights their first values, such as a spread that falls with depth.
     The forward of ``module`` itself is left out: frames have it as ``inner``, and it may be replaced meanwhile.
     """
     return tuple(
@@ -202,8 +204,43 @@ def _forward(module: nn.Module) -> Hashable:
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Hashable]]:
-    values = {k: v for k, v in vars(module).items() if type(v) in (float, bool, str, torch.dtype) and k != "training"}
-    return sorted(values.items(), key=lambda item: item[0])
+    own = vars(module)
+    read = own if "forward" in own else _names_read(type(module))  # a forward of its own may read anything
+    values = {k: v for k, v in own.items() if type(v) in (float, bool, str, torch.dtype) and k != "training"}
+    return sorted((name, value) for name, value in values.items() if name in read)
+
+
+@cache
+def _names_read(kind: type) -> frozenset[str]:
+    """Return the names in the code of ``kind`` and of the files that it is from, initialisation apart."""
+    kinds = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    files = {base.__module__: getattr(sys.modules.get(base.__module__), "__dict__", {}) for base in kinds}
+    places = [*map(vars, kinds), *files.values()]
+    read = [value for place in places for name, value in place.items() if not _initialises(name)]
+    return frozenset(name for value in read if (code := _code_of(value)) is not None for name in _names_in(code))
+
+
+def _initialises(name: str) -> bool:
+    return name.lstrip("_").startswith(("init", "reset")) or name in ("extra_repr", "__repr__")
+
+
+def _code_of(value: Any) -> CodeType | None:
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif isinstance(value, cached_property):
+        value = value.func
+    return value.__code__ if isinstance(value, FunctionType) else None
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):  # as in getattr(self, "scale")
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 _NUMBERS = count()

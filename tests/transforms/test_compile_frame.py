@@ -1,3 +1,5 @@
+from functools import cached_property
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,42 @@ def test_what_would_need_graphs_of_its_own_gets_a_frame_of_its_own(one, other):
 def test_training_evaluation_and_a_position_make_no_difference():
     assert structure(Scale(by=1)) == structure(Scale(by=2))
     assert structure(Scale()) == structure(Scale().eval())
+
+
+class Drawn(nn.Linear):
+    def __init__(self, *, spread=0.02, hidden=1.0, named=1.0, cached=1.0, late=1.0):
+        super().__init__(3, 3)
+        self.spread, self.hidden, self.named, self.cached, self.late = spread, hidden, named, cached, late
+
+    def init_weights(self):
+        nn.init.normal_(self.weight, std=self.spread)
+
+    @cached_property
+    def scale(self):
+        return self.cached
+
+    def forward(self, x):
+        return scaled(super().forward(x), self) * getattr(self, "named") * self.scale * (lambda: self.late)()  # noqa: B009
+
+
+def scaled(x, module):
+    return x * module.hidden
+
+
+def test_what_only_draws_weights_makes_no_difference():
+    assert structure(Drawn()) == structure(Drawn(spread=0.01))
+    assert structure(nn.Sequential(Drawn())) == structure(nn.Sequential(Drawn(spread=0.01)))
+
+
+@pytest.mark.parametrize("name", ["hidden", "named", "cached", "late"])
+def test_wherever_a_forward_reads_it_an_attribute_makes_a_difference(name):
+    assert structure(Drawn()) != structure(Drawn(**{name: 2.0}))
+
+
+def test_a_forward_of_its_own_may_read_any_attribute():
+    one, other = Drawn(), Drawn(spread=0.01)
+    one.forward = other.forward = lambda x: x
+    assert structure(nn.Sequential(one)) != structure(nn.Sequential(other))
 
 
 def test_a_module_whose_forward_is_replaced_meanwhile_finds_its_frame():
