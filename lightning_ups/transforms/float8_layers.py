@@ -1,5 +1,6 @@
 """Torchao's linear layers, made to take what torch's own take, and to say what they cannot."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,7 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
             if by_rows:
                 input = input.contiguous()
             if torch.compiler.is_compiling():  # where there is no second derivative anyway
-                return super().forward(input)
+                return super().forward(input) if by_rows else _as_matrix(super().forward, input)
             if input.numel() == 0:
                 return in_high_precision(self, input)
             if torch.is_inference_mode_enabled():
@@ -48,6 +49,15 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
 
 def _remade(by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module:  # noqa: FBT001
     return adapted(make(*arguments), by_rows=by_rows)
+
+
+def _as_matrix(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    # For its maximum torchao looks at an input as it comes, and in backward again, as a matrix. A compiler finds the
+    # two to be one only where they have one shape; else it is one more pass over the memory of each input.
+    if input.dim() <= 2:
+        return forward(input)
+    rows = forward(input.reshape(-1, input.shape[-1]))
+    return rows.reshape(*input.shape[:-1], rows.shape[-1])
 
 
 def in_high_precision(layer: Any, input: Tensor) -> Tensor:

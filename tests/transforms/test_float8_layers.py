@@ -3,7 +3,10 @@ import pickle
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._inductor.compile_fx import compile_fx  # noqa: TID251
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, prune
 
 from lightning_ups.transforms.float8 import convert_to_float8, float8_linears
@@ -122,3 +125,43 @@ def test_it_is_one_graph_of_the_same_values(recipe):
     expected = net(x)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected, rtol=0.02, atol=0.02)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((32, 64), (32, 64), (64, 32)))
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def trained(net, x):
+    """Return result and gradients of a compiled forward and backward, and how many maxima each graph looks for."""
+    counts = []
+
+    def count(graph, *_, **__):  # in place of the kernels that inductor would make of a graph
+        counts.append(sum(node.target is torch.ops.aten.max.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    x = x.clone().requires_grad_()
+    compiled = torch.compile(
+        net, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=count), fullgraph=True
+    )
+    result = compiled(x)
+    (result.float() * values(*result.shape)).sum().backward()
+    return [result.detach(), x.grad, *(p.grad for p in net.parameters())], counts
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (4, 8, 32)])
+def test_a_compiled_layer_looks_once_for_the_maximum_of_its_input(shape):
+    net = converted("tensorwise", SwiGLU().bfloat16())
+    torchaos = copy.deepcopy(net)
+    for layer in float8_linears(torchaos).values():
+        layer.__class__ = type(layer).__base__
+    found, counts = trained(net, values(*shape))
+    expected, theirs = trained(torchaos, values(*shape))
+    assert counts == [2 + 3, 3], "two inputs, of which two layers share one, and three weights; three gradients"
+    assert theirs == [5, 3 if len(shape) == 2 else 3 + 2]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
