@@ -7,20 +7,22 @@ itself: the ``correct`` ones, all at once, compare outputs and gradients with th
 ``32`` time the table's shapes and the held-out ones for that width of heads, those of usual training first;
 ``masked`` times windows and documents. Every measurement is a line of JSON in DIR/attention.jsonl as soon as it is
 made, and a later call with the same DIR goes on from them, on the same device and versions; a shape at which a process
-died is tried last. From them come the table that `auto` reads, DIR/<device>.json (``--install`` also puts it into the
-package), those held out, DIR/<device>_held_out.json, which the tests have a copy of, and auto's regret: its time over
-the best time, on shapes that are in the table and on others. Shapes held out are fresh: none of them was known when
-the way of choosing was last changed; a change that looks at them has to take others. The whole report is
-DIR/attention.txt, its short form is printed. Both are written anew after each part; ``--minutes 0`` writes
-them from the measurements that DIR has.
+died is tried last. From them come the table that `auto` reads, DIR/<device>.json, those
+held out, DIR/<device>_held_out.json, and auto's regret: its time over the best time, on shapes that are in the table
+and on others. ``--install`` also puts the first into the package and the second among its tests: what was measured
+takes the place of the same shapes there, and others stay if they were measured with the same versions and in the same
+way. Shapes held out are fresh: none of them was known when the way of choosing was last changed; a change that looks at
+them has to take others. The whole report is DIR/attention.txt, its short form is printed. Both are written anew after
+each part; ``--minutes 0`` writes them from the measurements that DIR has.
 
 A GPU on which FlashAttention-4 cannot be loaded, or is right nowhere, ends it: the table would lack what it is made
 for. ``--without-fa4`` makes it all the same.
 
 Times are the device's, medians over rounds in which the backends take turns: a sleeping kernel goes first, so that the
-host has queued everything before the first call begins, if it takes less than a millisecond for a call: a backend whose
-host takes longer waits for it, in its times as in small models. ``host`` has those milliseconds. TFLOP/s count causal
-attention as half, and forward plus backward as 3.5 times the forward pass.
+host has queued everything before the first call begins. ``host`` has the milliseconds that the host takes for a call,
+the least of some bursts, as all that disturbs it only adds; auto counts a call as no shorter than that. Small shapes
+come first, since there the host matters. TFLOP/s count causal attention as half, and forward plus backward as 3.5
+times the forward pass.
 
 On a CPU all shapes are tiny, so that the script can be tried.
 """
@@ -71,8 +73,11 @@ ROUNDS = 3
 END_S = 18  # of a part's time, in which it starts, and ends what it has begun
 ODD, EVEN, LONG = (1001, 512, 8192) if ON_GPU else (101, 64, 128)
 TOLERANCE = 1.5e-2  # bfloat16 has 8 bits
+SMALL = 2e11  # pairs x width: where a forward and a backward take less than about 3 ms, and hosts matter
+LONG_MS = 3.0  # where they do not
 REGRET = 0.03  # which the whole is to stay within
 TRIES = 3  # of a part whose process dies
+TESTS = Path(__file__).parents[1] / "tests" / "kernels" / "attention"
 
 
 class Shape(NamedTuple):
@@ -87,8 +92,12 @@ class Shape(NamedTuple):
     held: bool = False
 
 
-def shapes(head_dim: int) -> Iterator[Shape]:
-    """Yield what is timed for one width of heads, by worth: usual training, shapes held out, and then the rest."""
+def shapes(head_dim: int) -> list[Shape]:
+    """Return what is timed for one width of heads: what is small, usual training, shapes held out, and the rest."""
+    return sorted(_shapes(head_dim), key=lambda shape: shape.batch * shape.heads * shape.seq**2 * head_dim > SMALL)
+
+
+def _shapes(head_dim: int) -> Iterator[Shape]:
     if not ON_GPU:
         yield from (Shape(head_dim, 4, 2, 32, 2), Shape(head_dim, 4, 2, 48, 1, held=True))
         return
@@ -100,7 +109,7 @@ def shapes(head_dim: int) -> Iterator[Shape]:
     for seq in (1024, 2048, 4096, 8192):
         yield Shape(head_dim, 32, 8, seq, 32768 // seq)
     held = [
-        (40, 8, 2560, 6), (24, 24, 1536, 12), (16, 2, 6144, 6), (28, 4, 12288, 1), (48, 48, 2560, 3),
+        (20, 4, 1280, 8), (36, 12, 1792, 6), (56, 8, 3584, 3), (20, 20, 14336, 1), (48, 48, 2560, 3),
         (24, 24, 1280, 3), (40, 8, 5120, 3), (28, 4, 10240, 2), (16, 2, 20480, 1),
     ]  # fmt: skip
     for heads, kv_heads, seq, batch in held[:4]:
@@ -114,9 +123,10 @@ def shapes(head_dim: int) -> Iterator[Shape]:
         yield Shape(head_dim, 32, 32, seq, max(16384 // seq, 1))
     for seq in (1024, 2048, 4096):
         yield Shape(head_dim, 32, 8, seq, max(4096 // seq, 1))
-    # Where a backend that waits for its host and one that does not are near each other, and other counts of heads.
+    # Where backends are near each other, and other counts of heads.
     for heads, kv_heads, seq, batch in (
-        (32, 8, 1536, 2), (32, 32, 1536, 8), (16, 16, 3072, 4), (32, 8, 4096, 2), (32, 8, 6144, 4), (64, 8, 8192, 1),
+        (32, 8, 1536, 2), (32, 8, 1536, 16), (32, 32, 1536, 8), (32, 4, 1536, 16), (32, 8, 12288, 2), (32, 4, 12288, 2),
+        (16, 16, 3072, 4), (32, 8, 4096, 2), (32, 8, 6144, 4), (64, 8, 8192, 1),
     ):  # fmt: skip
         yield Shape(head_dim, heads, kv_heads, seq, batch)
     for heads, kv_heads, seq, batch in held[4:]:
@@ -124,6 +134,9 @@ def shapes(head_dim: int) -> Iterator[Shape]:
     for seq in (1024, 2048, 4096, 8192, 16384):
         yield Shape(head_dim, 32, 8, seq, 16384 // seq, causal=False)
     yield Shape(head_dim, 40, 8, 3072, 3, causal=False, held=True)
+
+
+SHAPE = ("mask", *Row._fields[:6])  # what of a row says what was measured
 
 
 def main() -> None:
@@ -161,7 +174,7 @@ def refused(options: argparse.Namespace) -> str | None:
     log = options.out / "attention.jsonl"
     if options.minutes < 0 or (options.minutes == 0 and not log.exists()):
         return f"--minutes {options.minutes:g} measures nothing, and there are no measurements in --out to report on."
-    if options.install and (not ON_GPU or options.without_fa4):
+    if options.install and (options.without_fa4 or (options.minutes and not ON_GPU)):
         return "--install is for a table of a GPU with FlashAttention-4. Leave it or --without-fa4 out, and see --help."
     if not options.minutes:
         return None
@@ -225,17 +238,51 @@ def identity(line: dict[str, Any]) -> str:
 def keep(folder: Path, *, install: bool, show: bool) -> None:
     """Write the table and the report of what was measured by now."""
     log = folder / "attention.jsonl"
-    machine = [line for line in read(log) if line["part"] == "device"][:1]
+    machine = [line for line in read(log) if line["part"] == "device"][-1:]
     lines = [*machine, *measured(log)]
     if not machine:
         print("nothing was measured: log.txt has the reason", flush=True)
         return
     table = make_table(lines)
-    for place in [folder, *([Path(selection.__file__).parent / "measured"] if install else [])]:
-        (place / f"{table['device'].replace(' ', '_')}.json").write_text(dump(table))
-    (folder / f"{table['device'].replace(' ', '_')}_held_out.json").write_text(dump(held_out(lines, table)))
+    held = held_out(lines, table)
+    name = table["device"].replace(" ", "_")
+    (folder / f"{name}.json").write_text(dump(table))
+    (folder / f"{name}_held_out.json").write_text(dump(held))
+    if install:
+        put(Path(selection.__file__).parent / "measured" / f"{name}.json", table)
+        put(TESTS / f"{name}_held_out.json", held)
     with (folder / "attention.txt").open("w") as file:
         report(lines, table, file, show=show)
+
+
+def put(path: Path, content: dict[str, Any]) -> None:
+    """Write a table where it is read from; rows of the one that is there stay, as far as they go with it."""
+    if path.parent.is_dir():
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(dump(joined(before, content)))
+
+
+def joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return ``after`` with those shapes of ``before`` that it lacks, if both were measured with the same versions."""
+
+    def versions(table: dict[str, Any]) -> dict[str, str]:
+        return {name: number for name, number in table.get("versions", {}).items() if name != "python"}
+
+    if versions(before) != versions(after):
+        return after
+    told = dict(after)
+    for name in ("masked", "rows"):
+        rows = {json.dumps([row.get(part) for part in SHAPE]): row for row in after.get(name, ())}
+        stay = (row for row in before.get(name, ()) if stays(row, before, after))
+        rows = {json.dumps([row.get(part) for part in SHAPE]): row for row in stay} | rows
+        if name in after:
+            told[name] = list(rows.values())
+    return told
+
+
+def stays(row: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Return whether a row's times are the device's also where those of its table could be the host's."""
+    return ("host" in before) == ("host" in after) or min(row["training"].values()) > LONG_MS
 
 
 def run_all(*, seconds: float, folder: Path) -> Iterator[None]:
@@ -300,12 +347,17 @@ def run_part(part: str, *, deadline: float, log: Path) -> None:
         with log.open("a") as file:  # as one piece: other parts write there too
             file.write(portable(json.dumps(line)) + "\n")
 
-    write({"part": "device", **device()})
+    write({"part": "device", **device(), "date": today()})
     for head, measure in missing(part, log):
         if time.monotonic() >= deadline:
             break
         write({"part": "begun", "what": head})
         write({**head, **measure()})
+
+
+def today() -> str:
+    """Return the day."""
+    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
 
 
 def device() -> dict[str, Any]:
@@ -457,10 +509,14 @@ def measure(shape: Shape, among: Sequence[KernelName], **options: Any) -> dict[s
             first[backend] = round(time.monotonic() - begun, 2)
         except Exception as error:  # noqa: BLE001  (a backend that fails is a result)
             trouble[backend] = f"{type(error).__name__}: {error}"[:300]
-    training = rounds({backend: lambda b=backend: train(b) for backend in able})
-    forwards = rounds({backend: lambda b=backend: evaluate(b) for backend in able})
-    queued = {backend: round(queueing(lambda b=backend: train(b)), 5) for backend in able}
-    return {"training": training, "forward": forwards, "host": queued, "first_call_s": first, "trouble": trouble}
+    training: dict[str, Callable[[], None]] = {backend: partial(train, backend) for backend in able}
+    forwards: dict[str, Callable[[], None]] = {backend: partial(evaluate, backend) for backend in able}
+    host = {
+        part: {backend: round(queueing(call), 5) for backend, call in calls.items()}
+        for part, calls in (("training", training), ("forward", forwards))
+    }
+    times = {"training": rounds(training, host["training"]), "forward": rounds(forwards, host["forward"])}
+    return {**times, "host": host, "first_call_s": first, "trouble": trouble}
 
 
 def wait() -> None:
@@ -469,17 +525,19 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def rounds(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
+def rounds(calls: dict[str, Callable[[], None]], host: dict[str, float]) -> dict[str, float]:
     """Return the median milliseconds of each call; they take turns, so that clock and heat are alike."""
     lasts: dict[str, list[float]] = {name: [] for name in calls}
-    repeats = {name: min(max(math.ceil(12 / max(burst(call, 2), 1e-3)), 1), 10) for name, call in calls.items()}
+    repeats = {}
+    for name, call in calls.items():
+        repeats[name] = min(max(math.ceil(12 / max(burst(call, 2, host[name]), 1e-3)), 1), 10)
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            lasts[name].append(burst(call, repeats[name]))
+            lasts[name].append(burst(call, repeats[name], host[name]))
     return {name: round(statistics.median(values), 5) for name, values in lasts.items()}
 
 
-def burst(call: Callable[[], None], repeats: int) -> float:
+def burst(call: Callable[[], None], repeats: int, host: float) -> float:
     """Return the device's milliseconds for one of ``repeats`` calls, all queued behind a sleep."""
     if not ON_GPU:
         begun = time.perf_counter()
@@ -487,7 +545,8 @@ def burst(call: Callable[[], None], repeats: int) -> float:
             call()
         return (time.perf_counter() - begun) / repeats * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(int(2e6 * repeats))  # about a millisecond for each call that the host queues
+    # About two milliseconds, or thrice the least that the host was seen to take, for each call that it queues.
+    torch.cuda._sleep(int(2e6 * repeats * max(2.0, 3 * host)))
     begin.record()
     for _ in range(repeats):
         call()
@@ -496,16 +555,17 @@ def burst(call: Callable[[], None], repeats: int) -> float:
     return begin.elapsed_time(end) / repeats
 
 
-def queueing(call: Callable[[], None], repeats: int = 4) -> float:
-    """Return the milliseconds that the host takes to queue a call, behind a sleep of the device."""
-    if ON_GPU:
-        torch.cuda._sleep(int(2e7))
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    lasted = time.perf_counter() - begun
+def queueing(call: Callable[[], None], repeats: int = 8) -> float:
+    """Return the least milliseconds that the host took to queue a call: what disturbs it only adds."""
+    lasts = []
+    for _ in range(5):
+        wait()
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        lasts.append((time.perf_counter() - begun) / repeats * 1e3)
     wait()
-    return lasted / repeats * 1e3
+    return min(lasts)
 
 
 # --- table and report
@@ -515,8 +575,25 @@ def make_table(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what `auto` reads."""
     machine = next(line for line in lines if line["part"] == "device")
     rows = [row(line) for line in lines if line["part"] == "speed" and not line["held"] and line.get("training")]
-    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    return {**{name: machine[name] for name in ("device", "capability", "versions")}, "date": date, "rows": rows}
+    table = {name: machine[name] for name in ("device", "capability", "versions")}
+    table |= {"date": machine.get("date") or today()}
+    if host := host_of(lines):
+        table["host"] = host
+    return {**table, "rows": rows}
+
+
+def host_of(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what the host takes for a call of each backend: the median over shapes."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for line in lines:
+        if line["part"] == "speed":
+            for part, times in line.get("host", {}).items():
+                for backend, time in times.items() if isinstance(times, dict) else ():
+                    found.setdefault(part, {}).setdefault(backend, []).append(time)
+    return {
+        part: {backend: round(statistics.median(times), 5) for backend, times in every.items()}
+        for part, every in found.items()
+    }
 
 
 def row(line: dict[str, Any]) -> dict[str, Any]:
@@ -529,7 +606,8 @@ def held_out(lines: Sequence[dict[str, Any]], table: dict[str, Any]) -> dict[str
     timed = [line for line in lines if line.get("training")]
     masks = [{**row(line), "mask": line["mask"]} for line in timed if line["part"] == "masked"]
     rows = [row(line) for line in timed if line["part"] == "speed" and line["held"]]
-    return {"device": table["device"], "date": table["date"], "masked": masks, "rows": rows}
+    head = {name: table[name] for name in ("device", "versions", "date", "host") if name in table}
+    return {**head, "masked": masks, "rows": rows}
 
 
 def dump(table: dict[str, Any]) -> str:
@@ -546,12 +624,16 @@ class Regret:
     """By which part what `auto` takes by a table is slower than the best that was measured."""
 
     def __init__(self, table: Table) -> None:
-        self._expected = {part: Expected(table.rows, trains=part == "training") for part in ("training", "forward")}
+        self._expected: dict[str, Expected] = {
+            part: selection.expected_of(table, trains=part == "training") for part in ("training", "forward")
+        }
+        self._host = table.host
         self._regions: dict[tuple[Any, ...], Regions] = {}
 
     def __call__(self, line: dict[str, Any], part: str) -> tuple[str, float]:
-        """Return what is taken for a measured line, and its regret."""
-        times = line[part]
+        """Return what is taken for a measured line, and its regret, the host counted."""
+        host = self._host.get(part, {})
+        times = {name: max(time, host.get(name, 0.0)) for name, time in line[part].items()}
         heads, width = (line["heads"], line["kv_heads"]), (line["head_dim"], line["head_dim"])
         kind = Kind("cuda", torch.bfloat16, *heads, *width, line["causal"], trains=part == "training")
         there = selection.extent(kind, batch=line["batch"], seq=line["seq"], **seen(line))
@@ -598,6 +680,9 @@ def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextI
             write(f"  {backend:10s} {len(errors):3d} cases, largest error {max(errors):.2e}")
     for line in wrong:
         write(f"  NOT {json.dumps(line)}")
+    for part, times in content.get("host", {}).items():
+        told = "  ".join(f"{name} {time * 1e3:.0f}" for name, time in times.items())
+        write(f"host, {part}: microseconds to queue a call: {told}")
     regret = Regret(parse_table(json.loads(json.dumps(content))))
     for part in ("training", "forward"):
         write(f"\n{part}: TFLOP/s by backend; auto's choice and regret (* is held out)")

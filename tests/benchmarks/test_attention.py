@@ -56,6 +56,9 @@ def test_every_part_measures_and_every_backend_is_right(attention, monkeypatch, 
     assert all(time > 0 for line in timed for part in ("training", "forward") for time in line[part].values())
     table = json.loads((tmp_path / "cpu.json").read_text())
     assert len(table["rows"]) == 4, "held out shapes are not in the table"
+    assert {*table["host"]} == {"training", "forward"}
+    assert all({*times} == {"math", "flash"} for times in table["host"].values())
+    assert all(0 < time < 1000 for times in table["host"].values() for time in times.values())
     held = json.loads((tmp_path / "cpu_held_out.json").read_text())
     assert [len(held["rows"]), len(held["masked"])] == [4, 6]
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -142,6 +145,7 @@ def test_a_shape_at_which_a_process_dies_is_tried_last_and_costs_only_itself(att
         (["--minutes", "0"], "there are no measurements"),
         (["--minutes", "-1"], "measures nothing"),
         (["--install"], "is for a table of a GPU"),
+        (["--install", "--without-fa4", "--minutes", "0"], "there are no measurements"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(attention, monkeypatch, tmp_path, words, told):
@@ -178,17 +182,57 @@ def test_a_gpu_without_flash_attention_4_ends_it_unless_asked_to_go_on(attention
     assert attention.fa4_is_wrong([wrong, {**wrong, "ok": True}]) is None
 
 
-def test_what_training_wants_comes_first(attention, monkeypatch):
+def test_what_is_small_comes_first_and_then_what_training_wants(attention, monkeypatch):
     monkeypatch.setattr(attention, "ON_GPU", True)
     assert [parts[0] for parts in attention.TOGETHER][1:3] == ["128", "64"]
     for width in (64, 128, 256):
-        shapes = list(attention.shapes(width))
-        assert [shape.seq for shape in shapes[:4]] == [1024, 2048, 4096, 8192]
-        assert all(shape.batch * shape.seq == 32768 and shape.causal for shape in shapes[:4])
+        shapes = attention.shapes(width)
+        work = [shape.batch * shape.heads * shape.seq**2 * width for shape in shapes]
+        small = sum(one <= attention.SMALL for one in work)
+        assert small >= 8
+        assert max(work[:small]) <= attention.SMALL < min(work[small:])
+        usual = [shape.seq for shape in shapes[small:] if shape[1:3] == (32, 8) and shape.causal]
+        assert usual[:2] in ([2048, 4096], [4096, 8192], [1024, 2048])
         assert len(set(shapes)) == len(shapes)
-        assert {s.seq for s in shapes if s.held} >= {1536, 6144, 12288}
+        assert {s.seq for s in shapes if s.held} >= {1280, 3584, 14336}
         assert any(s.held and s.heads == 8 * s.kv_heads for s in shapes)
         assert any(s.held and not s.causal for s in shapes)
+
+
+def test_what_is_installed_takes_the_place_of_the_same_shapes(attention):
+    def table(seqs, time, **more):
+        shape = {"head_dim": 64, "heads": 4, "kv_heads": 2, "batch": 1, "causal": True}
+        rows = [{**shape, "seq": seq, "forward": {"math": time}, "training": {"math": time}} for seq in seqs]
+        return {
+            "device": "Test",
+            "versions": {"torch": "2.11", "python": "3.12"},
+            "date": "2026-11-22",
+            "rows": rows,
+        } | more
+
+    def told(before, after):
+        found = attention.joined(before, after)
+        return {row["seq"]: row["training"]["math"] for row in found["rows"]}
+
+    old, new = (
+        table([8, 16], 5.0),
+        table([16, 32], 1.0, date="2026-11-23", versions={"torch": "2.11", "python": "3.13"}),
+    )
+    assert told(old, new) == {8: 5.0, 16: 1.0, 32: 1.0}
+    assert attention.joined(old, new)["date"] == "2026-11-23"
+    assert told(table([8, 16], 5.0, versions={"torch": "2.9"}), new) == {16: 1.0, 32: 1.0}, "times of other versions"
+    assert told({}, new) == {16: 1.0, 32: 1.0}
+    # Since the host's time is told apart, what was short before may be the host's.
+    counted = table([16, 32], 1.0, host={"training": {"math": 0.1}})
+    assert told(old, counted) == {8: 5.0, 16: 1.0, 32: 1.0}
+    assert told(table([8], 2.0), counted) == {16: 1.0, 32: 1.0}
+
+
+def test_the_host_of_a_table_is_the_median_over_shapes(attention):
+    host = [{"training": {"math": one, "flash": 2.0}, "forward": {"math": 0.1}} for one in (1.0, 9.0, 3.0)]
+    lines = [{"part": "speed", "host": one} for one in host] + [{"part": "masked", "host": host[1]}]
+    assert attention.host_of(lines) == {"training": {"math": 3.0, "flash": 2.0}, "forward": {"math": 0.1}}
+    assert attention.host_of([{"part": "speed", "host": {"math": 1.0}}]) == {}, "as an older one has it"
 
 
 def test_held_out_shapes_are_fresh(attention, monkeypatch):

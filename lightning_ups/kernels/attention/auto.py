@@ -24,7 +24,7 @@ from lightning_ups.kernels.attention.regions import Range, Regions, find_regions
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName, refusal
 from lightning_ups.kernels.attention.table import Table, tables
 
-__all__ = ["Choice", "Extent", "choose", "decide", "decisions", "extent", "regions", "regions_of"]
+__all__ = ["Choice", "Extent", "choose", "decide", "decisions", "expected_of", "extent", "regions", "regions_of"]
 
 _logger = logging.getLogger(__name__)
 _RULE_HOPPER_ON: tuple[KernelName, ...] = ("cudnn", "fa4", "flash", "flex", "efficient", "math", "reference")
@@ -200,6 +200,11 @@ def regions(kind: Kind) -> Regions:
     return Regions(0, 0, (Range(0, (), (_first(kind, capable),)),))
 
 
+def expected_of(table: Table, *, trains: bool) -> Expected:
+    """Return the times that ``table`` lets expect."""
+    return Expected(table.rows, trains=trains, host=table.host.get("training" if trains else "forward"))
+
+
 def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
     """Return the choices from ``among`` by ``expected`` times."""
     return find_regions(lambda length: expected.line(_point(kind, length, length**2), among=among))
@@ -249,4 +254,4 @@ def _table() -> Table | None:
 @cache
 def _expected(*, trains: bool) -> Expected:
     table = _table()
-    return Expected(table.rows if table else (), trains=trains)
+    return expected_of(table, trains=trains) if table else Expected((), trains=trains)

@@ -2,14 +2,16 @@
 
 A backend's time is its work over its speed, and never less than the time that its host needs. The speed is that of
 the measured shapes nearby, their logarithms weighted by closeness: it hangs on the width of heads, on the length, on
-how many heads and rows keep the device busy, and hardly on how heads share keys. Where the host is what a row's time
-tells of, and not the speed, is seen in the table itself: the same width of heads ran much faster with more to do at
-no greater length. The upper quartile of such times is the host's: a host that has other work too is late rather than
-early. What a measured shape took beside what is expected of it counts for its close neighbours.
+how many heads and rows keep the device busy, and hardly on how heads share keys. What a measured shape took beside
+what is expected of it counts for its close neighbours.
+
+A table that says what the hosts need has the device's times alone. In one that does not, the host is seen where a row's
+time tells of it, and not of the speed: the same width of heads ran much faster with more to do at no greater length.
+The upper quartile of such times is the host's: a host that has other work too is late rather than early.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_ups.kernels.attention.support import BACKENDS, KernelName
@@ -78,12 +80,16 @@ class _Measured(NamedTuple):
 class _Backend:
     """The expected times of one backend."""
 
-    def __init__(self, rows: Sequence[tuple[Point, float]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Point, float]], *, host: float | None) -> None:
         every = [_Measured(_place(point), time, point.work, _waited(point, time, rows)) for point, time in rows]
-        late = sorted(one.time for one in every if one.waited)
-        self.host = late[len(late) * 3 // 4] if len(late) >= _LATE_ROWS else 0.0
+        if host is None:
+            late = sorted(one.time for one in every if one.waited)
+            self.host = late[len(late) * 3 // 4] if len(late) >= _LATE_ROWS else 0.0
+            self.quick = [one for one in every if not self.host or not (one.waited or one.time <= self.host)] or every
+        else:
+            self.host, self.quick = host, every
+            every = [one._replace(time=max(one.time, host)) for one in every]
         self.every = every
-        self.quick = [one for one in every if not self.host or not (one.waited or one.time <= self.host)] or every
         alone = [self._alone(one.place)(one.place.filling, one.work) for one in every]
         # By which factor each took longer than is expected of it, as a logarithm.
         self.beside = [math.log(one.time / time) for one, time in zip(every, alone, strict=True)]
@@ -142,15 +148,16 @@ def _square(one: _Place, other: _Place) -> float:
 class Expected:
     """The expected times of all backends in ``rows``, with gradients (``trains``) or without.
 
-    A row that was measured with gradients only stands for both.
+    A row that was measured with gradients only stands for both. ``host`` has the milliseconds that the host of each
+    backend needs, where they were measured.
     """
 
-    def __init__(self, rows: Sequence[Row], *, trains: bool) -> None:
+    def __init__(self, rows: Sequence[Row], *, trains: bool, host: Mapping[KernelName, float] | None = None) -> None:
         times = [(point_of(row), row.training if trains or not row.forward else row.forward) for row in rows]
         self._backends: dict[KernelName, _Backend] = {}
         for name in BACKENDS:
             if found := [(point, some[name]) for point, some in times if name in some]:
-                self._backends[name] = _Backend(found)
+                self._backends[name] = _Backend(found, host=host.get(name, 0.0) if host else None)
 
     @property
     def host(self) -> dict[KernelName, float]:

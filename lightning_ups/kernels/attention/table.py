@@ -27,13 +27,24 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What was measured on a device."""
+    """What was measured on a device.
+
+    Args:
+        device: Its name.
+        capability: Its compute capability.
+        versions: Of what the times hang on.
+        date: The last day of measuring.
+        rows: The device's milliseconds.
+        host: The milliseconds that the host takes to queue a call, by "training" or "forward" and backend. Where there
+            are none a row's time is the host's, if that was the longer one.
+    """
 
     device: str
     capability: tuple[int, int]
     versions: dict[str, str]
     date: str
     rows: tuple[Row, ...]
+    host: dict[str, dict[KernelName, float]] = {}  # noqa: RUF012  (a NamedTuple's; nobody writes to it)
 
 
 @cache
@@ -48,4 +59,4 @@ def parse_table(content: dict[str, Any]) -> Table:
     """Return the table that a file's content stands for."""
     rows = tuple(Row(**row) for row in content["rows"])
     major, minor = content["capability"]
-    return Table(content["device"], (major, minor), content["versions"], content["date"], rows)
+    return Table(content["device"], (major, minor), content["versions"], content["date"], rows, content.get("host", {}))

@@ -60,6 +60,16 @@ def test_a_backend_that_waits_for_its_host_takes_as_long_for_less_work():
     assert best(rows, point(1024, batch=40)) == "fa4"
 
 
+def test_a_host_that_was_measured_is_the_least_that_a_call_takes():
+    rows = [row(1024, {"cudnn": work / 10, "fa4": work / 20}, batch=work) for work in (1, 2, 4, 8, 64, 128)]
+    expected = Expected(rows, trains=True, host={"cudnn": 0.2, "fa4": 0.5})
+    assert expected.host == {"cudnn": 0.2, "fa4": 0.5}
+    for batch, wanted in ((1, (0.2, 0.5)), (4, (0.4, 0.5)), (64, (6.4, 3.2)), (20, (2.0, 1.0))):
+        found = expected.milliseconds(point(1024, batch=batch))
+        assert (found["cudnn"], found["fa4"]) == pytest.approx(wanted, rel=0.05)
+    assert best(rows, point(1024, batch=1)) == "fa4", "by the device alone"
+
+
 def test_the_nearest_width_decides():
     rows = (row(4096, {"cudnn": 1.0, "fa4": 2.0}, dim=64), row(4096, {"cudnn": 2.0, "fa4": 1.0}, dim=128))
     assert best(rows, point(4096, dim=72)) == "cudnn"

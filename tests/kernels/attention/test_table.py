@@ -7,6 +7,9 @@ def test_a_file_says_what_was_measured():
     content = {"device": "Test GPU", "capability": [9, 0], "versions": {"torch": "2"}, "date": "2026-11-22"}
     table = parse_table({**content, "rows": [{**row, **times}]})
     assert (table.device, table.capability, table.date) == ("Test GPU", (9, 0), "2026-11-22")
+    assert table.host == {}
+    host = {"training": {"math": 0.1}, "forward": {"math": 0.02}}
+    assert parse_table({**content, "host": host, "rows": []}).host == host
     assert table.rows == (Row(64, 4, 2, 8, 1, True, {"math": 1.0}, {"math": 3.0}),)
 
 
