@@ -94,7 +94,12 @@ class Shape(NamedTuple):
 
 def shapes(head_dim: int) -> list[Shape]:
     """Return what is timed for one width of heads: what is small, usual training, shapes held out, and the rest."""
-    return sorted(_shapes(head_dim), key=lambda shape: shape.batch * shape.heads * shape.seq**2 * head_dim > SMALL)
+    return sorted(_shapes(head_dim), key=lambda shape: not small(shape))
+
+
+def small(shape: Shape) -> bool:
+    """Return whether the host matters."""
+    return shape.batch * shape.heads * shape.seq**2 * shape.head_dim <= SMALL
 
 
 def _shapes(head_dim: int) -> Iterator[Shape]:
@@ -511,11 +516,14 @@ def measure(shape: Shape, among: Sequence[KernelName], **options: Any) -> dict[s
             trouble[backend] = f"{type(error).__name__}: {error}"[:300]
     training: dict[str, Callable[[], None]] = {backend: partial(train, backend) for backend in able}
     forwards: dict[str, Callable[[], None]] = {backend: partial(evaluate, backend) for backend in able}
-    host = {
-        part: {backend: round(queueing(call), 5) for backend, call in calls.items()}
-        for part, calls in (("training", training), ("forward", forwards))
+    host: dict[str, dict[str, float]] = {}
+    if small(shape):
+        host["training"] = {backend: round(queueing(call), 5) for backend, call in training.items()}
+        host["forward"] = {backend: round(queueing(call), 5) for backend, call in forwards.items()}
+    times = {
+        "training": rounds(training, host.get("training", {})),
+        "forward": rounds(forwards, host.get("forward", {})),
     }
-    times = {"training": rounds(training, host["training"]), "forward": rounds(forwards, host["forward"])}
     return {**times, "host": host, "first_call_s": first, "trouble": trouble}
 
 
@@ -528,12 +536,11 @@ def wait() -> None:
 def rounds(calls: dict[str, Callable[[], None]], host: dict[str, float]) -> dict[str, float]:
     """Return the median milliseconds of each call; they take turns, so that clock and heat are alike."""
     lasts: dict[str, list[float]] = {name: [] for name in calls}
-    repeats = {}
-    for name, call in calls.items():
-        repeats[name] = min(max(math.ceil(12 / max(burst(call, 2, host[name]), 1e-3)), 1), 10)
+    queued = {name: partial(burst, call, host=host.get(name, 1.0)) for name, call in calls.items()}
+    repeats = {name: min(max(math.ceil(12 / max(last(2), 1e-3)), 1), 10) for name, last in queued.items()}
     for _ in range(ROUNDS):
-        for name, call in calls.items():
-            lasts[name].append(burst(call, repeats[name], host[name]))
+        for name, last in queued.items():
+            lasts[name].append(last(repeats[name]))
     return {name: round(statistics.median(values), 5) for name, values in lasts.items()}
 
 

@@ -228,6 +228,19 @@ def test_what_is_installed_takes_the_place_of_the_same_shapes(attention):
     assert told(table([8], 2.0), counted) == {16: 1.0, 32: 1.0}
 
 
+def test_the_host_is_timed_where_it_matters(attention, monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "queueing", lambda call: calls.append(call) or 0.25)
+    told = {"training": {"math": 0.25}, "forward": {"math": 0.25}}
+    assert attention.measure(attention.Shape(32, 4, 2, 32, 2), ["math"])["host"] == told
+    assert len(calls) == 2
+    monkeypatch.setattr(attention, "SMALL", 0)
+    found = attention.measure(attention.Shape(32, 4, 2, 32, 2), ["math"])
+    assert found["host"] == {}
+    assert found["training"]["math"] > 0
+    assert len(calls) == 2
+
+
 def test_the_host_of_a_table_is_the_median_over_shapes(attention):
     host = [{"training": {"math": one, "flash": 2.0}, "forward": {"math": 0.1}} for one in (1.0, 9.0, 3.0)]
     lines = [{"part": "speed", "host": one} for one in host] + [{"part": "masked", "host": host[1]}]
