@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lightning_ups._compat import attention
 from lightning_ups.kernels.attention import support
 from lightning_ups.kernels.attention.kind import Kind
 from lightning_ups.kernels.attention.support import BACKENDS, check, refusal
@@ -19,6 +20,15 @@ def on(monkeypatch):
         monkeypatch.setattr(support, "_torch_refuses", lambda *_: torch_says)
 
     return pretend
+
+
+@pytest.fixture
+def without_fa4(monkeypatch):
+    """Hide FlashAttention-4, which the machine may have."""
+    monkeypatch.setattr(attention, "_FA4", "flash-attn-4>=99")
+    attention.load_fa4.cache_clear()
+    yield
+    attention.load_fa4.cache_clear()
 
 
 def able(kind):
@@ -93,6 +103,7 @@ def test_the_error_says_what_why_and_the_cure():
         check("fa4", CPU)
 
 
+@pytest.mark.usefixtures("without_fa4")
 def test_a_missing_package_is_named_with_its_extra(on, monkeypatch):
     on(9)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-ups\[flash\]'"):
@@ -104,6 +115,7 @@ def test_a_missing_package_is_named_with_its_extra(on, monkeypatch):
     assert "fa4" not in on
 
 
+@pytest.mark.usefixtures("without_fa4")
 def test_auto_leaves_out_what_is_not_installed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(support, "_torch_refuses", lambda *_: None)
