@@ -27,6 +27,7 @@ from processes import Interrupted, finished, portable, result_of
 
 __all__ = ["add_to", "earlier", "environment", "keep", "left_on_device", "main", "prepare", "unloadable", "unmet_gpus"]
 
+SETTINGS = ("UPS_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TRITON_", "NVTE_")  # variables that change what is measured
 PACKAGES = (
     "torch",
     "lightning",
@@ -167,7 +168,7 @@ def environment() -> str:
     import torch
 
     words = ["python", *sys.orig_argv[1:]]
-    settings = [f"{name}={_anywhere(value)}" for name, value in sorted(os.environ.items()) if name.startswith("UPS_")]
+    settings = [f"{name}={_anywhere(value)}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)]
     lines = [f"command: {' '.join([*map(shlex.quote, settings), shlex.join(map(_anywhere, words))])}"]
     lines += [time.strftime("begun: %Y-%m-%d %H:%M:%S UTC", time.gmtime()), f"python {platform.python_version()}"]
     for package in PACKAGES:

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,3 +175,23 @@ def test_parts_come_in_an_order_in_which_each_finds_its_own():
     names = ["adv", "cnn", "engines_precompiled", "graph", "ops"]
     parts = sorted((Path(f"libcudnn_{name}.so.9") for name in names), key=cudnn._rank)
     assert [part.name.split("_", 1)[1] for part in parts[:3]] == ["graph.so.9", "ops.so.9", "adv.so.9"]
+
+
+ENGINE = """
+from lightning_ups._compat.te import engine
+engine()  # says if another cuDNN is there
+import torch
+image = torch.randn(1, 3, 8, 8, device="cuda", requires_grad=True)
+torch.nn.Conv2d(3, 4, 3).cuda()(image).sum().backward()
+assert image.grad.abs().sum() > 0
+print(torch.backends.cudnn.version())
+"""
+
+
+@pytest.mark.gpu(capability=(9, 0))
+def test_torch_convolves_beside_transformer_engine():
+    if find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
+    done = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Jax" not in done.stderr

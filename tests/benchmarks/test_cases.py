@@ -149,6 +149,14 @@ def test_a_cudnn_that_does_not_fit_is_written_down(import_benchmark, monkeypatch
     assert cases.environment().endswith(", cudnn 91900\n")
 
 
+def test_settings_of_the_compiler_are_written_down(import_benchmark, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/home/somebody/cache")
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    first = import_benchmark("cases").environment().splitlines()[0]
+    assert "TORCHINDUCTOR_CACHE_DIR=cache " in first
+    assert "secret" not in first
+
+
 def test_a_package_that_breaks_as_it_is_imported_is_told(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(str(tmp_path))
