@@ -1,5 +1,6 @@
 """Rehearsing a step of training on fake tensors: what it would take of a GPU's memory, when, and for what."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Play:
         microbatches: How many batches an optimizer step has.
         gradients: Whether the optimizers find gradients that no backward has made.
         parts: The submodules by which parameters are counted, by name. None: ``blocks``.
+        apart: The names of those parts that are gathered by themselves only if they are called once.
     """
 
     module: nn.Module
@@ -48,6 +50,7 @@ class Play:
     microbatches: int = 1
     gradients: bool = False
     parts: Mapping[str, nn.Module] | None = None
+    apart: frozenset[str] = frozenset()
 
     @property
     def counted(self) -> Mapping[str, nn.Module]:
@@ -67,6 +70,7 @@ class Step:
         elements: The parameters of each block; under the empty name those of no block.
         trained: Those of them that are trained.
         largest: The largest parameter.
+        kept: The names among ``elements`` of what is no block: whole from its forward to its backward.
     """
 
     peaks: Mapping[Phase, Moment]
@@ -76,6 +80,7 @@ class Step:
     elements: Mapping[str, int]
     trained: Mapping[str, int]
     largest: int
+    kept: frozenset[str] = frozenset()
 
     @property
     def peak(self) -> Moment:
@@ -88,14 +93,16 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
     with ExitStack() as stack:
         stack.enter_context(play.mode)
         stack.enter_context(_followed(play.blocks, ledger))
+        calls = stack.enter_context(_counted(play))
         stack.enter_context(ledger)
         optimizers = _set_up(play, ledger)
-        stack.enter_context(_gradients_claimed(play, ledger))
+        stack.enter_context(_gradients_claimed(play, ledger, calls))
         fixed = ledger.now()
         ledger.forget_peaks()
         saved = Moment()
         with as_on_cuda():  # in backward too, where blocks are recomputed
             for index in range(play.microbatches):
+                calls.clear()
                 saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
         if play.gradients:
             _make_gradients(play, ledger)
@@ -103,19 +110,21 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
         for optimizer in optimizers:
             play.before_step(optimizer)
             optimizer.step()
+    parts = _parts(play, calls)
     return Step(
         peaks={phase: moment for phase, moment in ledger.peaks.items() if phase != "setup"},
         fixed=fixed,
         loose={key: moment for key, moment in ledger.loose.items() if key[0] in ("forward", "backward")},
         saved=saved,
-        elements=_elements(play, trained=False),
-        trained=_elements(play, trained=True),
+        elements=_elements(play, parts, trained=False),
+        trained=_elements(play, parts, trained=True),
         largest=max((p.numel() for p in play.module.parameters()), default=0),
+        kept=play.apart & parts.keys(),
     )
 
 
 def _set_up(play: Play, ledger: Ledger) -> list[Optimizer]:
-    for parameter, owner in _owners(play).items():
+    for parameter, owner in _owners(play, play.counted).items():
         ledger.claim([parameter], "parameters", owner)
     ledger.claim(play.module.buffers(), "buffers")
     ledger.claim(play.masters, "master weights")
@@ -181,12 +190,29 @@ def _followed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[None]
 
 
 @contextmanager
-def _gradients_claimed(play: Play, ledger: Ledger) -> Iterator[None]:
+def _counted(play: Play) -> Iterator[Counter[str]]:
+    """Count the calls, in forward, of what is a part only if it is called once."""
+    calls: Counter[str] = Counter()
+    with ExitStack() as undo:
+        for name in play.apart:
+            hook = play.counted[name].register_forward_hook(lambda *_, name=name: calls.update((name,)))
+            undo.callback(hook.remove)
+        yield calls
+
+
+def _parts(play: Play, calls: Counter[str]) -> Mapping[str, nn.Module]:
+    return {name: part for name, part in play.counted.items() if name not in play.apart or calls[name] == 1}
+
+
+@contextmanager
+def _gradients_claimed(play: Play, ledger: Ledger, calls: Counter[str]) -> Iterator[None]:
     def claim(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            ledger.claim([parameter.grad], "gradients", owners.get(parameter, ""))
+            owner = owners.get(parameter, "")
+            together = owner in play.apart and calls[owner] != 1
+            ledger.claim([parameter.grad], "gradients", "" if together else owner)
 
-    owners: dict[Any, str] = _owners(play)
+    owners: dict[Any, str] = _owners(play, play.counted)
     with ExitStack() as undo:
         for parameter in owners:
             if parameter.requires_grad:
@@ -194,9 +220,9 @@ def _gradients_claimed(play: Play, ledger: Ledger) -> Iterator[None]:
         yield
 
 
-def _owners(play: Play) -> dict[nn.Parameter, str]:
+def _owners(play: Play, parts: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
     owners: dict[nn.Parameter, str] = {}
-    for name, block in play.counted.items():
+    for name, block in parts.items():
         for parameter in block.parameters():
             owners.setdefault(parameter, name)
     for parameter in play.module.parameters():
@@ -204,9 +230,9 @@ def _owners(play: Play) -> dict[nn.Parameter, str]:
     return owners
 
 
-def _elements(play: Play, *, trained: bool) -> dict[str, int]:
-    sums = {"": 0, **dict.fromkeys(play.counted, 0)}
-    for parameter, owner in _owners(play).items():
+def _elements(play: Play, parts: Mapping[str, nn.Module], *, trained: bool) -> dict[str, int]:
+    sums = {"": 0, **dict.fromkeys(parts, 0)}
+    for parameter, owner in _owners(play, parts).items():
         if parameter.requires_grad or not trained:
             sums[owner] += parameter.numel()
     return sums

@@ -1,6 +1,7 @@
 """A rehearsed step against arithmetic by hand, and against peaks that an H200 had."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_gradients_come_as_backward_goes():
     assert step.loose["backward", "3"].by_owner("gradients").keys() == {"5", "4"}
 
 
+@pytest.mark.parametrize(("calls", "counted"), [(1, {"": 0, "0": N, "1": N, "2": N}), (2, {"": N, "0": N, "1": N})])
+def test_what_is_apart_counts_by_itself_if_it_is_called_once(calls, counted):
+    plain = played(microbatches=2)
+
+    def loss():
+        x = plain.batch
+        for name in ("0", "1", *["2"] * calls):
+            x = plain.blocks[name](x)
+        return x.sum()
+
+    blocks = {name: plain.blocks[name] for name in "01"}
+    step = rehearse(replace(plain, loss=loss, blocks=blocks, parts=plain.blocks, apart=frozenset("2")), ledger=Ledger())
+    assert step.elements == step.trained == counted
+    assert step.kept == ({"2"} if calls == 1 else set())
+    gradients = step.peaks["optimizer"].by_owner("gradients")
+    assert gradients == {owner: 4 * size for owner, size in counted.items() if size}
+    assert {place for _, place in step.loose} == {"", "0", "1"}  # it is no block
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "state"),
     [
@@ -88,8 +108,8 @@ def test_no_hook_stays():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in play.module.modules())
 
 
-# Against an H200: peaks kept by the benchmark of Compile and ActivationCheckpoint. Half of these cases were not looked
-# at before the accounting was as it is now: `TUNED` names the others.
+# Against peaks that benchmarks kept, of one H200, two and four. Most of these cases were not looked at before the
+# accounting was as it is now: `TUNED` names the others.
 
 
 @pytest.fixture
@@ -102,7 +122,16 @@ def plan(monkeypatch):
         sys.modules.pop(name, None)
 
 
-QUICK = ("eager", "eager + nothing", "eager + matmuls", "compile + matmuls")
+QUICK = (
+    "eager",
+    "eager + nothing",
+    "eager + matmuls",
+    "compile + matmuls",
+    "fsdp2 1B ours, 2 GPUs, batch 2",
+    "fsdp2 1B ours, gradients, 2 GPUs, batch 2",
+    "1B, 2 GPUs, FSDP2, eager",
+    "llama 8B",
+)
 SLOW = (
     "compile",
     "compile + nothing",
@@ -110,13 +139,19 @@ SLOW = (
     "compile + nothing, every 2nd",
     "compile + budget 0.5",
     "compile model",
+    "fsdp2 1B ours, 1 GPU, batch 4",
+    "1B, 2 GPUs, SimpleFSDP",
+    "llama 1B-8",
+    "llama 1B-4-float8",
+    "llama 1B-8-float8",
+    "llama 8B-float8",
 )
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_against_measured_peaks(plan, name):
     config, measured = plan.recorded()[name]
-    assert plan.planned(config)["planned_gib"] == pytest.approx(measured, rel=0.03)
+    assert plan.planned(config)["planned_gib"] == pytest.approx(measured, rel=0.05 if "float8" in name else 0.03)
 
 
 def test_every_recorded_case_is_tested(plan):
