@@ -111,9 +111,7 @@ def test_windows_and_documents_are_told_by_the_pairs_that_are_seen(h200, trains)
         if chosen in times:  # cuDNN was not timed beside these; it takes the plain causal ones
             worst[mask, measured["head_dim"]] = times[chosen] / min(times.values()) - 1
     assert len(worst) >= 4
-    # FlashAttention-4 waits for its host at one: flash takes 1.63 ms, it 1.69.
-    assert {mask for mask, part in worst.items() if part > 0.03} <= {("documents of 1111", 64)}
-    assert max(worst.values()) < 0.042
+    assert max(worst.values()) < 0.03
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "forward"])
