@@ -5,6 +5,7 @@ Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _chunk_with_empty
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,7 @@ __all__ = [
     "held_parameters",
     "initialise",
     "move_own_tensors",
+    "putting_together",
     "rehome",
     "settle",
     "sharding_policy",
@@ -205,6 +208,37 @@ def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tenso
             for held in group.fsdp_params:
                 gathered = getattr(held, "_unsharded_param", None)
                 yield state._modules[0], held.sharded_param, gathered, held._param_fqn or "", held
+
+
+_PUTTING: list[Callable[[list[Tensor], Tensor, int], bool]] = []
+
+
+@contextmanager
+def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterator[None]:
+    """Let ``by`` put the gradients of a group together for their reduction while the context is open.
+
+    It is given the gradients, the memory for them, and the number of ranks; where it returns False, and has written
+    nothing, torch does it.
+    """
+    _PUTTING.append(by)
+    if not isinstance(_fsdp_collectives.foreach_reduce_scatter_copy_in, _Asks):
+        _fsdp_collectives.foreach_reduce_scatter_copy_in = _Asks(_fsdp_collectives.foreach_reduce_scatter_copy_in)
+    try:
+        yield
+    finally:
+        _PUTTING.remove(by)
+        asks = _fsdp_collectives.foreach_reduce_scatter_copy_in
+        if not _PUTTING and isinstance(asks, _Asks):
+            _fsdp_collectives.foreach_reduce_scatter_copy_in = asks.before
+
+
+class _Asks:
+    def __init__(self, before: Callable[..., None]) -> None:
+        self.before = before
+
+    def __call__(self, unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+        if not (_PUTTING and _PUTTING[-1](unsharded_grads, reduce_scatter_input, world_size)):
+            self.before(unsharded_grads, reduce_scatter_input, world_size)
 
 
 def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:

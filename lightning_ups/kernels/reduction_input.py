@@ -1,0 +1,104 @@
+"""What a reduce-scatter reads: the gradients of a group, each cut into a part for every rank, in the reduction's type.
+
+torch puts them together at less than half of what memory allows, while nothing else runs. One kernel for each gradient,
+which reads and writes whole vectors, takes the time that the bytes take.
+"""
+# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
+# pyright: reportInvalidTypeForm=false
+
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ups._compat.optional import has, require
+
+__all__ = ["put_together", "reference"]
+
+CHUNK, BLOCK, WARPS = 16384, 4096, 8
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+LEAST = 2**20  # elements in all: below, torch's one kernel for all of them takes less of the host's time
+
+# Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.
+tl: Any = SimpleNamespace(constexpr="constexpr")
+
+
+def reference(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
+    """Write what `put_together` writes, tensor by tensor: the specification.
+
+    Args:
+        gradients: Contiguous, with a first dimension that ``world_size`` divides.
+        out: As many elements as all of them, rank after rank.
+        world_size: How many ranks.
+    """
+    rows, start = out.view(world_size, -1), 0
+    for gradient in gradients:
+        part = gradient.numel() // world_size
+        rows[:, start : start + part].copy_(gradient.reshape(world_size, part))
+        start += part
+
+
+def put_together(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> bool:
+    """Write ``gradients`` into ``out`` as a reduction over ``world_size`` ranks reads them, or return that it cannot.
+
+    It can where all are contiguous on a GPU with Triton, and even parts of whole rows fall to each rank.
+    """
+    if not _can(gradients, out, world_size):
+        return False
+    launch(gradients, out, world_size)
+    return True
+
+
+def _can(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> bool:
+    tensors = (*gradients, out)
+    return (
+        out.numel() >= LEAST
+        and all(_is_plain(tensor) for tensor in tensors)
+        and all(gradient.shape[0] % world_size == 0 for gradient in gradients)
+        and out.numel() == sum(gradient.numel() for gradient in gradients)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    on_gpu = tensor.device.type == "cuda" and has("triton")
+    return on_gpu and type(tensor) is Tensor and tensor.dtype in TYPES and tensor.dim() > 0 and tensor.is_contiguous()
+
+
+def launch(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
+    """Do what ``reference`` does, by one kernel for each gradient."""
+    rows, start = out.view(world_size, -1), 0
+    for gradient in gradients:
+        part = gradient.numel() // world_size
+        if part:
+            target = rows[:, start : start + part]
+            grid = (-(-part // CHUNK), world_size)
+            _kernel()[grid](gradient, target, part, rows.stride(0), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS)
+        start += part
+
+
+@cache
+def _kernel() -> Any:
+    triton = require("triton", requirement="triton", extra="all", feature="Putting gradients together")
+    globals()["tl"] = triton.language
+    return triton.jit(part_kernel)
+
+
+def part_kernel(
+    source,
+    target,
+    part,
+    stride,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rank = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0).to(tl.int64) * CHUNK
+    source += rank * part
+    target += rank * stride
+    for offset in range(0, CHUNK, BLOCK):
+        at = start + offset + tl.arange(0, BLOCK)
+        inside = at < part
+        tl.store(target + at, tl.load(source + at, mask=inside).to(target.dtype.element_ty), mask=inside)
