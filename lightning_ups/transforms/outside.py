@@ -43,9 +43,9 @@ class OutsideReads(TorchFunctionMode):
 
     Inside blocks it looks away, so that compiled code does not see it. Every rank must read alike.
 
-    What is a group of its own only because it is large is its root's else. Whatever of it the root reads, such as the
-    weight of a head for a loss in chunks, the root gathers from then on, with the rest of what it holds. So it does if
-    the root calls it more than once, since it would be reduced, and gathered, as often.
+    What is a group only because it is large would be its root's else. Whatever of it the root reads, such as the weight
+    of a head for a loss in chunks, the root gathers from then on, with the rest of what it holds. So it does if it is
+    called more than once before a backward, which would reduce and gather it as often.
 
     Args:
         root: The sharded model, within a step.
@@ -64,7 +64,7 @@ class OutsideReads(TorchFunctionMode):
         self.rejoined: list[str] = []
         self.translates = False
         self._root = root
-        self._homes: dict[Tensor, tuple[nn.Module, str, Any]] = {}
+        self._homes: dict[Tensor, tuple[Any, str, Any]] = {}
         self._running: list[nn.Module] = []
         self._apart = apart or {}
         self._called: set[nn.Module] = set()  # of those, since the last backward
@@ -207,7 +207,7 @@ class OutsideReads(TorchFunctionMode):
         def enter(*_: Any) -> None:
             if self._paused:
                 return
-            if module in self._apart:
+            if module in self._apart and torch.is_grad_enabled():  # an evaluation reduces nothing
                 self._count_call(module)
             self._running.append(module)
             if not inside:
