@@ -1,6 +1,7 @@
 """Float8 beside bfloat16 on one GPU: speed, losses, and what the advisor predicts against what is measured.
 
     python benchmarks/float8.py --set speed --output OUT          # the 1.5 B GPT, each precision, 30 steps
+    python benchmarks/float8.py --set compiler --output OUT       # tensorwise, by other settings of inductor
     python benchmarks/float8.py --set losses --output OUT         # 300 steps on the standard library: bf16's band
     python benchmarks/float8.py --set recipes --output OUT        # the same by each recipe of torchao
     python benchmarks/float8.py --set recipes-te --output OUT     # and of Transformer Engine
@@ -24,6 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,8 +38,10 @@ FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ENGINE = ("delayed", "current", "block")
 MODELS = ("1B", "150M", "vit", "mixed")
 SEEDS = (0, 1, 2)
+SETTINGS = {"tuned": "tuned_blocks", "combined": "combined_kernels"}  # of lightning_ups._compat.inductor
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
-    "speed": lambda name: name.startswith("speed"),
+    "speed": lambda name: name.startswith("speed") and not name.endswith(tuple(SETTINGS)),
+    "compiler": lambda name: name.startswith("speed") and name.endswith(tuple(SETTINGS)),
     "losses": lambda name: name.startswith("losses bf16"),
     "recipes": lambda name: name.startswith("losses") and not name.startswith(("losses bf16", "losses te ")),
     "recipes-te": lambda name: name.startswith("losses te "),
@@ -80,6 +84,8 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
     cases: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in ("bf16", *FLOAT8, *engine):
         cases[f"speed {name}"] = partial(speed, name, tiny=tiny)
+    for setting in SETTINGS:
+        cases[f"speed tensorwise {setting}"] = partial(speed, "tensorwise", setting=setting, tiny=tiny)
     for seed in SEEDS:
         cases[f"losses bf16 seed {seed}"] = partial(losses, "bf16", seed=seed, tiny=tiny)
     for name in (*FLOAT8, *engine):
@@ -218,11 +224,14 @@ def precision(name: str, *, tiny: bool) -> Any:
     return Float8Precision(recipe=name, emulate=tiny)  # type: ignore[arg-type]
 
 
-def speed(name: str, *, tiny: bool) -> dict[str, Any]:
+def speed(name: str, *, tiny: bool, setting: str | None = None) -> dict[str, Any]:
     """Return tokens a second and peak memory of the 1.5 B GPT, of 30 steps of which the first ten do not count."""
+    from lightning_ups._compat import inductor
+
     steps, seq, batch = (6, 32, 2) if tiny else (30, 4096, 4)
     module, data = gpt("tiny" if tiny else "1B", seq=seq, batch=batch)
-    found = _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny)
+    with nullcontext() if setting is None else getattr(inductor, SETTINGS[setting])():
+        found = _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny)
     return found | {"tokens_per_s": round(1000 * seq * batch / found["step_ms"], 1)}
 
 

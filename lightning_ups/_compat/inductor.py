@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["eager_precision_casts", "eager_random_numbers"]
+__all__ = ["combined_kernels", "eager_precision_casts", "eager_random_numbers", "tuned_blocks"]
+
+
+@contextmanager
+def combined_kernels() -> Iterator[None]:
+    """Let small kernels that do not wait for one another, such as maxima of weights, be launched as one."""
+    with _set("combo_kernels"):
+        yield
 
 
 @contextmanager
@@ -21,6 +28,13 @@ def eager_precision_casts() -> Iterator[None]:
 def eager_random_numbers() -> Iterator[None]:
     """Let compiled code draw the random numbers that eager code would."""
     with _set("fallback_random"):
+        yield
+
+
+@contextmanager
+def tuned_blocks() -> Iterator[None]:
+    """Let compiled code try more sizes of the blocks in which a kernel goes through its data, which takes minutes."""
+    with _set("coordinate_descent_tuning"):
         yield
 
 

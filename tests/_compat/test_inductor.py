@@ -3,7 +3,12 @@ from threading import Thread
 import pytest
 from torch._inductor import config  # noqa: TID251
 
-from lightning_ups._compat.inductor import eager_precision_casts, eager_random_numbers
+from lightning_ups._compat.inductor import (
+    combined_kernels,
+    eager_precision_casts,
+    eager_random_numbers,
+    tuned_blocks,
+)
 
 
 def seen_by_another_thread(name):
@@ -16,7 +21,12 @@ def seen_by_another_thread(name):
 
 @pytest.mark.parametrize(
     ("context", "name"),
-    [(eager_precision_casts, "emulate_precision_casts"), (eager_random_numbers, "fallback_random")],
+    [
+        (combined_kernels, "combo_kernels"),
+        (eager_precision_casts, "emulate_precision_casts"),
+        (eager_random_numbers, "fallback_random"),
+        (tuned_blocks, "coordinate_descent_tuning"),
+    ],
 )
 def test_it_holds_in_every_thread_and_ends(context, name):
     assert not getattr(config, name)

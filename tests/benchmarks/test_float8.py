@@ -32,7 +32,13 @@ def test_every_set_has_its_configurations(float8, tmp_path):
     assert len([name for name in names if name.startswith("measure")]) == 12
     parts = [sum(holds(name) for holds in float8.SETS.values()) for name in names]
     assert parts == [1] * len(names), "each belongs to one set"
-    assert [name for name in names if float8.SETS["recipes"](name)] == [f"losses {name} seed 0" for name in float8.FLOAT8]
+    assert [name for name in names if float8.SETS["compiler"](name)] == [
+        "speed tensorwise tuned",
+        "speed tensorwise combined",
+    ]
+    assert [name for name in names if float8.SETS["recipes"](name)] == [
+        f"losses {name} seed 0" for name in float8.FLOAT8
+    ]
 
 
 def test_what_compiles_beside_a_precision_is_allowed_there(float8):
@@ -42,6 +48,23 @@ def test_what_compiles_beside_a_precision_is_allowed_there(float8):
     assert [c.scope for c in float8._compiled(TEPrecision(recipe="current"), compiled=True)] == ["blocks"]
     assert float8._compiled(TEPrecision(recipe="delayed"), compiled=True) == []
     assert float8._compiled(BF16Precision(), compiled=False) == []
+
+
+@pytest.mark.parametrize("setting", ["tuned", "combined"])
+def test_a_setting_of_the_compiler_holds_while_it_runs(float8, monkeypatch, setting):
+    from torch._inductor import config  # noqa: TID251
+
+    names = ("coordinate_descent_tuning", "combo_kernels")
+    seen = []
+
+    def fit(*_, **__):
+        seen.append([getattr(config, name) for name in names])
+        return {"step_ms": 1.0}
+
+    monkeypatch.setattr(float8, "_fit", fit)
+    float8.speed("tensorwise", tiny=True, setting=setting)
+    float8.speed("tensorwise", tiny=True)
+    assert seen == [[setting == "tuned", setting == "combined"], [False, False]]
 
 
 def test_what_is_finished_is_kept_when_a_run_is_cut_off(float8, tmp_path, monkeypatch, capsys):
