@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_ups._compat.autograd import hidden_from_dynamo
 
-__all__ = ["define_operator"]
+__all__ = ["define_operator", "seen_by_nothing"]
 
 _LIBRARY = torch.library.Library("lightning_ups", "FRAGMENT")
 
@@ -45,6 +46,21 @@ def define_operator(
     _LIBRARY.impl(name, hidden_from_dynamo(_recorded(operator, keep, differentiate)), "Autograd", with_keyset=True)
     torch.library.register_fake(f"lightning_ups::{name}", fake, lib=_LIBRARY)
     return operator
+
+
+def seen_by_nothing(*tensors: Tensor | None) -> bool:
+    """Return whether an operator on ``tensors`` would only run its kernel: no gradient, mode, trace or profile sees it.
+
+    Then a gradient may call the kernel itself. Autograd's thread has slept and comes to everything cold, so that a
+    dispatcher and four functions of Python cost there several times what they cost elsewhere.
+    """
+    return (
+        all(tensor is None or (type(tensor) is Tensor and not tensor.is_meta) for tensor in tensors)
+        and not torch.is_grad_enabled()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.autograd._profiler_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def _recorded(

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.custom_ops import define_operator
+from lightning_ups._compat.custom_ops import define_operator, seen_by_nothing
 
 SEEN = []
 
@@ -104,6 +104,31 @@ def test_a_gradient_of_what_has_none_is_refused():
     (grad,) = torch.autograd.grad(product(x, other, factor)[0].square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"tests_gradient.* Leave create_graph=True out"):
         grad.sum().backward()
+
+
+class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_sees_an_operator_is_known():
+    x = torch.randn(3)
+    assert not seen_by_nothing(x), "a gradient may be asked for"
+    with torch.no_grad():
+        assert seen_by_nothing(x, None, x)
+        assert not seen_by_nothing(x, x.to("meta"))
+        assert not seen_by_nothing(torch.nn.Parameter(x), x)
+        with torch._subclasses.FakeTensorMode() as mode:
+            assert not seen_by_nothing(x)
+        assert not seen_by_nothing(mode.from_tensor(x))
+        with Watched():
+            assert not seen_by_nothing(x)
+        with torch.profiler.profile():
+            assert not seen_by_nothing(x)
+        found = []
+        torch.func.vmap(lambda row: found.append(seen_by_nothing(row)) or row)(x)
+        assert found == [False]
+        assert seen_by_nothing(x)
 
 
 def test_a_call_takes_less_time_than_torchs_own():

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_ups._compat.custom_ops import define_operator
+from lightning_ups._compat.autograd import hidden_from_dynamo
+from lightning_ups._compat.custom_ops import define_operator, seen_by_nothing
 from lightning_ups._compat.ops import register_costly_op
 from lightning_ups.kernels.attention import eager, fa3, fa4
 from lightning_ups.kernels.attention.request import Request, attended_pairs
@@ -105,9 +106,11 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
     if grad is None:
         return None, None, None, *nothing
     q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
-    return *attention_backward(grad, q, k, v, out, lse, cu_seqlens, *ctx.request), *nothing
+    backward = _unseen_backward if seen_by_nothing(grad, q, k, v, out, lse, cu_seqlens) else attention_backward
+    return *backward(grad, q, k, v, out, lse, cu_seqlens, *ctx.request), *nothing
 
 
+_unseen_backward = hidden_from_dynamo(_backward)
 attention_backward = define_operator(_backward, name="attention_backward", fake=_empty_backward)
 attention_forward = define_operator(
     _forward, name="attention_forward", fake=_empty_forward, keep=_keep, differentiate=_differentiate

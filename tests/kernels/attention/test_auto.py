@@ -78,7 +78,7 @@ def behind(measured, *, trains):
     return times[chosen] / min(times.values()) - 1
 
 
-# FlashAttention-4 was waiting for its host when these were measured, from 1.0 to 1.6 ms at shapes that are alike. Here it
+# FlashAttention-4 was waiting for its host when these were measured, 1.0 to 1.6 ms at shapes that are alike. Here it
 # took 1.18 ms and cuDNN 1.29; at another shape for which cuDNN took 1.28, it took 1.49.
 BEYOND = {(True, 128, 32, 32, 1536, 8): 0.091}
 

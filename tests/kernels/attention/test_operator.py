@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ups._compat.ops import costly_ops
-from lightning_ups.kernels.attention import Documents
+from lightning_ups.kernels.attention import Documents, operator
 from lightning_ups.kernels.attention.operator import attention_backward, attention_forward
 from tests.kernels.attention.cases import CASES, Case, expected, gradients, worst
 
@@ -166,3 +166,24 @@ def test_backward_is_an_operator_of_its_own():
     request = (None, 96, True, 0, 0.0, 0.25, "eager")
     out, lse = attention_forward(q, k, v, *request)
     assert [grad.shape for grad in attention_backward(out, q, k, v, out, lse, *request)] == [q.shape, k.shape, v.shape]
+
+
+def test_a_gradient_that_nothing_sees_is_the_operators_without_it(monkeypatch):
+    ran = []
+    kernel = operator._unseen_backward
+    monkeypatch.setattr(operator, "_unseen_backward", lambda *inputs: ran.append(1) or kernel(*inputs))
+
+    def grads():
+        tensors = [tensor.requires_grad_() for tensor in CASES[0].tensors()]
+        return torch.autograd.grad(by_operator(*tensors, causal=True).square().sum(), tensors)
+
+    quick = grads()
+    assert ran == [1]
+    with FlopCounterMode(display=False) as counter:
+        seen = grads()
+    assert ran == [1]
+    assert torch.ops.lightning_ups.attention_backward in counter.get_flop_counts()["Global"]
+    with torch.profiler.profile() as profile:
+        grads()
+    assert "lightning_ups::attention_backward" in {event.key for event in profile.key_averages()}
+    assert all(torch.equal(a, b) for a, b in zip(quick, seen, strict=True))
