@@ -59,7 +59,7 @@ def seen_by_nothing(*tensors: Tensor | None) -> bool:
         and not torch.is_grad_enabled()
         and not torch._C._len_torch_dispatch_stack()
         and not torch.autograd._profiler_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
     )
 
 

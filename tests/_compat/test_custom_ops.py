@@ -123,7 +123,7 @@ def test_what_sees_an_operator_is_known():
         assert not seen_by_nothing(mode.from_tensor(x))
         with Watched():
             assert not seen_by_nothing(x)
-        with torch.profiler.profile():
+        with torch.autograd.profiler.profile():
             assert not seen_by_nothing(x)
         found = []
         torch.func.vmap(lambda row: found.append(seen_by_nothing(row)) or row)(x)

@@ -183,7 +183,7 @@ def test_a_gradient_that_nothing_sees_is_the_operators_without_it(monkeypatch):
         seen = grads()
     assert ran == [1]
     assert torch.ops.lightning_ups.attention_backward in counter.get_flop_counts()["Global"]
-    with torch.profiler.profile() as profile:
+    with torch.autograd.profiler.profile() as profile:
         grads()
     assert "lightning_ups::attention_backward" in {event.key for event in profile.key_averages()}
     assert all(torch.equal(a, b) for a, b in zip(quick, seen, strict=True))
