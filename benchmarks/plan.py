@@ -25,7 +25,10 @@ from processes import Interrupted, finished, result_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-TUNED = ("eager", "compile", "compile + nothing", "compile + matmuls", "compile + mm only", "compile model")
+TUNED = (
+    "eager", "compile", "compile + nothing", "compile + matmuls", "compile + mm only", "compile model",
+    "llama 8B-float8",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,8 @@ def recorded() -> dict[str, tuple[Configuration, float]]:
         "8B": eight,
         "8B-float8": {**eight, "precision": "float8"},
     }.items():
-        wanted[f"llama {row}"] = f"2026-11-22_llama_{row}", {"row": row, "side": "ours"}, options
+        folder = f"2026-11-22_llama_{row}{'_apart' if row == '8B' else ''}"
+        wanted[f"llama {row}"] = folder, {"row": row, "side": "ours"}, options
     shared: dict[str, Any] = {"strategy": "fsdp2", "compile": "blocks"}
     for name, options in {
         "1B ours, 1 GPU, batch 4": shared,

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_ups._compat.optional import has
 from lightning_ups.order.placement import Placement
 from lightning_ups.order.policy import policy_of
+from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
@@ -316,6 +317,7 @@ class Planner:
             devices=self.devices,
             stored=stored,
             computed=computed,
+            gathered_float8=1 if self._gathers_float8(run) else computed,
             reduced=policy.reduce.itemsize if policy is not None and policy.reduce is not None else computed,
             state=share.state if variant.state is None else variant.state,
             stepping=share.stepping,
@@ -354,6 +356,12 @@ class Planner:
     def _computed(self, run: Run) -> int | None:
         policy = policy_of(run.precision)
         return None if policy is None or policy.param is None else policy.param.itemsize
+
+    def _gathers_float8(self, run: Run) -> bool:
+        precision = run.precision
+        if not isinstance(precision, PolicyPrecision):
+            return False
+        return precision.sharded(in_graph=run.strategy.whole_graph).gathers_float8
 
     def _has_masters(self, run: Run) -> bool:
         return getattr(run.precision, "weights", None) == "masters"

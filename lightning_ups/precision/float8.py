@@ -112,10 +112,11 @@ class Float8Precision(PolicyPrecision):
     @override
     def conversion_settings(self) -> dict[str, Any]:
         names = ("recipe", "include", "exclude", "head", "filter", "emulate")
-        return {name: getattr(self, name) for name in names} | {"all_gather": self._gathers}
+        return {name: getattr(self, name) for name in names} | {"all_gather": self.gathers_float8}
 
     @property
-    def _gathers(self) -> bool:
+    @override
+    def gathers_float8(self) -> bool:
         if self._in_graph:
             return False  # the gathers of a graph know no types but torch's own
         return self._sharded and (self.recipe == "tensorwise" if self.all_gather is None else self.all_gather)
@@ -129,7 +130,7 @@ class Float8Precision(PolicyPrecision):
             module,
             **self._selection,
             losers=self._losers(module) if self.filter == "auto" else None,
-            all_gather=self._gathers,
+            all_gather=self.gathers_float8,
             emulate=self.emulate,
         )
         if not self._sharded:
@@ -198,7 +199,7 @@ class Float8Precision(PolicyPrecision):
         if (done := self.conversion) is None:
             return
         apart = f" but for {len(done.shared)} that other layers have too" if done.shared else ""
-        gathered = f", gathered in float8{apart}" if self._gathers else ""
+        gathered = f", gathered in float8{apart}" if self.gathers_float8 else ""
         report.note(
             "Precision",
             f"{len(done.converted)} linear layers multiply in float8, {self.recipe}{gathered};"
@@ -206,7 +207,7 @@ class Float8Precision(PolicyPrecision):
             float8=[*done.converted],
             not_float8=dict(done.skipped),
             recipe=self.recipe,
-            gathered_in_float8=self._gathers,
+            gathered_in_float8=self.gathers_float8,
             gathered_as_they_are=[*done.shared],
         )
         if self.advice is not None:
@@ -240,7 +241,7 @@ class Float8Precision(PolicyPrecision):
     def forward_context(self) -> Iterator[None]:
         if self._scales is not None:
             self._scales.refresh()
-        advice = _advice_on_gathers() if self._gathers else nullcontext()
+        advice = _advice_on_gathers() if self.gathers_float8 else nullcontext()
         with advice, super().forward_context(), _autocast_as_torchao_asks(self.policy.param):
             yield
 

@@ -22,6 +22,7 @@ class Layout:
         devices: Devices in all.
         stored: Bytes of a parameter as the optimizer has it, under a sharding that is not ``"copies"``.
         computed: Bytes of a parameter as modules compute with it.
+        gathered_float8: Bytes, as it is gathered, of a weight of a layer that multiplies in float8.
         reduced: Bytes of a gradient as it is summed over devices.
         state: Bytes that the optimizer keeps for a parameter.
         stepping: Bytes for a parameter that the optimizer takes while it steps, and gives back.
@@ -38,6 +39,7 @@ class Layout:
     devices: int = 1
     stored: float = 4
     computed: float = 2
+    gathered_float8: float = 2
     reduced: float = 4
     state: float = 8
     stepping: float = 0
@@ -111,7 +113,9 @@ class _Group:
     def __init__(self, step: Step, layout: Layout, name: str) -> None:
         self.elements, self.trained = step.elements.get(name, 0), step.trained.get(name, 0)
         alone = layout.shards == 1 and layout.computed == layout.stored  # then nothing is gathered, nor cast
-        self.whole = 0 if alone else round(layout.computed * self.elements)
+        in_float8 = step.in_float8.get(name, 0)
+        gathered = layout.computed * (self.elements - in_float8) + layout.gathered_float8 * in_float8
+        self.whole = 0 if alone else round(gathered)
         self.gradients = round(layout.computed * self.trained)
         self.sent = 0 if layout.devices == 1 else round(layout.reduced * self.trained)
 

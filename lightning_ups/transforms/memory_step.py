@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.rehearsal import FakeTensorMode
+from lightning_ups.transforms.float8 import float8_linears
 from lightning_ups.transforms.memory import Ledger, Moment, Phase
 from lightning_ups.transforms.memory_cuda import as_on_cuda
 
@@ -70,6 +71,7 @@ class Step:
         elements: The parameters of each block; under the empty name those of no block.
         trained: Those of them that are trained.
         largest: The largest parameter.
+        in_float8: Those of ``elements`` that are weights of layers that multiply in float8.
         kept: The names among ``elements`` of what is no block: whole from its forward to its backward.
     """
 
@@ -80,6 +82,7 @@ class Step:
     elements: Mapping[str, int]
     trained: Mapping[str, int]
     largest: int
+    in_float8: Mapping[str, int] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
 
     @property
@@ -116,9 +119,10 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
         fixed=fixed,
         loose={key: moment for key, moment in ledger.loose.items() if key[0] in ("forward", "backward")},
         saved=saved,
-        elements=_elements(play, parts, trained=False),
-        trained=_elements(play, parts, trained=True),
+        elements=_elements(play, parts),
+        trained=_elements(play, parts, of=lambda p: p.requires_grad),
         largest=max((p.numel() for p in play.module.parameters()), default=0),
+        in_float8=_elements(play, parts, of={m.weight for m in float8_linears(play.module).values()}.__contains__),
         kept=play.apart & parts.keys(),
     )
 
@@ -230,9 +234,11 @@ def _owners(play: Play, parts: Mapping[str, nn.Module]) -> dict[nn.Parameter, st
     return owners
 
 
-def _elements(play: Play, parts: Mapping[str, nn.Module], *, trained: bool) -> dict[str, int]:
+def _elements(
+    play: Play, parts: Mapping[str, nn.Module], *, of: Callable[[Tensor], bool] = lambda _: True
+) -> dict[str, int]:
     sums = {"": 0, **dict.fromkeys(parts, 0)}
     for parameter, owner in _owners(play, parts).items():
-        if parameter.requires_grad or not trained:
+        if of(parameter):
             sums[owner] += parameter.numel()
     return sums

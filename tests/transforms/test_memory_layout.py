@@ -53,6 +53,14 @@ def test_states_of_full_sharding_are_divided():
     }
 
 
+def test_weights_that_are_gathered_in_float8_take_a_byte():
+    some = replace(step(activations=10**9), in_float8={"b3": M // 2, "b2": M})
+    here, arriving, sent = M + M // 2, M, 4 * M
+    moment = peak_of(some, Layout(sharding="full", shards=4, devices=4, gathered_float8=1))
+    assert moment.of("gather buffers") == here + arriving + sent
+    assert peak_of(some, Layout(sharding="full", shards=4, devices=4)).of("gather buffers") == 2 * M + 2 * M + sent
+
+
 def test_a_block_is_whole_while_it_runs():
     moment = peak_of(step(activations=10**9), Layout(sharding="full", shards=4, devices=4))
     assert (moment.phase, moment.place) == ("backward", "b3")
