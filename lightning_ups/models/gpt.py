@@ -248,6 +248,7 @@ def plain_weight(head: nn.Module) -> Tensor:
             " forward would have no effect."
             " Leave the head out of the conversion, or use loss='logits'."
         )
+    assert isinstance(head.weight, Tensor)
     return head.weight
 
 

@@ -34,6 +34,7 @@ from lightning_ups.transforms.float8 import (
 )
 from lightning_ups.transforms.float8_autocast import refused_autocast
 from lightning_ups.transforms.float8_gather import Scales
+from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import TENSOR
 from lightning_ups.transforms.shard import is_sharded
 
@@ -63,6 +64,8 @@ class Float8Precision(PolicyPrecision):
         all_gather: Under a sharding strategy, gather weights in float8. None: where the recipe allows it.
         emulate: Compute in high precision what float8 would, on any device, for tests.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
+        in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; linear layers in
+            them stay as they are.
 
     Raises:
         ValueError: If a choice is unknown, or nothing can be converted.
@@ -87,8 +90,11 @@ class Float8Precision(PolicyPrecision):
         all_gather: bool | None = None,
         emulate: bool = False,
         weights: Weights = "masters",
+        in_float32: Sequence[str] = (),
     ) -> None:
-        policy = DtypePolicy(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)
+        policy = DtypePolicy(
+            param=torch.bfloat16, reduce=torch.float32, output=torch.float32, in_float32=as_patterns(in_float32)
+        )
         super().__init__(policy, name="bf16-mixed", weights=weights)
         check_recipe(recipe, all_gather=bool(all_gather))
         self.recipe: Recipe = recipe
@@ -112,7 +118,8 @@ class Float8Precision(PolicyPrecision):
     @override
     def conversion_settings(self) -> dict[str, Any]:
         names = ("recipe", "include", "exclude", "head", "filter", "emulate")
-        return {name: getattr(self, name) for name in names} | {"all_gather": self.gathers_float8}
+        of_policy = {"all_gather": self.gathers_float8, "in_float32": self.policy.in_float32}
+        return {name: getattr(self, name) for name in names} | of_policy
 
     @property
     @override
@@ -129,10 +136,16 @@ class Float8Precision(PolicyPrecision):
         self.conversion = convert_to_float8(
             module,
             **self._selection,
-            losers=self._losers(module) if self.filter == "auto" else None,
+            losers=self._left(module),
             all_gather=self.gathers_float8,
             emulate=self.emulate,
         )
+        if not self.conversion.converted and self.filter == "all":
+            raise ValueError(
+                f"All linear layers of {type(module).__name__} that could compute in float8 compute in float32."
+                f" Float8Precision(in_float32={[*self.policy.in_float32]}) names the modules that hold them."
+                " Name fewer, or use BF16Precision, which knows in_float32 as well."
+            )
         if not self._sharded:
             self._undo.callback(self.conversion.undo)
         self._hold_in_fit(module)
@@ -148,12 +161,18 @@ class Float8Precision(PolicyPrecision):
             "tensor_size": self._tensor_size,
         }
 
-    def _losers(self, module: nn.Module) -> dict[str, str]:
-        """Return why layers stay in bfloat16 that could be converted; the same on every rank."""
-        return agreed(lambda: self._found_slower(module), by="Float8Precision(filter='auto')")
+    def _left(self, module: nn.Module) -> dict[str, str]:
+        """Return why layers stay as they are that could be converted; the same on every rank."""
+        precise = within(kept_in_float32(module, self.policy.in_float32).values())
+        names = [name for name, part in module.named_modules() if part in precise and isinstance(part, nn.Linear)]
+        left = dict.fromkeys(names, "computes in float32")
+        if self.filter == "auto":
+            left |= agreed(lambda: self._found_slower(module, but=names), by="Float8Precision(filter='auto')")
+        return left
 
-    def _found_slower(self, module: nn.Module) -> dict[str, str]:
-        linears = fitting_linears(module, **self._selection)
+    def _found_slower(self, module: nn.Module, *, but: Sequence[str]) -> dict[str, str]:
+        fitting = fitting_linears(module, **self._selection)
+        linears = {name: linear for name, linear in fitting.items() if name not in but}
         if not isinstance(module, LightningModule) or module.trainer.state.fn != TrainerFn.FITTING:
             return dict.fromkeys(linears, "only training was measured")
         self.advice = self._advise(module, linears)

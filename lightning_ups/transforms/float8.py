@@ -97,8 +97,8 @@ def convert_to_float8(
         include: Patterns of names of linear layers. None: those in the blocks.
         exclude: Patterns of names that stay as they are.
         head: Also convert linear layers outside the blocks, such as the head of a language model.
-        losers: Layers that stay as they are since they would be slower, and the reason, by name. That nothing is
-            left to convert is then no error.
+        losers: Layers that stay as they are though they fit, since they would be slower, say, and the reason, by
+            name. That nothing is left to convert is then no error.
         tensor_size: Over how many devices tensor parallelism will split a layer.
         all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter; one that several layers
             have stays what it is, and is gathered so.

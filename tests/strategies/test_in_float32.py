@@ -1,12 +1,15 @@
 """Parts of a module that compute in float32 under `BF16Precision`, on one device and on ranks alike."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
-from lightning_ups.precision import BF16Precision
+from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.transforms.float8 import float8_linears
 from tests.strategies.cases import CASES, WIDTH, Block, Case, on_ranks, simply_on_ranks, train
 
 
@@ -18,10 +21,10 @@ class Registered(nn.Module):
 
 
 class Spectral(Registered, name="spectral"):
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.modes = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64) * 0.1)
-        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.modes = nn.Parameter(torch.randn(width // 2 + 1, dtype=torch.complex64) * 0.1)
+        self.mix = nn.Linear(width, width)
         self.types = set()
 
     def forward(self, x):
@@ -36,6 +39,18 @@ class Fourier(Case):
     def build(self):
         self.layers = nn.ModuleList(nn.Sequential(Spectral(), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
         self.head = nn.Linear(WIDTH, 1)
+
+
+class Wide(Case):
+    """The same of a width that float8 takes."""
+
+    def build(self):
+        width = 2 * WIDTH
+        self.layers = nn.ModuleList(nn.Sequential(Spectral(width), nn.Linear(width, width), nn.GELU()) for _ in "ab")
+        self.head = nn.Linear(width, 1)
+
+    def run(self, x):
+        return super().run(torch.cat([x, x.flip(-1)], -1))
 
 
 class Encoder(nn.Module):
@@ -108,6 +123,7 @@ class Uncommon(Outermost):
 
 CASES |= {"Outermost": Outermost, "Uncommon": Uncommon} | {
     "Fourier": Fourier,
+    "Wide": Wide,
     "Encoded": Encoded,
     "TwiceTied": TwiceTied,
 }
@@ -185,6 +201,55 @@ def test_shards_train_the_same(run, ranks, alone, tmp_path):
     assert found["losses"] == pytest.approx(alone["masters"][2]["losses"], rel=2e-3)
     for name, weight in alone["masters"][2]["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=0.02, atol=2e-3)
+
+
+def float8(in_float32=KEPT):
+    return Float8Precision(in_float32=in_float32, emulate=True)
+
+
+def in_float8(tmp_path, run=None):
+    """Train by ``run``; return what comes of it, and the names of the layers that multiplied in float8."""
+    converted = []
+
+    class Asked(Wide):
+        def on_train_start(self):
+            converted.extend(float8_linears(self))
+
+    options = {"plugins": [float8()]}
+    with patch.dict(CASES, Wide=Asked):
+        found = train("Wide", tmp_path, **options)[2] if run is None else run("Wide", tmp_path, {}, 2, options)
+    return found | {"float8": converted}
+
+
+@pytest.fixture(scope="module")
+def alone_in_float8(tmp_path_factory):
+    return in_float8(tmp_path_factory.mktemp("float8"))
+
+
+def test_beside_float8_it_trains_as_without(alone_in_float8, tmp_path):
+    expected = train("Wide", tmp_path, **options())[2]
+    assert alone_in_float8["float8"] == ["layers.0.1", "layers.1.1"]
+    assert alone_in_float8["losses"] == pytest.approx(expected["losses"], rel=0.05)
+    assert alone_in_float8["losses"] != expected["losses"]
+
+
+def test_layers_in_them_that_float8_would_take_are_named_with_the_reason(tmp_path):
+    precision = float8()
+    train("Wide", tmp_path, steps=1, plugins=[precision])
+    left = {name: why for name, why in precision.conversion.skipped.items() if name.endswith("mix")}
+    assert left == dict.fromkeys(["layers.0.0.mix", "layers.1.0.mix"], "computes in float32")
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
+def test_shards_in_float8_train_the_same(run, ranks, alone_in_float8, tmp_path):
+    found = ranks(in_float8, tmp_path, run)
+    assert found["losses"] == pytest.approx(alone_in_float8["losses"], rel=5e-3)
+    assert found["float8"] == alone_in_float8["float8"]
+
+
+def test_float8_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"compute in float32\. Float8Precision\(in_float32=\['layers\.\*'\]\) names"):
+        train("Wide", tmp_path, plugins=[float8(["layers.*"])])
 
 
 def encoder_options():
