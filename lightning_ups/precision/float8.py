@@ -64,8 +64,8 @@ class Float8Precision(PolicyPrecision):
         all_gather: Under a sharding strategy, gather weights in float8. None: where the recipe allows it.
         emulate: Compute in high precision what float8 would, on any device, for tests.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
-        in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; linear layers in
-            them stay as they are.
+        in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; linear layers
+            in them stay as they are.
 
     Raises:
         ValueError: If a choice is unknown, or nothing can be converted.
