@@ -66,6 +66,18 @@ class Body(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0])[:, 0]
 
 
+class TwoHeads(Body):
+    """Calls another head on each device, as one with a task each does."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(cases.WIDTH, cases.WIDTH)
+
+    def forward(self, x):
+        x = self.blocks(x)
+        return (self.other if torch.distributed.get_rank() else self.head)(x)
+
+
 class Attention(cases.Case):
     kind = Body
 
@@ -74,6 +86,10 @@ class Attention(cases.Case):
 
     def run(self, x):
         return self.model(x).sum(-1)
+
+
+class Either(Attention):
+    kind = TwoHeads
 
 
 class TwiceBody(Body):
@@ -177,7 +193,7 @@ CASES = {
     case.__name__: case
     for case in (
         Words, Chunked, FrozenEmbedding, FrozenHead, Attention, Twice, ReadByHand, ReadInStep, ManualTwice,
-        MetaWords, Toggled, Generating,
+        MetaWords, Toggled, Generating, Either,
     )
 }  # fmt: skip
 
@@ -329,7 +345,6 @@ WAYS = {
     "chunked, bf16": ("Chunked", {}, {"precision": "bf16-mixed", "accumulate": 2}),
     "toggled": ("Toggled", {}, {}),
     "manual": ("ManualTwice", {}, {"precision": "bf16-mixed"}),
-    "unused": ("Words", {"unused_parameters": True}, {}),
 }
 
 
@@ -346,13 +361,26 @@ def both_ways(name, tmp_path, options, arguments):
 
 @pytest.mark.parametrize(("name", "options", "arguments"), WAYS.values(), ids=WAYS)
 def test_not_a_bit_changes(ranks, tmp_path, name, options, arguments):
-    if options.get("unused_parameters") and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        pytest.skip("needs torch 2.13")
     assert ranks(both_ways, name, tmp_path, options, arguments) == []
 
 
 def test_not_a_bit_changes_with_copies(four_ranks, tmp_path):
     assert four_ranks(both_ways, "Words", tmp_path, {"replicate_size": 2}, {}) == []
+
+
+def two_tasks(tmp_path, strategy):
+    strategy = strategy if isinstance(strategy, str) else FSDP2Strategy(**strategy)
+    with patch.dict(cases.CASES, CASES), apart_from(64):
+        result = cases.train("Either", tmp_path, strategy=strategy, ranks=2)[2]
+    return result["weights"]
+
+
+def test_nothing_is_apart_where_devices_may_call_different_heads(ranks, tmp_path):
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("needs torch 2.13")
+    ours = ranks(two_tasks, tmp_path, {"unused_parameters": True})  # ranks that gathered heads alone would wait forever
+    for name, weight in ranks(two_tasks, tmp_path, "ddp_find_unused_parameters_true").items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=5e-6)
 
 
 def test_nothing_is_apart_where_products_are_split(four_ranks, tmp_path):
