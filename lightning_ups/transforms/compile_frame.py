@@ -1,8 +1,8 @@
 """Functions that Dynamo compiles for equal blocks, each with a code object, and with that a limit, of its own."""
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Hashable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -213,25 +213,38 @@ def _attributes(module: nn.Module) -> list[tuple[str, Hashable]]:
 @cache
 def _names_read(kind: type) -> frozenset[str]:
     """Return the names in the code of ``kind`` and of the files that it is from, initialisation apart."""
-    kinds = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    kinds = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     files = {base.__module__: getattr(sys.modules.get(base.__module__), "__dict__", {}) for base in kinds}
     places = [*map(vars, kinds), *files.values()]
+    places += [vars(each) for file in files.values() for each in file.values() if _is_helper(each, files)]
     read = [value for place in places for name, value in place.items() if not _initialises(name)]
-    return frozenset(name for value in read if (code := _code_of(value)) is not None for name in _names_in(code))
+    return frozenset(name for value in read for code in _codes_of(value) for name in _names_in(code))
+
+
+def _is_helper(value: Any, files: Container[str]) -> bool:
+    # Another module reads what is its own.
+    return isinstance(value, type) and value.__module__ in files and not issubclass(value, nn.Module)
 
 
 def _initialises(name: str) -> bool:
     return name.lstrip("_").startswith(("init", "reset")) or name in ("extra_repr", "__repr__")
 
 
-def _code_of(value: Any) -> CodeType | None:
+def _codes_of(value: Any, *, depth: int = 3) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those that it decorates."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod):
         value = value.__func__
     elif isinstance(value, cached_property):
         value = value.func
-    return value.__code__ if isinstance(value, FunctionType) else None
+    if not isinstance(value, FunctionType):
+        return
+    yield value.__code__
+    if depth:
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                yield from _codes_of(cell.cell_contents, depth=depth - 1)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

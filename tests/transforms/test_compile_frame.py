@@ -63,10 +63,27 @@ def test_training_evaluation_and_a_position_make_no_difference():
     assert structure(Scale()) == structure(Scale().eval())
 
 
-class Drawn(nn.Linear):
-    def __init__(self, *, spread=0.02, hidden=1.0, named=1.0, cached=1.0, late=1.0):
+class Mixed:
+    """No module itself."""
+
+    def mix(self, x):
+        return x * self.mixed
+
+
+class Helps:
+    def __call__(self, x, module):
+        return x * module.helped
+
+
+HELPS = Helps()
+
+
+class Drawn(Mixed, nn.Linear):
+    def __init__(self, *, spread=0.02, **rates):
         super().__init__(3, 3)
-        self.spread, self.hidden, self.named, self.cached, self.late = spread, hidden, named, cached, late
+        self.spread = spread
+        for name in ("hidden", "named", "cached", "late", "mixed", "helped"):
+            setattr(self, name, rates.get(name, 1.0))
 
     def init_weights(self):
         nn.init.normal_(self.weight, std=self.spread)
@@ -75,8 +92,10 @@ class Drawn(nn.Linear):
     def scale(self):
         return self.cached
 
+    @torch.autocast("cpu", enabled=False)
     def forward(self, x):
-        return scaled(super().forward(x), self) * getattr(self, "named") * self.scale * (lambda: self.late)()  # noqa: B009
+        x = scaled(super().forward(x), self) * getattr(self, "named") * self.scale * (lambda: self.late)()  # noqa: B009
+        return HELPS(self.mix(x), self)
 
 
 def scaled(x, module):
@@ -88,7 +107,7 @@ def test_what_only_draws_weights_makes_no_difference():
     assert structure(nn.Sequential(Drawn())) == structure(nn.Sequential(Drawn(spread=0.01)))
 
 
-@pytest.mark.parametrize("name", ["hidden", "named", "cached", "late"])
+@pytest.mark.parametrize("name", ["hidden", "named", "cached", "late", "mixed", "helped"])
 def test_wherever_a_forward_reads_it_an_attribute_makes_a_difference(name):
     assert structure(Drawn()) != structure(Drawn(**{name: 2.0}))
 
