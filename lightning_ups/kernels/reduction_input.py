@@ -7,6 +7,7 @@ which reads and writes whole vectors, takes the time that the bytes take.
 # pyright: reportInvalidTypeForm=false
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -70,13 +71,14 @@ def _is_plain(tensor: Tensor) -> bool:
 def launch(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
     """Do what ``reference`` does, by one kernel for each gradient."""
     rows, start = out.view(world_size, -1), 0
-    for gradient in gradients:
-        part = gradient.numel() // world_size
-        if part:
-            target = rows[:, start : start + part]
-            grid = (-(-part // CHUNK), world_size)
-            _kernel()[grid](gradient, target, part, rows.stride(0), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS)
-        start += part
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        for gradient in gradients:
+            part = gradient.numel() // world_size
+            if part:
+                target = rows[:, start : start + part]
+                grid = (-(-part // CHUNK), world_size)
+                _kernel()[grid](gradient, target, part, rows.stride(0), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS)
+            start += part
 
 
 @cache
