@@ -1,11 +1,12 @@
 """What a reduce-scatter reads: the gradients of a group, each cut into a part for every rank, in the reduction's type.
 
-torch puts them together at less than half of what memory allows, while nothing else runs. One kernel for each gradient,
-which reads and writes whole vectors, takes the time that the bytes take.
+torch puts them together at less than half of what memory allows, while nothing else runs. One kernel for each gradient
+reads and writes whole vectors here; how much faster that is has not been measured yet.
 """
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -47,7 +48,7 @@ def put_together(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> b
 
     It can where all are contiguous on a GPU with Triton, and even parts of whole rows fall to each rank.
     """
-    if not _can(gradients, out, world_size):
+    if not (_can(gradients, out, world_size) and _compiles(out.device)):
         return False
     launch(gradients, out, world_size)
     return True
@@ -66,6 +67,18 @@ def _can(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> bool:
 def _is_plain(tensor: Tensor) -> bool:
     on_gpu = tensor.device.type == "cuda" and has("triton")
     return on_gpu and type(tensor) is Tensor and tensor.dtype in TYPES and tensor.dim() > 0 and tensor.is_contiguous()
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    """Return whether the kernel can be compiled: Triton wants a C compiler, and torch does not."""
+    try:
+        launch([torch.zeros(1, device=device)], torch.empty(1, device=device), 1)
+    except Exception as error:  # noqa: BLE001 (whatever a compiler and its driver raise)
+        text = f"FSDP2's gradients are put together by torch, since Triton compiles nothing here: {error}"
+        warnings.warn(text, stacklevel=2)
+        return False
+    return True
 
 
 def launch(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:

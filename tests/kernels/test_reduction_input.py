@@ -53,6 +53,9 @@ def anywhere(monkeypatch):
             return plain(tensor)
 
     monkeypatch.setattr(reduction_input, "_is_plain", is_plain)
+    reduction_input._compiles.cache_clear()
+    yield
+    reduction_input._compiles.cache_clear()
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -79,6 +82,19 @@ def test_what_can_be_is_put_together():
 def test_what_cannot_be_is_left_to_torch_and_nothing_is_written(change):
     gradients, out = change(*given(SHAPES["block"], torch.float32, torch.float32))
     assert not put_together(gradients, out, 4)
+    assert out.isnan().all()
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_where_nothing_compiles_torch_does_it_and_says_so_once(monkeypatch):
+    def no_compiler(*_):
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(reduction_input, "launch", no_compiler)
+    gradients, out = given(SHAPES["block"], torch.float32, torch.float32)
+    with pytest.warns(UserWarning, match="by torch, since Triton compiles nothing here: Failed to find C") as said:
+        assert [put_together(gradients, out, 4) for _ in range(2)] == [False, False]
+    assert len(said) == 1
     assert out.isnan().all()
 
 
