@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_ups.transforms.forward import has_replaced_forward
+
 __all__ = ["find_apart", "owner_of"]
 
 LEAST = 2**22  # elements: gathering less takes hardly longer than beginning to
@@ -18,15 +20,18 @@ def find_apart(model: nn.Module, *, blocks: Iterable[nn.Module], roots: Iterable
 
     What a root holds besides is gathered when the root is called, while nothing else runs, and reduced when all else
     has been. A head that is gathered with it waits for every block, twice. What comes before the blocks gains nothing:
-    it is gathered at once by itself, too, and reduced last. Of what shares its parameters nothing is returned.
+    it is gathered at once by itself, too, and reduced last. Of what shares its parameters nothing is returned, nor of what
+    is compiled or recomputed as one: hooks in its midst would cut a graph in pieces.
 
     Args:
         model: What is trained.
         blocks: Modules that are gathered one by one.
         roots: Modules that gather what no block in them holds.
     """
-    blocks = {*blocks}
+    blocks, roots = {*blocks}, [*roots]
     inside = {inner for block in blocks for inner in block.modules()}
+    as_one = [module for module in model.modules() if has_replaced_forward(module) and module not in roots]
+    inside |= {inner for module in as_one for inner in module.modules() if inner is not module}
     holders = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     found = {
         module

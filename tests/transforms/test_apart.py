@@ -7,6 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_ups.transforms.apart import find_apart, owner_of
 from lightning_ups.transforms.blocks import find_blocks, roots
+from lightning_ups.transforms.forward import replaced_forward
 from lightning_ups.transforms.shard import ShardOptions, shard
 
 SMALL = "lightning_ups.transforms.apart.LEAST"
@@ -75,6 +76,16 @@ def test_what_is_computed_before_it_is_used_is_not_found():
     net = Net()
     nn.utils.parametrizations.weight_norm(net.head)
     assert found(Whole(net)) == ["net.second"]
+
+
+def test_what_runs_as_one_is_not_cut_in_pieces_and_what_runs_so_by_itself_is_found():
+    net = Net()
+    net.tail = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    assert found(Whole(net)) == ["net.second", "net.head", "net.tail.1"]
+    with replaced_forward(net.tail, lambda inner: inner), replaced_forward(net.head, lambda inner: inner):
+        assert found(Whole(net)) == ["net.second", "net.head"]
+    with replaced_forward(net, lambda inner: inner):
+        assert found(Whole(net)) == ["net.second", "net.head", "net.tail.1"]
 
 
 def test_the_owner_is_the_innermost_sharded_module_around():
