@@ -20,8 +20,8 @@ def find_apart(model: nn.Module, *, blocks: Iterable[nn.Module], roots: Iterable
 
     What a root holds besides is gathered when the root is called, while nothing else runs, and reduced when all else
     has been. A head that is gathered with it waits for every block, twice. What comes before the blocks gains nothing:
-    it is gathered at once by itself, too, and reduced last. Of what shares its parameters nothing is returned, nor of what
-    is compiled or recomputed as one: hooks in its midst would cut a graph in pieces.
+    it is gathered at once by itself, too, and reduced last. Of what shares its parameters nothing is returned, nor of
+    what is compiled or recomputed as one: hooks in its midst would cut a graph in pieces.
 
     Args:
         model: What is trained.
