@@ -73,7 +73,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _compiles(device: torch.device) -> bool:
     """Return whether the kernel can be compiled: Triton wants a C compiler, and torch does not."""
     try:
-        launch([torch.zeros(1, device=device)], torch.empty(1, device=device), 1)
+        launch([torch.zeros(32, device=device)], torch.empty(32, device=device), 1)
     except Exception as error:  # noqa: BLE001 (whatever a compiler and its driver raise)
         text = f"FSDP2's gradients are put together by torch, since Triton compiles nothing here: {error}"
         warnings.warn(text, stacklevel=2)
