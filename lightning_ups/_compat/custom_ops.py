@@ -55,12 +55,18 @@ def seen_by_nothing(*tensors: Tensor | None) -> bool:
     dispatcher and four functions of Python cost there several times what they cost elsewhere.
     """
     return (
-        all(tensor is None or (type(tensor) is Tensor and not tensor.is_meta) for tensor in tensors)
+        all(tensor is None or _is_plain(tensor) for tensor in tensors)
         and not torch.is_grad_enabled()
         and not torch._C._len_torch_dispatch_stack()
         and not torch.autograd._profiler_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
     )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # What torch.autograd.grad(is_grads_batched=True) hands on looks like a tensor, and no kernel can read it.
+    batched = torch._C._functorch.is_legacy_batchedtensor(tensor)  # type: ignore[attr-defined]
+    return type(tensor) is Tensor and not tensor.is_meta and not batched
 
 
 def _recorded(
