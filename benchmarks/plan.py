@@ -104,8 +104,7 @@ def recorded() -> dict[str, tuple[Configuration, float]]:
         "8B": eight,
         "8B-float8": {**eight, "precision": "float8"},
     }.items():
-        folder = f"2026-11-22_llama_{row}{'_apart' if row == '8B' else ''}"
-        wanted[f"llama {row}"] = folder, {"row": row, "side": "ours"}, options
+        wanted[f"llama {row}"] = f"2026-11-22_llama_{row}", {"row": row, "side": "ours"}, options
     shared: dict[str, Any] = {"strategy": "fsdp2", "compile": "blocks"}
     for name, options in {
         "1B ours, 1 GPU, batch 4": shared,

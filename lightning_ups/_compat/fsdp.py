@@ -263,7 +263,7 @@ def _differs(held: Any, shard: Tensor) -> Tensor:
 
 
 def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:
-    """Let ``root``, which is whole now, gather a parameter from now on in the place of a module in it.
+    """Let ``root``, which is whole now, gather a parameter from now on in the place of its own module.
 
     Neither the sharded Parameter nor the gathered one changes, so that an optimizer and a graph that hold them stay
     right. Every rank must call it for the same parameters in the same order.

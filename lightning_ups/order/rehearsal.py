@@ -1,7 +1,7 @@
 """Rehearsing the step of a run that is only described, as Lightning would make it, on a twin of its module."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from lightning_ups.order.policy import policy_of
 from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
-from lightning_ups.transforms.apart import find_apart
 from lightning_ups.transforms.blocks import roots, select_blocks
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.memory import Ledger
@@ -100,34 +99,19 @@ def rehearse_run(
             cut_for_one_device(module, styles=styles, size=size)
         _recomputed(module, run, change, stack)
         inside = _compiled(module, run, change, ledger, stack)
-        blocks = {name: block for name, block in select_blocks(module, None).items() if block not in inside}
-        apart = _apart(module, run) if tensor_parallel is None else {}
         play = Play(
             module=module,
             loss=lambda: _loss(module.training_step(fakes, 0)),
             optimizers=lambda: [] if run.strategy.shards else _optimizers(module, optimizers, masters, microbatches),
             mode=mode,
             masters=[] if masters is None else [*masters.of.values()],
-            blocks=blocks,
-            parts=select_blocks(module, None) if run.strategy.whole_graph else _in_order(module, {**blocks, **apart}),
-            apart=frozenset(apart),
+            blocks={name: block for name, block in select_blocks(module, None).items() if block not in inside},
+            parts=select_blocks(module, None) if run.strategy.whole_graph else None,
             batch=fakes,
             around_forward=lambda: _autocast(run),
             microbatches=min(microbatches, 2),  # from the second on, each is like the one before
         )
         return rehearse(play, ledger=ledger)
-
-
-def _apart(module: LightningModule, run: Run) -> dict[str, nn.Module]:
-    """Return what a strategy that gathers in hooks gathers by itself because it is large."""
-    if not run.strategy.shards or run.strategy.whole_graph:
-        return {}
-    return find_apart(module, blocks=select_blocks(module, None).values(), roots=[root for _, root in roots(module)])
-
-
-def _in_order(module: LightningModule, parts: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    places = {name: i for i, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    return dict(sorted(parts.items(), key=lambda part: places[part[0]]))
 
 
 def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None = None) -> OptimizerShare:

@@ -141,32 +141,24 @@ def _unreduced(moment: Moment, place: str) -> dict[tuple[Kind, str], int]:
 
 
 def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tuple[Kind, str], int]:
-    """Return what is whole meanwhile: of the model's own group always, of a block while it runs, of the next one.
-
-    What is apart is whole from its forward to its backward, as all blocks are where parameters are kept.
-    """
+    """Return what is whole meanwhile: of the model's own group always, of a block while it runs, of the next one."""
     order = [name for name in step.elements if name]
     root, here = _Group(step, layout, ""), _Group(step, layout, place)
     held: dict[tuple[Kind, str], int] = {("gather buffers", ""): root.whole}
     if not place:
         # Between two blocks, or after the last of them: the one that ran last is not given back at once.
-        blocks = [_Group(step, layout, name) for name in order if name not in step.kept]
-        apart = [_Group(step, layout, name).whole for name in step.kept]
+        blocks = [_Group(step, layout, name) for name in order]
         kept = sum(b.whole for b in blocks) if layout.sharding != "full" else max((b.whole for b in blocks), default=0)
         if layout.whole_graph:
             kept += kept if layout.sharding == "full" else 0  # the next one arrives
             kept += max((b.sent for b in blocks), default=0) if phase == "backward" else 0
-        if apart and phase == "forward" and layout.shards > 1:  # the buffer it came in is not given back at once either
-            kept = max(kept, max(apart)) if layout.sharding == "full" else kept + max(apart)
-        return {**held, ("gather buffers", "blocks"): kept + sum(apart)}
+        return {**held, ("gather buffers", "blocks"): kept}
     index = order.index(place)
-    gathered = here.whole + sum(
-        _Group(step, layout, name).whole
-        for name in order[:index]
-        if name in step.kept or layout.sharding != "full"  # kept until backward has passed
-    )
+    gathered = here.whole
+    if layout.sharding != "full":  # kept until backward has passed
+        gathered = sum(_Group(step, layout, name).whole for name in order[: index + 1])
     arriving = here.whole if phase == "forward" else 0
-    if phase == "backward" and index and layout.sharding == "full" and order[index - 1] not in step.kept:
+    if phase == "backward" and index and layout.sharding == "full":
         arriving = _Group(step, layout, order[index - 1]).whole
     leaving = 0
     if phase == "backward":  # the sum before is still being sent, or its own is

@@ -1,6 +1,5 @@
 """Rehearsing a step of training on fake tensors: what it would take of a GPU's memory, when, and for what."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ class Play:
         microbatches: How many batches an optimizer step has.
         gradients: Whether the optimizers find gradients that no backward has made.
         parts: The submodules by which parameters are counted, by name. None: ``blocks``.
-        apart: The names of those parts that are gathered by themselves only if they are called once.
     """
 
     module: nn.Module
@@ -51,7 +49,6 @@ class Play:
     microbatches: int = 1
     gradients: bool = False
     parts: Mapping[str, nn.Module] | None = None
-    apart: frozenset[str] = frozenset()
 
     @property
     def counted(self) -> Mapping[str, nn.Module]:
@@ -72,7 +69,6 @@ class Step:
         trained: Those of them that are trained.
         largest: The largest parameter.
         in_float8: Those of ``elements`` that are weights of layers that multiply in float8.
-        kept: The names among ``elements`` of what is no block: whole from its forward to its backward.
     """
 
     peaks: Mapping[Phase, Moment]
@@ -83,7 +79,6 @@ class Step:
     trained: Mapping[str, int]
     largest: int
     in_float8: Mapping[str, int] = field(default_factory=dict)
-    kept: frozenset[str] = frozenset()
 
     @property
     def peak(self) -> Moment:
@@ -96,16 +91,14 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
     with ExitStack() as stack:
         stack.enter_context(play.mode)
         stack.enter_context(_followed(play.blocks, ledger))
-        calls = stack.enter_context(_counted(play))
         stack.enter_context(ledger)
         optimizers = _set_up(play, ledger)
-        stack.enter_context(_gradients_claimed(play, ledger, calls))
+        stack.enter_context(_gradients_claimed(play, ledger))
         fixed = ledger.now()
         ledger.forget_peaks()
         saved = Moment()
         with as_on_cuda():  # in backward too, where blocks are recomputed
             for index in range(play.microbatches):
-                calls.clear()
                 saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
         if play.gradients:
             _make_gradients(play, ledger)
@@ -113,22 +106,20 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
         for optimizer in optimizers:
             play.before_step(optimizer)
             optimizer.step()
-    parts = _parts(play, calls)
     return Step(
         peaks={phase: moment for phase, moment in ledger.peaks.items() if phase != "setup"},
         fixed=fixed,
         loose={key: moment for key, moment in ledger.loose.items() if key[0] in ("forward", "backward")},
         saved=saved,
-        elements=_elements(play, parts),
-        trained=_elements(play, parts, of=lambda p: p.requires_grad),
+        elements=_elements(play),
+        trained=_elements(play, of=lambda p: p.requires_grad),
         largest=max((p.numel() for p in play.module.parameters()), default=0),
-        in_float8=_elements(play, parts, of={m.weight for m in float8_linears(play.module).values()}.__contains__),
-        kept=play.apart & parts.keys(),
+        in_float8=_elements(play, of={m.weight for m in float8_linears(play.module).values()}.__contains__),
     )
 
 
 def _set_up(play: Play, ledger: Ledger) -> list[Optimizer]:
-    for parameter, owner in _owners(play, play.counted).items():
+    for parameter, owner in _owners(play).items():
         ledger.claim([parameter], "parameters", owner)
     ledger.claim(play.module.buffers(), "buffers")
     ledger.claim(play.masters, "master weights")
@@ -194,29 +185,12 @@ def _followed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[None]
 
 
 @contextmanager
-def _counted(play: Play) -> Iterator[Counter[str]]:
-    """Count the calls, in forward, of what is a part only if it is called once."""
-    calls: Counter[str] = Counter()
-    with ExitStack() as undo:
-        for name in play.apart:
-            hook = play.counted[name].register_forward_hook(lambda *_, name=name: calls.update((name,)))
-            undo.callback(hook.remove)
-        yield calls
-
-
-def _parts(play: Play, calls: Counter[str]) -> Mapping[str, nn.Module]:
-    return {name: part for name, part in play.counted.items() if name not in play.apart or calls[name] == 1}
-
-
-@contextmanager
-def _gradients_claimed(play: Play, ledger: Ledger, calls: Counter[str]) -> Iterator[None]:
+def _gradients_claimed(play: Play, ledger: Ledger) -> Iterator[None]:
     def claim(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            owner = owners.get(parameter, "")
-            together = owner in play.apart and calls[owner] != 1
-            ledger.claim([parameter.grad], "gradients", "" if together else owner)
+            ledger.claim([parameter.grad], "gradients", owners.get(parameter, ""))
 
-    owners: dict[Any, str] = _owners(play, play.counted)
+    owners: dict[Any, str] = _owners(play)
     with ExitStack() as undo:
         for parameter in owners:
             if parameter.requires_grad:
@@ -224,9 +198,9 @@ def _gradients_claimed(play: Play, ledger: Ledger, calls: Counter[str]) -> Itera
         yield
 
 
-def _owners(play: Play, parts: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
+def _owners(play: Play) -> dict[nn.Parameter, str]:
     owners: dict[nn.Parameter, str] = {}
-    for name, block in parts.items():
+    for name, block in play.counted.items():
         for parameter in block.parameters():
             owners.setdefault(parameter, name)
     for parameter in play.module.parameters():
@@ -234,11 +208,9 @@ def _owners(play: Play, parts: Mapping[str, nn.Module]) -> dict[nn.Parameter, st
     return owners
 
 
-def _elements(
-    play: Play, parts: Mapping[str, nn.Module], *, of: Callable[[Tensor], bool] = lambda _: True
-) -> dict[str, int]:
-    sums = {"": 0, **dict.fromkeys(parts, 0)}
-    for parameter, owner in _owners(play, parts).items():
+def _elements(play: Play, *, of: Callable[[Tensor], bool] = lambda _: True) -> dict[str, int]:
+    sums = {"": 0, **dict.fromkeys(play.counted, 0)}
+    for parameter, owner in _owners(play).items():
         if of(parameter):
             sums[owner] += parameter.numel()
     return sums

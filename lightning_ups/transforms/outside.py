@@ -1,6 +1,6 @@
 """Parameters that are read outside the forward of the module that gathers them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -43,31 +43,22 @@ class OutsideReads(TorchFunctionMode):
 
     Inside blocks it looks away, so that compiled code does not see it. Every rank must read alike.
 
-    What is a group only because it is large would be its root's else. Whatever of it the root reads, such as the weight
-    of a head for a loss in chunks, the root gathers from then on, with the rest of what it holds. So it does if it is
-    called more than once before a backward, which would reduce and gather it as often.
-
     Args:
         root: The sharded model, within a step.
-        apart: What is a group because it is large, and the module that would gather it otherwise.
 
     Attributes:
         found: Names of what the model's group gathers from now on.
-        rejoined: Names of what a root gathers from now on, with the rest that it holds.
         translates: Whether something that was computed from shards, without gradients, was gathered for the step, which
             the next step needs again.
     """
 
-    def __init__(self, root: FSDPModule, *, apart: Mapping[nn.Module, nn.Module] | None = None) -> None:
+    def __init__(self, root: FSDPModule) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.rejoined: list[str] = []
         self.translates = False
         self._root = root
-        self._homes: dict[Tensor, tuple[Any, str, Any]] = {}
+        self._homes: dict[Tensor, tuple[nn.Module, str, Any]] = {}
         self._running: list[nn.Module] = []
-        self._apart = apart or {}
-        self._called: set[nn.Module] = set()  # of those, since the last backward
         self._paused = False
 
     @contextmanager
@@ -77,8 +68,6 @@ class OutsideReads(TorchFunctionMode):
             for module in self._root.modules():  # type: ignore[attr-defined]
                 if isinstance(module, FSDPModule) and module is not self._root:
                     self._follow(module, hooks)
-            for module in self._apart:
-                hooks.enter_context(self._attributes_watched(module))
             with self:
                 yield
 
@@ -89,7 +78,6 @@ class OutsideReads(TorchFunctionMode):
             yield
             return
         self.__exit__(None, None, None)
-        self._called.clear()
         self._paused = True  # what runs again in a backward, to save memory, calls our hooks, too
         try:
             yield
@@ -155,45 +143,12 @@ class OutsideReads(TorchFunctionMode):
         if home is self._root or home in self._running:
             # The user may have got hold of the shard before its group was gathered.
             return handle._unsharded_param if handle is not None and parameter is handle.sharded_param else parameter
-        if self._is_open(home):
-            self.rejoined.append(name)
-            return self._moved(handle, name, to=self._apart[home])
         self.found.append(name)
-        return self._moved(handle, name, to=self._root)
-
-    def _moved(self, handle: Any, name: str, *, to: Any) -> Tensor:
-        whole = gather_with_root(to, handle)
+        whole = gather_with_root(self._root, handle)
         for alias in [p for p, (_, _, its) in self._homes.items() if its is handle]:
-            self._homes[alias] = (to, name, handle)
-        self._homes[whole] = (to, name, handle)
+            self._homes[alias] = (self._root, name, handle)  # type: ignore[assignment]
+        self._homes[whole] = (self._root, name, handle)  # type: ignore[assignment]
         return whole
-
-    def _is_open(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is a group because it is large, and what would gather it otherwise is running."""
-        owner = self._apart.get(module)
-        return owner is not None and (owner is self._root or owner in self._running)
-
-    @contextmanager
-    def _attributes_watched(self, module: nn.Module) -> Iterator[None]:
-        """Move what is read of ``module`` even by what no function mode sees, as a function with a backward by hand."""
-        kind = type(module)
-
-        def read(its: nn.Module, name: str) -> Any:
-            value = kind.__getattr__(its, name)
-            elsewhere = its is module and module not in self._running and not self._paused and self._is_open(module)
-            return self._gathered(value) if elsewhere else value
-
-        module.__class__ = type(kind.__name__, (kind,), {"__getattr__": read})
-        try:
-            yield
-        finally:
-            module.__class__ = kind
-
-    def _count_call(self, module: nn.Module) -> None:
-        if module in self._called and self._is_open(module):
-            for parameter in [*module.parameters(recurse=False)]:
-                self._gathered(parameter)
-        self._called.add(module)
 
     def _learn(self) -> None:
         for home, shard, gathered, name, handle in held_parameters(self._root):
@@ -207,8 +162,6 @@ class OutsideReads(TorchFunctionMode):
         def enter(*_: Any) -> None:
             if self._paused:
                 return
-            if module in self._apart and torch.is_grad_enabled():  # an evaluation reduces nothing
-                self._count_call(module)
             self._running.append(module)
             if not inside:
                 self.__exit__(None, None, None)

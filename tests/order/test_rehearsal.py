@@ -1,5 +1,3 @@
-from unittest.mock import patch
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -12,7 +10,7 @@ from lightning_ups.models import GPTModule
 from lightning_ups.order import Placement, Run
 from lightning_ups.order.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
 from lightning_ups.precision import BF16Precision
-from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
+from lightning_ups.strategies import FSDP2Strategy
 from tests.foreign import FOREIGN
 
 BATCH = torch.empty(2, 65, dtype=torch.long, device="meta")
@@ -45,30 +43,6 @@ def test_the_module_stays_as_it_is():
     assert {name: id(p) for name, p in asked.module.named_parameters()} == before
     assert asked.module._trainer is None
     assert "log" not in vars(asked.module)
-
-
-def gpt(**options):
-    module = GPTModule(size="tiny", **options)
-    with torch.device("meta"):
-        module.configure_model()
-    return module
-
-
-def kept(module, strategy, **options):
-    """Return what is gathered by itself because it is large, and the elements of what no block holds besides."""
-    with patch("lightning_ups.transforms.apart.LEAST", 256 * 128):
-        step = rehearse_run(run(module, strategy=strategy, devices=2), BATCH, **options)
-    return {*step.kept}, step.elements[""]
-
-
-def test_a_large_head_is_counted_by_itself_where_it_is_gathered_so():
-    embedding, head, norm = 256 * 128, 256 * 128, 128
-    assert kept(gpt(), FSDP2Strategy) == ({"model.head"}, embedding + norm)
-    assert kept(gpt(loss="chunked"), FSDP2Strategy) == (set(), embedding + head + norm)
-    assert kept(gpt(tie=True), FSDP2Strategy) == (set(), embedding + norm)
-    assert kept(gpt(), SimpleFSDPStrategy) == (set(), embedding + head + norm)
-    split = {"tensor_parallel": ("gpt", 2)}  # of rows, on each device
-    assert kept(gpt(), FSDP2Strategy, **split) == (set(), (embedding + head) // 2 + norm)
 
 
 def test_precisions_hold_what_they_hold():

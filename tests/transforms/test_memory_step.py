@@ -1,7 +1,6 @@
 """A rehearsed step against arithmetic by hand, and against peaks that an H200 had."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,25 +50,6 @@ def test_gradients_come_as_backward_goes():
     places = [place for phase, place in step.loose if phase == "backward"]
     assert [place for place in places if place] == ["5", "4", "3", "2", "1", "0"]
     assert step.loose["backward", "3"].by_owner("gradients").keys() == {"5", "4"}
-
-
-@pytest.mark.parametrize(("calls", "counted"), [(1, {"": 0, "0": N, "1": N, "2": N}), (2, {"": N, "0": N, "1": N})])
-def test_what_is_apart_counts_by_itself_if_it_is_called_once(calls, counted):
-    plain = played(microbatches=2)
-
-    def loss():
-        x = plain.batch
-        for name in ("0", "1", *["2"] * calls):
-            x = plain.blocks[name](x)
-        return x.sum()
-
-    blocks = {name: plain.blocks[name] for name in "01"}
-    step = rehearse(replace(plain, loss=loss, blocks=blocks, parts=plain.blocks, apart=frozenset("2")), ledger=Ledger())
-    assert step.elements == step.trained == counted
-    assert step.kept == ({"2"} if calls == 1 else set())
-    gradients = step.peaks["optimizer"].by_owner("gradients")
-    assert gradients == {owner: 4 * size for owner, size in counted.items() if size}
-    assert {place for _, place in step.loose} == {"", "0", "1"}  # it is no block
 
 
 @pytest.mark.parametrize(
