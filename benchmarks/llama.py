@@ -142,7 +142,6 @@ class Work(GPTModule):
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
             self.model = drawn_like_torchtitan(GPT(self.config))
-            forget_spreads(self.model)
 
 
 def drawn_like_torchtitan(model: GPT) -> GPT:
@@ -158,13 +157,6 @@ def drawn_like_torchtitan(model: GPT) -> GPT:
     model.head.std = CUT * model.config.dim**-0.5
     model.init_weights()  # on the meta device too: a strategy of ours repeats what happens to it there
     return model
-
-
-def forget_spreads(model: GPT) -> None:
-    """Make the blocks equal again, once they are drawn: `Compile` would make graphs of its own for each."""
-    for linear in model.layers.modules():
-        if isinstance(linear, Linear):
-            linear.std = None
 
 
 def batches(row: Row, *, rank: int) -> list[Tensor]:
