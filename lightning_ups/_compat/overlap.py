@@ -17,8 +17,9 @@ import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from lightning_ups._compat import reduce_input
+from lightning_ups._compat import graph_nodes, reduce_input
 from lightning_ups._compat.gathers import group_of
+from lightning_ups._compat.inductor import known_by, passes_in
 from lightning_ups._compat.optional import has
 from lightning_ups._compat.reduce_input import cast_where_copied
 
@@ -72,7 +73,7 @@ def bucketing(*, together: bool, key: str, told: Callable[[GraphCollectives], No
         key: What tells graphs apart, for inductor's caches, which do not see marks on nodes.
         told: Called for each graph that is compiled, and not for those from a cache.
     """
-    passes = _Bucket(together, key, told, _callables(inductor_config.post_grad_custom_post_pass))
+    passes = _Bucket(together, key, told, passes_in(inductor_config.post_grad_custom_post_pass))
     settings: dict[str, Any] = {"post_grad_custom_post_pass": passes}
     if together:
         settings["reorder_for_peak_memory"] = False  # the scheduler would move what the pass has placed
@@ -120,10 +121,10 @@ class _Bucket(CustomGraphPass):
         self.told(GraphCollectives(backward, before, collectives_of(graph), len(groups)))
 
     def uuid(self) -> Any:
-        others = tuple(other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others)
-        if None in others:
+        if (others := known_by(self.others)) is None:
             return None  # no caching, as without ours
-        return get_hash_for_files((__file__, reduce_input.__file__)), self.together, self.key, others
+        code = get_hash_for_files((__file__, reduce_input.__file__, graph_nodes.__file__))
+        return code, self.together, self.key, others
 
 
 def _reduce_sums(graph: fx.Graph) -> None:
@@ -227,10 +228,6 @@ def _arguments(function: Callable[..., Any], groups: list[str]) -> dict[str, Any
 
 def _place(node: fx.Node) -> str | None:
     return group_of(node) if _name(node) else None
-
-
-def _callables(passes: Any) -> list[Any]:
-    return [] if passes is None else [*passes] if isinstance(passes, (list, tuple)) else [passes]
 
 
 def _function() -> Callable[..., Any] | None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
-from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
@@ -27,6 +26,7 @@ from lightning_ups.transforms.float8 import (
     Float8Conversion,
     Recipe,
     check_recipe,
+    compiler_settings,
     conversion_of,
     convert_to_float8,
     fitting_linears,
@@ -204,8 +204,7 @@ class Float8Precision(PolicyPrecision):
             cure = "Take the autocast out" + ("." if self._sharded else ", or set weights='autocast' in the precision.")
             outermost = [root for _, root in roots(module)]
             self._undo.enter_context(refused_autocast(outermost, by="Float8Precision", cure=cure))
-        if self.recipe in ("rowwise", "rowwise_with_gw_hp"):
-            self._undo.enter_context(eager_precision_casts())
+        self._undo.enter_context(compiler_settings(self.recipe))
 
     @property
     def _tensor_size(self) -> int:

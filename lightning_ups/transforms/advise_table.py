@@ -16,6 +16,7 @@ from lightning_ups.transforms.advise_shapes import Product
 __all__ = ["BFLOAT16", "Table", "Timer", "Times", "cache_path", "obtain_table", "where"]
 
 BFLOAT16 = "bfloat16"
+_CASTS = "lean"  # as how casts are compiled, by `compiler_settings`: another name when that changes
 _FORMAT = "lightning_ups float8 table 1"
 _WHAT_DECIDES = ("torch", "cuda", "triton", "torchao", "transformer-engine")
 
@@ -172,10 +173,11 @@ def obtain_table(
 
 
 def where(device: torch.device) -> dict[str, str]:
-    """Return what times depend on: the device, and the versions of what makes kernels for it."""
+    """Return what times depend on: the device, the versions of what makes kernels for it, and how we ask for them."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     found = versions()
-    return {"device": name} | {package: found[package] for package in _WHAT_DECIDES if package in found}
+    decides = {package: found[package] for package in _WHAT_DECIDES if package in found}
+    return {"device": name} | decides | {"casts": _CASTS}
 
 
 def cache_path(place: Mapping[str, str]) -> Path:

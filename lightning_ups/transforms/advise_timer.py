@@ -10,11 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups.transforms.advise_engine import Modules, engine_context, engine_forward, is_engine
 from lightning_ups.transforms.advise_shapes import Product
 from lightning_ups.transforms.advise_table import BFLOAT16, Timer, Times
-from lightning_ups.transforms.float8 import Recipe, float8_swap
+from lightning_ups.transforms.float8 import Recipe, compiler_settings, float8_swap
 
 __all__ = ["Clock", "timer_on"]
 
@@ -49,10 +48,9 @@ def timer_on(device: torch.device, *, clock: Clock | None = None, backend: str =
     """
 
     def timer(product: Product, recipe: str) -> Times:
-        rounding = eager_precision_casts() if recipe.startswith("rowwise") else nullcontext()
         engine = engine_context(recipe) if is_engine(recipe) else nullcontext()
         default = _launched if is_engine(recipe) else _Recorded()
-        with rounding, engine, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with compiler_settings(recipe), engine, torch.random.fork_rng([device] if device.type == "cuda" else []):
             return _times(product, recipe, device, clock or default, backend)
 
     return timer

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Literal, get_args
@@ -9,6 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from lightning_ups._compat.float8_graph import leaner_casts
+from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
@@ -20,6 +23,7 @@ __all__ = [
     "Float8Conversion",
     "Recipe",
     "check_recipe",
+    "compiler_settings",
     "conversion_of",
     "convert_to_float8",
     "fitting_linears",
@@ -255,6 +259,13 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
         setattr(float8, name, vars(linear)[name])
     if type(linear).reset_parameters is not nn.Linear.reset_parameters:
         object.__setattr__(float8, "reset_parameters", MethodType(type(linear).reset_parameters, float8))
+
+
+def compiler_settings(recipe: str) -> AbstractContextManager[None]:
+    """Return what holds, while it is open, the compiler's settings that ``recipe`` wants."""
+    if recipe == "tensorwise":
+        return leaner_casts()
+    return eager_precision_casts() if recipe in ("rowwise", "rowwise_with_gw_hp") else nullcontext()
 
 
 def float8_swap(recipe: Recipe, *, all_gather: bool = False, emulate: bool = False) -> Callable[[nn.Linear], nn.Module]:

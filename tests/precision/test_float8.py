@@ -252,18 +252,21 @@ class Watched(Wide):
         from torch._inductor import config  # noqa: TID251
 
         self.rounds = config.emulate_precision_casts
+        self.passes = config.joint_custom_pre_pass is not None
         return super().training_step(batch, index)
 
 
 @pytest.mark.parametrize(
     ("recipe", "rounds"), [("tensorwise", False), ("rowwise", True), ("rowwise_with_gw_hp", True), ("mxfp8", False)]
 )
-def test_compiled_code_rounds_as_eager_where_rows_have_scales(tmp_path, recipe, rounds):
+def test_compiled_code_is_made_as_each_recipe_wants(tmp_path, recipe, rounds):
     from torch._inductor import config  # noqa: TID251
 
     model = fit(tmp_path, Float8Precision(recipe=recipe, emulate=True), model=Watched(), epochs=1)
     assert model.rounds is rounds
+    assert model.passes is (recipe == "tensorwise")
     assert config.emulate_precision_casts is False
+    assert config.joint_custom_pre_pass is None
 
 
 @pytest.mark.parametrize(
