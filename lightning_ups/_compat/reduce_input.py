@@ -1,25 +1,37 @@
 """What a reduction of many gradients at once reads: all of them in one tensor, in the type of the reduction."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-__all__ = ["cast_where_copied"]
+from lightning_ups._compat.graph_nodes import above, is_cast, is_view, packet_of
+
+__all__ = ["cast_where_copied", "copy_together"]
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
-_VIEWS = (_aten.t, _aten.transpose, _aten.permute, _aten.view, _aten._unsafe_view, _aten.reshape)
-_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+def copy_together(gradients: Sequence[Tensor], out: Tensor, group_size: int) -> None:
+    """Copy ``gradients`` into ``out`` as a reduce-scatter reads them: rank after rank, of each gradient a part.
+
+    Args:
+        gradients: Each with a first dimension that ``group_size`` divides.
+        out: As many elements as all of them, in one dimension.
+        group_size: How many ranks.
+    """
+    sizes = [gradient.numel() // group_size for gradient in gradients]
+    for part, gradient, size in zip(out.view(group_size, -1).split(sizes, dim=1), gradients, sizes, strict=True):
+        part.copy_(gradient.reshape(group_size, size))
 
 
 @torch.library.custom_op("lightning_ups::reduce_scatter_input", mutates_args=())
 def _reduce_scatter_input(gradients: list[Tensor], group_size: int, dtype: torch.dtype) -> Tensor:
-    sizes = [gradient.numel() // group_size for gradient in gradients]
-    together = gradients[0].new_empty((group_size, sum(sizes)), dtype=dtype)
-    for part, gradient in zip(together.split(sizes, dim=1), gradients, strict=True):
-        part.copy_(gradient.reshape(group_size, -1))
-    return together.view(-1)
+    together = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=dtype)
+    copy_together(gradients, together, group_size)
+    return together
 
 
 @_reduce_scatter_input.register_fake
@@ -50,14 +62,14 @@ def cast_where_copied(graph: fx.Graph) -> None:
         node.replace_all_uses_with(together)
         graph.erase_node(node)
         for cast in dict.fromkeys(gradients):
-            if not cast.users and cast.target in _CASTS:
+            if not cast.users and is_cast(cast):
                 graph.erase_node(cast)
 
 
 def _uncast(gradient: Any) -> Any:
     """Return the product that ``gradient`` was before a cast that nothing else needs."""
     source = gradient.args[0] if gradient.args else None
-    if gradient.target not in _CASTS or len(gradient.users) != 1 or not isinstance(source, fx.Node):
+    if not is_cast(gradient) or len(gradient.users) != 1 or not isinstance(source, fx.Node):
         return gradient
     if not _is_product(source):
         return gradient
@@ -66,7 +78,5 @@ def _uncast(gradient: Any) -> Any:
 
 
 def _is_product(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in _VIEWS and isinstance(node.args[0], fx.Node):
-        return _is_product(node.args[0])
-    return packet in _PRODUCTS
+    source = above(node, is_view)
+    return isinstance(source, fx.Node) and packet_of(source) in _PRODUCTS

@@ -1,7 +1,7 @@
 """What a reduce-scatter reads: the gradients of a group, each cut into a part for every rank, in the reduction's type.
 
 torch puts them together at less than half of what memory allows, while nothing else runs. One kernel for each gradient
-reads and writes whole vectors here; how much faster that is has not been measured yet.
+reads and writes whole vectors here; what it gained is in docs/log.md.
 """
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_ups._compat.optional import has, require
 
-__all__ = ["put_together", "reference"]
+__all__ = ["put_together"]
 
 CHUNK, BLOCK, WARPS = 16384, 4096, 8
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,21 +26,6 @@ LEAST = 2**20  # elements in all: below, torch's one kernel for all of them take
 
 # Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.
 tl: Any = SimpleNamespace(constexpr="constexpr")
-
-
-def reference(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
-    """Write what `put_together` writes, tensor by tensor: the specification.
-
-    Args:
-        gradients: Contiguous, with a first dimension that ``world_size`` divides.
-        out: As many elements as all of them, rank after rank.
-        world_size: How many ranks.
-    """
-    rows, start = out.view(world_size, -1), 0
-    for gradient in gradients:
-        part = gradient.numel() // world_size
-        rows[:, start : start + part].copy_(gradient.reshape(world_size, part))
-        start += part
 
 
 def put_together(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> bool:
@@ -82,7 +67,7 @@ def _compiles(device: torch.device) -> bool:
 
 
 def launch(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
-    """Do what ``reference`` does, by one kernel for each gradient."""
+    """Do what `copy_together` does, by one kernel for each gradient."""
     rows, start = out.view(world_size, -1), 0
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         for gradient in gradients:

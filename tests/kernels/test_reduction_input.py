@@ -5,8 +5,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_ups._compat.reduce_input import copy_together
 from lightning_ups.kernels import reduction_input
-from lightning_ups.kernels.reduction_input import launch, put_together, reference
+from lightning_ups.kernels.reduction_input import launch, put_together
 from tests.interpreted import assert_equal_interpreted
 
 SHAPES = {
@@ -37,7 +38,7 @@ def test_the_specification_is_what_torch_does(shapes, size, dtype, into):
     gradients, out = given(shapes, dtype, into)
     wanted = torch.empty_like(out)
     torch._chunk_cat(gradients, dim=0, num_chunks=size, out=wanted.view(size, -1))
-    reference(gradients, out, size)
+    copy_together(gradients, out, size)
     assert torch.equal(out, wanted)
 
 
@@ -45,7 +46,7 @@ def test_the_specification_is_what_torch_does(shapes, size, dtype, into):
 def anywhere(monkeypatch):
     """Pretend that every device has the kernel, and that nothing is too small for it."""
     monkeypatch.setattr(reduction_input, "LEAST", 1)
-    monkeypatch.setattr(reduction_input, "launch", reference)
+    monkeypatch.setattr(reduction_input, "launch", copy_together)
     plain = reduction_input._is_plain
 
     def is_plain(tensor):
@@ -62,7 +63,7 @@ def anywhere(monkeypatch):
 def test_what_can_be_is_put_together():
     gradients, out = given(SHAPES["block"], torch.bfloat16, torch.float32)
     wanted = torch.empty_like(out)
-    reference(gradients, wanted, 4)
+    copy_together(gradients, wanted, 4)
     assert put_together(gradients, out, 4)
     assert torch.equal(out, wanted)
 
@@ -106,7 +107,8 @@ def test_on_a_cpu_and_where_there_is_little_torch_does_it():
 INTERPRETED = """
 import torch
 from tests.kernels.test_reduction_input import SHAPES, TYPES, given
-from lightning_ups.kernels.reduction_input import launch, reference
+from lightning_ups._compat.reduce_input import copy_together
+from lightning_ups.kernels.reduction_input import launch
 for shapes in SHAPES.values():
     for dtype, into in TYPES:
         if into.itemsize < dtype.itemsize:
@@ -115,7 +117,7 @@ for shapes in SHAPES.values():
             gradients, out = given(shapes, dtype, into)
             wanted = out.clone()
             launch(gradients, out, size)
-            reference(gradients, wanted, size)
+            copy_together(gradients, wanted, size)
             assert torch.equal(out, wanted), (shapes, dtype, into, size)
 print("equal")
 """
@@ -134,7 +136,7 @@ def test_the_kernel_on_a_gpu(shapes, dtype, into):
         gradients, out = given(shapes, dtype, into, device="cuda")
         wanted = out.clone()
         launch(gradients, out, size)
-        reference(gradients, wanted, size)
+        copy_together(gradients, wanted, size)
         assert torch.equal(out, wanted)
 
 
