@@ -1,6 +1,8 @@
 import json
 import multiprocessing
 import os
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -16,10 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ups.models.gpt import GPTModule
 from lightning_ups.order import PolicyPrecision
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.checkpoint import is_complete, newest
+from lightning_ups.transforms.checkpoint import is_complete, lanes, newest
 from tests.ranks import Ranks
 from tests.toys import Net, loader
-from tests.transforms.checkpoint.test_saver import fill_disk
+from tests.transforms.checkpoint.test_lanes import interrupts
+from tests.transforms.checkpoint.test_saver import by_slow_buffers, fill_disk
 
 
 def run_of(path, *, epochs=4, callbacks=(), **options):
@@ -35,11 +38,11 @@ def run_of(path, *, epochs=4, callbacks=(), **options):
     )
 
 
-def fit(path, *, strategy, epochs=4, ckpt_path=None, folder="checkpoints", model=None, **options):
+def fit(path, *, strategy, epochs=4, ckpt_path=None, folder="checkpoints", model=None, callbacks=(), **options):
     warnings.simplefilter("ignore")
     model = model or Net()
     saver = ModelCheckpoint(path / folder, filename="{epoch}", save_top_k=-1)
-    run_of(path, strategy=strategy, epochs=epochs, callbacks=[saver], **options).fit(
+    run_of(path, strategy=strategy, epochs=epochs, callbacks=[saver, *callbacks], **options).fit(
         model, loader(4), ckpt_path=ckpt_path
     )
     losses = torch.stack(model.losses)
@@ -276,6 +279,60 @@ def test_a_full_disk_stops_the_run_at_the_next_save(ranks, tmp_path):
     assert "epoch=1.ckpt could not be saved" in failure
     assert "No space left" in failure
     assert last == "epoch=0.ckpt"
+
+
+class SaveInstead(Callback):
+    """Saves once more when training fails."""
+
+    def __init__(self, path):
+        self.path, self.weights = path, None
+
+    def on_exception(self, trainer, pl_module, exception):
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.add_(1)  # so that what the interrupted one has written is not right
+        self.weights = {name: weight.full_tensor().clone() for name, weight in pl_module.state_dict().items()}
+        trainer.save_checkpoint(self.path)
+
+
+class Loaded(Net):
+    """Keeps the weights that training begins with."""
+
+    def on_train_start(self):
+        self.begun = {name: weight.full_tensor().clone() for name, weight in self.state_dict().items()}
+
+
+def interrupted_save(path, again):
+    """Interrupt the first rank while another of its threads writes, and save in `on_exception`."""
+    strategy, times = FSDP2Strategy(), []
+    strategy.checkpoints.saver._lanes = lanes.Lanes(2)
+    callback = SaveInstead(path / again)
+    with pytest.MonkeyPatch.context() as patch, interrupts() as interrupt:
+        if dist.get_rank() == 0:  # the other is ready, and the next save begins at once
+            by_slow_buffers(patch, piece=16, pause_s=0.005)
+        written = lanes._Buffer.content
+
+        def content(self):
+            if threading.current_thread() is not threading.main_thread() and not times and dist.get_rank() == 0:
+                times.append(1)
+                time.sleep(0.1)  # the main thread has written its part
+                interrupt()
+            return written(self)
+
+        patch.setattr(lanes._Buffer, "content", content)
+        with pytest.raises((RuntimeError, KeyboardInterrupt, SystemExit)):
+            fit(path, strategy=strategy, callbacks=[callback])
+    assert len(times) == (dist.get_rank() == 0)
+    assert not is_complete(path / "checkpoints" / "epoch=0.ckpt") or again.endswith("epoch=0.ckpt")
+    model = Loaded()
+    fit(path, strategy=FSDP2Strategy(), ckpt_path=path / again, folder="resumed", model=model)
+    assert is_complete(path / again)
+    return all(torch.equal(model.begun[name], weight) for name, weight in callback.weights.items())
+
+
+@pytest.mark.parametrize("again", ["last.ckpt", "checkpoints/epoch=0.ckpt"])
+def test_what_is_saved_after_an_interrupted_save_is_whole_and_right(ranks, tmp_path, again):
+    assert ranks(interrupted_save, tmp_path, again)
 
 
 class Recording(Logger):

@@ -1,13 +1,11 @@
 """Writing checkpoints by DCP, at once or in the background, one at a time."""
 
 import errno
-import io
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,15 +13,14 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from typing_extensions import override
 
 from lightning_ups.transforms.checkpoint import folder
+from lightning_ups.transforms.checkpoint.lanes import Lanes, on_this_gpu
 from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, plain
+from lightning_ups.transforms.checkpoint.writing import Writer
 
 __all__ = ["Phase", "SaveTimes", "Saver"]
 
@@ -53,6 +50,7 @@ class SaveTimes:
 class _InFlight:
     draft: folder.Draft
     thread: threading.Thread | None = None
+    ended: threading.Event = field(default_factory=threading.Event)  # the thread
     error: BaseException | None = None
     whole: bool | None = None  # None while it is being written
     to_remove: list[Path] = field(default_factory=list)  # once it is whole
@@ -68,7 +66,7 @@ class Saver:
     Args:
         asynchronous: Write in the background.
         timeout: How long ranks wait for one another.
-        threads: How many files each rank writes at once.
+        threads: How many files each rank writes at once; None takes the rank's share of the cores, 8 at most.
         observe: Is told the phase of a save as it begins, from the thread that saves.
     """
 
@@ -77,12 +75,12 @@ class Saver:
         *,
         asynchronous: bool,
         timeout: timedelta = timedelta(minutes=30),
-        threads: int = 1,
+        threads: int | None = None,
         observe: Callable[[Phase, Path], None] | None = None,
     ) -> None:
         self.observe = observe
         self.last: SaveTimes | None = None
-        self._asynchronous, self._timeout, self._threads = asynchronous, timeout, threads
+        self._asynchronous, self._timeout, self._lanes = asynchronous, timeout, Lanes(threads)
         self._copies = HostCopies()
         self._in_flight: _InFlight | None = None
         self._whole: Path | None = None  # the last checkpoint that this saver made whole
@@ -133,11 +131,17 @@ class Saver:
 
         if self._asynchronous:
             # A daemon: a process that dies must not wait for ranks that are dead. `close` waits for it.
-            in_flight.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            in_flight.thread = threading.Thread(
+                target=_run, args=(write, in_flight, on_this_gpu()), name="checkpoint", daemon=True
+            )
             in_flight.thread.start()
-        else:
+            return
+        try:
             write()
-            self.wait()
+        except BaseException:  # interrupted once more, while it was being discarded
+            self._in_flight = None
+            raise
+        self.wait()
 
     def save_file(self, content: Any, path: Path) -> None:
         """Save ``content`` of rank 0 at ``path`` as one file, and return when it is whole.
@@ -176,10 +180,11 @@ class Saver:
         in_flight = self._in_flight
         if in_flight is None:
             return True
-        if in_flight.thread is not None:
-            in_flight.thread.join(timeout_s)
-            if in_flight.thread.is_alive():
-                return False
+        thread = in_flight.thread
+        # Not by `join`: after one that was interrupted Python takes a thread for dead which is not
+        # (python/cpython#90882), and the next save would be copied to where this one is written from.
+        if thread is not None and thread.ident is not None and not in_flight.ended.wait(timeout_s):
+            return False
         self._in_flight = None
         if in_flight.error is not None:
             raise RuntimeError(self._failure(in_flight)) from in_flight.error
@@ -193,7 +198,8 @@ class Saver:
                 return None
         except RuntimeError as error:
             return str(error)
-        self._in_flight = self._group = None  # the thread still uses them
+        self._in_flight = self._group = None  # the thread still uses them, and the copies
+        self._copies = HostCopies()
         return (
             f"The checkpoint {in_flight.draft.path} was still being written {timeout_s:.0f} s after training failed."
             " Another rank may be dead, and it needs all of them."
@@ -210,6 +216,7 @@ class Saver:
             self.wait()
         finally:
             self._copies.close()
+            self._lanes.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
@@ -220,7 +227,7 @@ class Saver:
         draft = in_flight.draft
         try:
             self._observe("writing", draft.path)
-            _write_data(staged, draft.folder, group=self._group, threads=self._threads)
+            _write_data(staged, draft.folder, group=self._group, lanes=self._lanes)
             self._observe("written", draft.path)
             self._on_first(lambda: self._complete(in_flight, files, facts))
             self._whole = draft.path
@@ -285,8 +292,18 @@ class Saver:
             self.observe(phase, path)
 
 
-def _write_data(state: dict[str, Any], path: Path, *, group: dist.ProcessGroup | None, threads: int) -> None:
-    writer = _CheckedWriter(path, thread_count=threads)
+def _run(write: Callable[[], None], in_flight: _InFlight, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
+    try:
+        with on_gpu():
+            write()
+    except BaseException as error:  # noqa: BLE001  (kept for the next call, which raises it)
+        in_flight.error = in_flight.error or error
+    finally:
+        in_flight.ended.set()
+
+
+def _write_data(state: dict[str, Any], path: Path, *, group: dist.ProcessGroup | None, lanes: Lanes) -> None:
+    writer = Writer(path, lanes=lanes)
     if group is not None:
         dcp.save(state, storage_writer=writer, planner=_Planner(), process_group=group)
         return
@@ -300,44 +317,6 @@ class _Planner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
         return value.local if isinstance(value, LocalShard) else super().lookup_object(index)
-
-
-class _CheckedWriter(FileSystemWriter):
-    """Torch's writer drops errors of every thread but the first: the checkpoint then lacks tensors and nobody knows."""
-
-    def __init__(self, path: Path, *, thread_count: int) -> None:
-        # What is staged is on the host. Torch's loader for GPUs would wait for the device's own work every 10 MB.
-        super().__init__(path, thread_count=thread_count, sync_files=True, per_thread_copy_ahead=0)
-        self.fs = self._files = _RecordingFiles()
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner)
-        if self._files.errors:
-            raise self._files.errors[0]
-        return results
-
-
-class _RecordingFiles(FileSystem):
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-
-    @override
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if "w" not in mode or str(path).endswith(".tmp"):  # metadata, written by one thread
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        opened = False
-        try:
-            with super().create_stream(path, mode) as stream:
-                opened = True
-                yield stream
-        except Exception as error:
-            self.errors.append(folder.system_error(error))  # raised by `write_data`, whichever thread it was
-            if not opened:
-                raise
 
 
 def _cause(error: BaseException | None) -> str:

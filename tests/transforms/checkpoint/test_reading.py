@@ -1,12 +1,16 @@
+import io
 import os
 import pickle
+import threading
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from lightning_ups.transforms.checkpoint import reading
 from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into, safetensors_slices
 
 
@@ -28,6 +32,69 @@ def test_reads_what_dcp_wrote(tmp_path):
     assert targets["w"].tolist() == [0, 1, 2, 3]
     assert targets["lr"] == 0.1
     assert targets["names"] == ["a"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_are_read_at_once(tmp_path, monkeypatch):
+    write(tmp_path, {f"w{n}": torch.full((3,), float(n)) for n in range(6)})
+    barrier, stock = threading.Barrier(3, timeout=60), reading.fill
+
+    def fill(target, item, **kwargs):
+        barrier.wait()
+        stock(target, item, **kwargs)
+
+    monkeypatch.setattr(reading, "fill", fill)
+    targets = {f"w{n}": torch.zeros(3) for n in range(6)}
+    read_into(targets, FolderReader(tmp_path, threads=3))
+    assert [value.tolist() for value in targets.values()] == [[n] * 3 for n in range(6)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_file_is_refused(tmp_path):
+    write(tmp_path, {"w": torch.randn(100_000)})
+    (file,) = tmp_path.glob("*.distcp")
+    os.truncate(file, 200_000)
+    with pytest.raises(ValueError, match=r"A file is damaged.*Use an earlier checkpoint"):
+        read_into({"w": torch.zeros(100_000)}, FolderReader(tmp_path))
+
+
+class Backwards(StreamTransformExtension):
+    """Writes the bytes of each entry in reverse, as a compression would write others."""
+
+    @staticmethod
+    def registry_name():
+        return "stream.backwards"
+
+    @staticmethod
+    def from_descriptor(version):
+        return Backwards()
+
+    def get_descriptor(self):
+        return "stream.backwards/1"
+
+    def transform_to(self, output):
+        class Reversing(io.BytesIO):
+            def close(self):
+                output.write(self.getvalue()[::-1])
+                output.close()
+                super().close()
+
+        return Reversing()
+
+    def transform_from(self, input):
+        return io.BytesIO(input.read()[::-1])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_was_transformed_is_left_to_torch(tmp_path):
+    dcp.save(
+        {"w": torch.arange(4.0)}, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Backwards()]), no_dist=True
+    )
+    reader = FolderReader(tmp_path)
+    reader.transforms.extension_registry.extensions["stream.backwards"] = Backwards
+    targets = {"w": torch.zeros(4)}
+    read_into(targets, reader)
+    assert targets["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_metadata_that_would_run_code_is_refused(tmp_path):

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from lightning_ups.transforms.checkpoint import is_complete, newest
+from lightning_ups.transforms.checkpoint import is_complete, lanes, newest
 from lightning_ups.transforms.checkpoint import saver as saver_module
 from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
 from lightning_ups.transforms.checkpoint.saver import Saver
+from tests.transforms.checkpoint.test_lanes import Cuda, interrupts
 
 
 def read(path):
@@ -25,7 +27,8 @@ def read(path):
 
 def save(saver, path, value=1.0):
     weight = torch.full((3,), value)
-    saver.save({"m": {"w": weight}}, files={"meta.pt": b"meta"}, path=path, facts={"global_step": 3})
+    others = {f"other{n}": torch.ones(3) for n in range(4)}
+    saver.save({"m": {"w": weight} | others}, files={"meta.pt": b"meta"}, path=path, facts={"global_step": 3})
     weight.zero_()
 
 
@@ -139,7 +142,7 @@ class FullDisk:
 
 def fill_disk(patch, *, after):
     """Let the disk be full after some files."""
-    stock, files = saver_module.FileSystem.create_stream, []
+    stock, files = FileSystem.create_stream, []
 
     @contextmanager
     def create(self, path, mode):
@@ -148,7 +151,7 @@ def fill_disk(patch, *, after):
                 files.append(path)
             yield FullDisk(stream) if len(files) > after else stream
 
-    patch.setattr(saver_module.FileSystem, "create_stream", create)
+    patch.setattr(FileSystem, "create_stream", create)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -179,9 +182,9 @@ def test_a_full_disk_at_the_end_surfaces_at_the_end(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_writer_hides_it(tmp_path, monkeypatch):
-    """Why the writer is checked: delete `_CheckedWriter` once torch raises here."""
+    """Why the threads of the writer are ours."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    stock = saver_module.FileSystem.create_stream
+    stock = FileSystem.create_stream
 
     @contextmanager
     def full_for_all_but_the_first(self, path, mode):
@@ -191,7 +194,7 @@ def test_torchs_own_writer_hides_it(tmp_path, monkeypatch):
         with stock(self, path, mode) as stream:
             yield stream if first else FullDisk(stream)
 
-    monkeypatch.setattr(saver_module.FileSystem, "create_stream", full_for_all_but_the_first)
+    monkeypatch.setattr(FileSystem, "create_stream", full_for_all_but_the_first)
     state = {f"w{i}": torch.ones(3) for i in range(6)}
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path, thread_count=3), no_dist=True)
     metadata = FileSystemReader(tmp_path).read_metadata()
@@ -220,6 +223,118 @@ def test_abandoning_gives_it_time_and_tells(tmp_path):
     assert "was still being written" in saver.abandon(timeout_s=0.01)
     gate.opened.set()
     assert saver.abandon(timeout_s=1) is None
+
+
+def test_what_follows_one_that_was_abandoned_is_copied_elsewhere(tmp_path):
+    gate = Gate("writing")
+    saver = Saver(asynchronous=True, observe=gate)
+    save(saver, tmp_path / "a", 1.0)
+    gate.reached.wait(10)
+    abandoned = saver._in_flight
+    saver.abandon(timeout_s=0.01)
+    saver.observe = None
+    save(saver, tmp_path / "b", 2.0)
+    saver.close()
+    gate.opened.set()
+    assert abandoned.ended.wait(60)
+    assert read(tmp_path / "a") == [1, 1, 1]
+    assert read(tmp_path / "b") == [2, 2, 2]
+
+
+def by_slow_buffers(patch, *, piece=2**12, pause_s=0.02):
+    """Let tensors pass through the buffers of lanes, as those of a GPU do, to a disk that is slow in other threads."""
+    content = lanes._Buffer.content
+
+    def slow(self):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(pause_s)
+        return content(self)
+
+    patch.setattr(lanes.Lane, "_direct", lambda self, row: False)
+    patch.setattr(lanes.Lane.__init__, "__kwdefaults__", {"piece": piece})
+    patch.setattr(lanes._Buffer, "content", slow)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_after_an_interrupt_the_next_one_is_whole_and_right(tmp_path, monkeypatch, name):
+    by_slow_buffers(monkeypatch)
+    saver = Saver(asynchronous=False, threads=2)
+    size, written = 2**15, lanes._Buffer.content
+
+    def state(value):
+        return {"m": {name: torch.full((size,), value) for name in ("a", "b")}}
+
+    def interrupted(self):
+        if threading.current_thread() is not threading.main_thread() and not times:
+            times.append(1)
+            time.sleep(0.1)  # the main thread has written its part
+            interrupt()
+        return written(self)
+
+    times = []
+    with interrupts() as interrupt:
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes._Buffer, "content", interrupted)
+            with pytest.raises((RuntimeError, KeyboardInterrupt)):
+                saver.save(state(1.0), files={}, path=tmp_path / "one")
+        assert not is_complete(tmp_path / "one")
+        saver.save(state(2.0), files={}, path=tmp_path / name)
+    targets = {f"m.{part}": torch.zeros(size) for part in ("a", "b")}
+    read_into(targets, FolderReader(tmp_path / name))
+    assert all((value == 2).all() for value in targets.values())
+    saver.close()
+
+
+def test_interrupted_again_while_it_is_discarded_the_next_one_is_saved_all_the_same(tmp_path, monkeypatch):
+    saver = Saver(asynchronous=False)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver_module, "_write_data", interrupted)
+        patch.setattr(saver_module.folder, "discard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(saver, tmp_path / "a")
+    assert not is_complete(tmp_path / "a")
+    save(saver, tmp_path / "a", 2.0)
+    assert read(tmp_path / "a") == [2, 2, 2]
+
+
+def test_interrupted_as_it_waits_for_the_one_before_the_next_one_still_waits(tmp_path):
+    """Both are copied to the same memory; and Python takes the thread for dead."""
+    gate = Gate("writing")
+    saver = Saver(asynchronous=True, observe=gate)
+    save(saver, tmp_path / "a", 1.0)
+    gate.reached.wait(10)
+    with interrupts() as interrupt:
+        threading.Timer(0.2, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            save(saver, tmp_path / "b", 2.0)
+    assert not saver.wait(timeout_s=0.01)
+    threading.Timer(0.3, gate.opened.set).start()
+    save(saver, tmp_path / "c", 3.0)
+    saver.close()
+    assert read(tmp_path / "a") == [1, 1, 1]
+    assert read(tmp_path / "c") == [3, 3, 3]
+
+
+def test_an_error_of_the_thread_is_told_whatever_it_was(tmp_path, monkeypatch):
+    saver = Saver(asynchronous=True)
+    monkeypatch.setattr(Saver, "_write", lambda *_: (_ for _ in ()).throw(ValueError("odd")))
+    save(saver, tmp_path / "a")
+    with pytest.raises(RuntimeError, match="could not be saved: odd"):
+        saver.wait()
+
+
+def test_the_thread_is_on_the_gpu_of_its_caller(tmp_path, monkeypatch):
+    cuda, seen = Cuda(monkeypatch), []
+    saver = Saver(asynchronous=True, observe=lambda phase, path: seen.append((phase, cuda.current)))
+    with cuda.device(3):
+        save(saver, tmp_path / "a")
+        saver.wait()
+    assert dict(seen)["writing"] == 3
+    saver.close()
 
 
 def test_the_last_whole_one_may_lie_in_another_folder(tmp_path):

@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from lightning_ups.transforms.checkpoint import staging
 from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, plain
 
 
@@ -79,3 +81,24 @@ def sharded():
 
 def test_a_sharded_tensor_keeps_its_place(ranks):
     assert ranks(sharded) == ([[0, 0, 0], [0, 0, 0]], [0, 0])
+
+
+def test_host_memory_is_pinned_once(monkeypatch):
+    asked, stock = [], staging.pinned
+    monkeypatch.setattr(staging, "pinned", lambda nbytes: asked.append(nbytes) or stock(nbytes))
+    copies, state = HostCopies(), {f"w{n}": torch.randn(1000) for n in range(5)}
+    for _ in range(3):
+        copies.copy(state)
+    copies.copy({"w0": state["w0"]})
+    assert asked == [5 * 4096], "one piece for all tensors, kept for the next save"
+    copies.close()
+
+
+@pytest.mark.gpu(count=1)
+def test_copies_from_a_gpu_land_in_pinned_memory():
+    copies, state = HostCopies(), {"a": torch.randn(1000, 1000, device="cuda"), "b": torch.arange(9, device="cuda")}
+    first = copies.copy(state)
+    assert copies._memory.is_pinned()
+    assert all(torch.equal(first[name], state[name].cpu()) for name in state)
+    assert copies.copy(state)["a"].data_ptr() == first["a"].data_ptr()
+    copies.close()

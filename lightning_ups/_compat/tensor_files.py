@@ -1,0 +1,78 @@
+"""How torch lays a tensor out in a file, apart from the tensor's bytes; and how DCP notes where it lies."""
+
+import io
+import sys
+import threading
+from functools import lru_cache
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.utils.serialization import config
+
+__all__ = ["around", "noted", "template"]
+
+_PATCHING = threading.Lock()  # before torch 2.12 a setting is that of all threads
+
+
+@lru_cache(maxsize=8192)
+def around(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[bytes, bytes] | None:
+    """Return what ``torch.save`` writes before and after the bytes of a dense tensor; None if it parts them.
+
+    ``torch.save`` would take them from the host, and sum them up first for a checksum that ``torch.load`` never looks
+    at. So it is shown memory that nobody ever touches, and what it would have written of that is left out.
+    """
+    numel = torch.Size(size).numel()
+    storage = torch.UntypedStorage(numel * dtype.itemsize)
+    file = _AllBut(storage)
+    with _PATCHING, config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+        torch.save(torch.empty(0, dtype=dtype).set_(storage, 0, size, stride), file)  # type: ignore[arg-type]
+    return (bytes(file.before), bytes(file.after)) if file.met or not storage.nbytes() else None
+
+
+class _AllBut(io.RawIOBase):
+    """Keeps what is written, without the bytes of one storage."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._address, self._nbytes = storage.data_ptr(), storage.nbytes()
+        self.before, self.after, self.met = bytearray(), bytearray(), False
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Note ``data``, a view of memory."""
+        if len(data) == self._nbytes and np.frombuffer(data, np.uint8).ctypes.data == self._address:
+            self.met = True
+        else:
+            (self.after if self.met else self.before).extend(data)
+        return len(data)
+
+
+def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
+    """Return the tensor of a file as it was saved, but with nothing in it, and where its bytes begin.
+
+    None for a file that holds anything else than the bytes of one tensor, or holds them in another order.
+    """
+    file.seek(0)
+    with torch.serialization.skip_data():
+        tensor = torch.load(file, map_location="cpu", weights_only=True)
+    file.seek(0)  # which it takes for the beginning
+    reader: Any = torch._C.PyTorchFileReader(file)  # type: ignore[arg-type]
+    if not isinstance(tensor, Tensor) or [name for name in reader.get_all_records() if name[:5] == "data/"] != [
+        "data/0"
+    ]:
+        return None
+    if reader.has_record("byteorder") and reader.get_record("byteorder") != sys.byteorder.encode():
+        return None
+    if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    return tensor, reader.get_record_offset("data/0") + tensor.storage_offset() * tensor.itemsize
+
+
+def noted(file: str, *, offset: int, length: int) -> Any:
+    """Return how DCP's metadata notes that a tensor lies in ``length`` bytes of ``file``."""
+    return _StorageInfo(file, offset, length)
