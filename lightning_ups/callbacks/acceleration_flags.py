@@ -1,13 +1,15 @@
-"""The process-wide switches that decide speed, for the length of a run."""
+"""The switches that decide speed, for the length of a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_ups.callbacks.arguments import check_kind
+from lightning_ups.callbacks.late_logs import LateLogs
 from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.transforms.flags import (
@@ -18,6 +20,7 @@ from lightning_ups.transforms.flags import (
     current_flags,
     without_effect,
 )
+from lightning_ups.transforms.late_values import is_far
 
 __all__ = ["AccelerationFlags"]
 
@@ -29,6 +32,8 @@ class AccelerationFlags(Declaration):
     as they were found after the run and after an exception. None, the default of each, leaves a switch as it is. What
     has no effect on the device of the run is said once and is no error, so that one configuration serves a GPU and a
     CPU. The values that took effect are read back for the report.
+
+    Beside these switches of the process, the loggers do not make the host wait for a GPU, unless ``late_logs`` is off.
 
     Args:
         tf32: Whether float32 matrix products and convolutions may use TF32: on Ampere and later several times as
@@ -45,6 +50,10 @@ class AccelerationFlags(Declaration):
             frees cached blocks.
         gc_interval: Collect Python's garbage every so many batches, on all ranks at the same one, and at no other
             time; what lives after the first batch is frozen and not looked at again.
+        late_logs: Whether the loggers get what is logged at a step when the GPU has computed it, some steps later,
+            while the host goes on; else the host waits at each of these steps. Rows have their own step and epoch, and
+            come in their order; all are there before anything else is logged, before a checkpoint, and at the end,
+            after an exception too.
 
     Raises:
         ValueError: If a value is out of range, or an attention kernel unknown.
@@ -67,7 +76,9 @@ class AccelerationFlags(Declaration):
         max_split_size_mb: int | None = None,
         garbage_collection_threshold: float | None = None,
         gc_interval: int | None = None,
+        late_logs: bool = True,
     ) -> None:
+        check_kind("late_logs", late_logs, bool, of="AccelerationFlags", why="It says whether the loggers may lag.")
         self.flags = Flags(
             tf32=tf32,
             cudnn_benchmark=cudnn_benchmark,
@@ -77,7 +88,10 @@ class AccelerationFlags(Declaration):
             garbage_collection_threshold=garbage_collection_threshold,
             gc_interval=gc_interval,
         )
+        self.late_logs = late_logs
         self._collection: PacedCollection | None = None
+        self._logs: LateLogs | None = None
+        self._of_run = ExitStack()
         self._report: Report | None = None
         self._chosen: Mapping[Any, dict[str, Any]] = {}
         self._told = 0  # how many of them are in the report
@@ -85,14 +99,19 @@ class AccelerationFlags(Declaration):
     @override
     @contextmanager
     def change(self, module: LightningModule, context: Context) -> Iterator[None]:
-        before = self._collection, self._report, self._chosen, self._told  # of a run that this one is inside of
-        with accelerated(self.flags, device=context.device) as self._collection, recorded_decisions() as self._chosen:
+        # Of a run that this one is inside of.
+        before = self._collection, self._report, self._chosen, self._told, self._of_run, self._logs
+        with (
+            accelerated(self.flags, device=context.device) as self._collection,
+            recorded_decisions() as self._chosen,
+            ExitStack() as self._of_run,
+        ):
             try:
                 self._say(context)
-                self._report, self._told = context.report, 0
+                self._report, self._told, self._logs = context.report, 0, None
                 yield
             finally:
-                self._collection, self._report, self._chosen, self._told = before
+                self._collection, self._report, self._chosen, self._told, self._of_run, self._logs = before
 
     def _say(self, context: Context) -> None:
         name, asked = type(self).__name__, self.flags.asked
@@ -102,6 +121,37 @@ class AccelerationFlags(Declaration):
             context.report.note(name, ", ".join(f"{flag}={value}" for flag, value in effective.items()))
         for flag, why in idle.items():
             context.report.note(name, f"{flag}={asked[flag]}: {why}")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (
+            self._report is None
+            or not self.late_logs
+            or not trainer.loggers
+            or not is_far(trainer.strategy.root_device)
+        ):
+            return
+        self._logs = self._of_run.enter_context(LateLogs(trainer))
+        line = "late_logs: what is logged at a step reaches the loggers when the GPU has computed it, without a wait"
+        self._report.note(type(self).__name__, line)
+        rank_zero_info(f"{type(self).__name__}: {line}")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_all()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_all()
+
+    def _log_all(self) -> None:
+        if self._logs is not None:
+            self._logs.flush()
+
+    def end_logs(self) -> None:
+        """Let the loggers have the rows that wait, for the end of a run; from now on they get each at once."""
+        self._of_run.close()
+        self._logs = None
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -120,6 +170,8 @@ class AccelerationFlags(Declaration):
         self._after_batch(trainer)
 
     def _after_batch(self, trainer: Trainer) -> None:
+        if self._logs is not None:
+            self._logs.look()
         if self._report is not None and "auto" in (self.flags.attention or ()):
             self._tell_choices(self._report)
         if self._collection is not None and not trainer.sanity_checking:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.fit_loop import is_logging_step, logged_step
 from lightning_ups._compat.optional import has
+from lightning_ups.callbacks.acceleration_flags import AccelerationFlags
 from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.callbacks.token_throughput import TokenThroughput
@@ -102,6 +103,8 @@ class TrainingReport(Callback):
         interrupted = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
         if (throughput := _found(trainer, TokenThroughput)) is not None:
             throughput.on_exception(trainer, pl_module, exception)  # whichever of us stands first in the list
+        if (flags := _found(trainer, AccelerationFlags)) is not None:
+            flags.end_logs()  # the last rows are to be in the history
         message = str(exception).strip().partition("\n")[0]
         self._write(
             trainer,

@@ -266,7 +266,7 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-class CrossEntropy(nn.Module):
+class CrossEntropy(nn.CrossEntropyLoss):
     """The mean cross-entropy in float32.
 
     A module, so that it can be compiled where only blocks are: uncompiled, the logits are in memory several times in
@@ -274,8 +274,8 @@ class CrossEntropy(nn.Module):
     """
 
     @override
-    def forward(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(input.flatten(0, 1).float(), target.flatten())
 
 
 class RotaryTable(nn.Module):

@@ -190,6 +190,13 @@ def test_values_are_typed_for_the_command_line():
         parser.parse_string("flags: {attention: [flsh]}")
 
 
+def test_late_logs_are_on_or_off():
+    assert AccelerationFlags().late_logs
+    assert not AccelerationFlags(late_logs=False).late_logs
+    with pytest.raises(TypeError, match="late_logs=None"):
+        AccelerationFlags(late_logs=None)
+
+
 def test_making_it_touches_nothing():
     def switches():
         return read_attention(), read_tf32(), torch.backends.cudnn.benchmark, gc.isenabled(), gc.get_threshold()

@@ -7,9 +7,9 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups.callbacks.progress import LeanProgressBar
+from tests.late_device import Reads
 from tests.toys import Net, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -29,14 +29,29 @@ class Logging(Net):
         return torch.optim.SGD(self.parameters(), lr=1e-2)  # Adam reads its own count of steps
 
 
-class CountReads(TorchDispatchMode):
-    """Counts how often a real number is read out of a tensor, for which a GPU would have to finish its work."""
+class Behind(Logging):
+    """Counts its batches for a device that is behind."""
 
-    reads = 0
+    def __init__(self, device):
+        super().__init__()
+        self.device_behind = device
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.reads += func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point()
-        return func(*args, **(kwargs or {}))
+    def training_step(self, batch, batch_idx):
+        self.device_behind.batch += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Paints(LeanProgressBar):
+    """Keeps what is painted, and after how many batches."""
+
+    def __init__(self, device, **options):
+        super().__init__(**options)
+        self.device, self.painted = device, []
+
+    def _paint(self, trainer, pl_module):
+        super()._paint(trainer, pl_module)
+        bar = self.train_progress_bar
+        self.painted.append((bar.n, self.device.batch, bar.postfix or ""))
 
 
 def fit(tmp_path, bar, module=None, **options):
@@ -54,13 +69,13 @@ def fit(tmp_path, bar, module=None, **options):
 
 
 def test_reads_only_when_it_refreshes(tmp_path):
-    with CountReads() as lean:
+    with Reads() as lean:
         fit(tmp_path, LeanProgressBar(refresh_rate=10), log_every_n_steps=1000)
-    with CountReads() as stock:
+    with Reads() as stock:
         fit(tmp_path, TQDMProgressBar(refresh_rate=10), Logging(prog_bar=True), log_every_n_steps=1000)
-    assert stock.reads > 20  # what it is for: once a step and more
+    assert stock.count > 20  # what it is for: once a step and more
     # Two refreshes, and the end of each of five epochs, when Lightning itself reads for the loggers and the bar.
-    assert lean.reads <= 2 + 2 * 5
+    assert lean.count <= 2 + 2 * 5
 
 
 def test_shows_the_logged_loss_and_counts_to_the_end_of_the_run(tmp_path, capsys):
@@ -123,3 +138,42 @@ def test_what_is_logged_stands_above_the_bar(tmp_path, monkeypatch, name, fails_
     assert {line.strip() for line in lines} == {"something to know"}
     assert "Training:" in seen.getvalue()
     assert logger.handlers == before
+
+
+def test_it_is_painted_when_the_numbers_of_a_refresh_have_come_and_waits_only_for_the_last(tmp_path, late_device):
+    module, bar = Behind(late_device), Paints(late_device, refresh_rate=6)
+    fit(tmp_path, bar, module)
+    assert [(n, batch) for n, batch, _ in bar.painted] == [(6, 8), (12, 14), (20, 20), (20, 20)]
+    assert bar.painted[0][2] == f"train_loss={module.losses[5].item():.3g}"[:16]
+    assert bar.painted[-1][2].startswith(f"train_loss={module.losses[-1].item():.3g}"[:16])
+    assert late_device.waits == [20]
+
+
+def test_where_it_counts_epochs_each_ends_with_its_own_numbers(tmp_path, late_device, capsys):
+    module, bar = Behind(late_device), Paints(late_device, refresh_rate=1)
+    fit(tmp_path, bar, module, max_steps=-1, max_epochs=2)
+    assert late_device.waits == [4, 8]
+    ends = [f"train_loss={module.losses[i].item():.3g}"[:16] for i in (3, 7)]
+    shown = capsys.readouterr().out
+    assert all(end in shown for end in ends)
+    assert bar.get_metrics(module.trainer, module) == {"train_loss": module.losses[-1].item()}
+
+
+def test_a_second_fit_does_not_show_the_numbers_of_the_first(tmp_path, late_device):
+    bar = Paints(late_device, refresh_rate=10)
+    fit(tmp_path, bar, Behind(late_device), max_steps=3)
+    assert bar._come
+    module, seen = Behind(late_device), []
+    module.on_train_batch_start = lambda *_: seen.append(dict(bar._come))
+    late_device.reached = late_device.batch
+    fit(tmp_path, bar, module, max_steps=3)
+    assert seen == [{}] * 3
+
+
+def test_a_bar_of_other_ranks_asks_the_device_for_nothing(tmp_path, late_device):
+    bar = Paints(late_device, refresh_rate=1)
+    module = Behind(late_device)
+    module.setup = lambda stage: bar.disable()  # as Lightning does there before
+    fit(tmp_path, bar, module, max_steps=-1, max_epochs=1)
+    assert bar.painted == []
+    assert late_device.waits == []

@@ -19,7 +19,7 @@ from lightning_ups.data import RandomTokens
 from lightning_ups.models.gpt import GPT, SIZES, Block, GPTConfig, GPTModule
 from lightning_ups.order import applied
 from lightning_ups.transforms.blocks import find_blocks
-from tests.callbacks.test_progress import CountReads
+from tests.late_device import Reads
 from tests.toys import trainer
 
 TINY = replace(SIZES["tiny"], dim=32, num_layers=3, ffn_dim=64, vocab_size=50, max_seq_len=16)
@@ -228,9 +228,8 @@ def test_the_compiled_loss_has_its_logits_in_no_other_type():
 
 
 def test_the_loss_is_compiled_beside_the_blocks(tmp_path):
-    patterns = ["model.layers.*", "model.criterion"]
     module, data = GPTModule(size="tiny", schedule="constant"), RandomTokens(vocab_size=256, seq_len=16, batch_size=2)
-    compile_blocks = Compile(blocks=patterns, backend="aot_eager")
+    compile_blocks = Compile(losses=True, backend="aot_eager")
     ran = trainer(tmp_path, max_steps=2, callbacks=[compile_blocks])
     reported = {}
     compile_blocks.on_train_end = lambda *_: reported.update(applied(ran.strategy).report.parts["Compile"])
@@ -290,9 +289,9 @@ def test_a_step_never_waits_for_a_value():
 
 
 def test_training_reads_no_value_at_every_step(tmp_path):
-    with CountReads() as counted:
+    with Reads() as counted:
         fit(small(), tmp_path, max_steps=20)
-    assert counted.reads <= 2
+    assert counted.count <= 2
 
 
 @pytest.mark.gpu
