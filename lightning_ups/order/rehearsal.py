@@ -20,7 +20,7 @@ from lightning_ups.order.policy import policy_of
 from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
-from lightning_ups.transforms.blocks import roots, select_blocks
+from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_losses
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.memory import Ledger
 from lightning_ups.transforms.memory_compiled import as_compiled
@@ -232,27 +232,29 @@ def _compiled(
     module: LightningModule, run: Run, change: Change, ledger: Ledger, stack: ExitStack
 ) -> frozenset[nn.Module]:
     """Compile what is to be, and return the modules that are inside of others that are compiled."""
-    scope, patterns = _scope(run)
+    scope, patterns, losses = _scope(run)
     if change.compiling is not None:
         scope, patterns = change.compiling, None
     if scope == "off":
         return frozenset()
-    chosen = [root for _, root in roots(module)] if scope == "model" else [*select_blocks(module, patterns).values()]
+    whole = scope == "model"
+    blocks = Blocks(dict(roots(module)), origin="roots") if whole else select_blocks(module, patterns)
+    chosen = [*(with_losses(module, blocks) if losses else blocks).values()]
     stack.enter_context(as_compiled(chosen, ledger=ledger, reduces=run.strategy.whole_graph))
     outermost = {*chosen}
     return frozenset(inner for each in chosen for inner in each.modules() if inner not in outermost)
 
 
-def _scope(run: Run) -> tuple[Compiling, Any]:
+def _scope(run: Run) -> tuple[Compiling, Any, bool]:
     if run.strategy.whole_graph:
-        return "model", None  # with a Compile, and without
+        return "model", None, False  # with a Compile, and without
     for step in run.declarations:
         if step.stage is Stage.COMPILE:
             scope: Any = getattr(step, "scope", "blocks")
             if scope == "auto" or run.strategy.shards:  # then it is by blocks that weights are gathered
                 scope = "blocks" if run.strategy.shards else "model"
-            return scope, getattr(step, "blocks", None)
-    return "off", None
+            return scope, getattr(step, "blocks", None), getattr(step, "losses", False)
+    return "off", None, False
 
 
 def _autocast(run: Run) -> Any:
