@@ -416,7 +416,7 @@ class LayerNorm(_NormOp):
     kind = "LayerNorm"
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(TransformerEngineBaseModule):
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
         attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, softcap=0.0, sequence_parallel=False,
@@ -424,7 +424,7 @@ class DotProductAttention(nn.Module):
         cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
         return_max_logit=False, name=None,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(name)
         assert (qkv_format, attn_mask_type) == ("bshd", "causal")
         self.shape, self.scale = (num_attention_heads, num_gqa_groups, kv_channels), softmax_scale
 

@@ -39,6 +39,7 @@ from lightning_ups.transforms.te import convert_to_te
 
 SOURCE = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ["TRANSFORMER_ENGINE_SOURCE"])
 SOURCE = SOURCE.parent if SOURCE.name == "transformer_engine" else SOURCE
+FORWARD = ("INPUT", "WEIGHT", "OUTPUT")  # what each product of a forward rounds, in the order of its scales
 STUBBED = {"onnxscript", "onnx", "triton", "importlib_metadata", "nvdlfw_inspect", "cudnn", "einops"}
 
 
@@ -80,6 +81,8 @@ def pretend():
     backends = text_of("pytorch/cpp_extensions/fused_attn.py").partition("class FusedAttnBackend")[2]
     names = re.findall(r"^    (\w+) = ", backends.partition("\nassert")[0], re.MULTILINE)
     tex.NVTE_Fused_Attn_Backend = enum_of("NVTE_Fused_Attn_Backend", [f"NVTE_{name}" for name in names])
+    tex.FP8FwdTensors = enum_of("FP8FwdTensors", [f"GEMM{i}_{of}" for i in (1, 2, 3) for of in FORWARD])
+    tex.FP8BwdTensors = enum_of("FP8BwdTensors", [f"GRAD_{of}{i}" for i in (1, 2, 3) for of in ("OUTPUT", "INPUT")])
     triton = importlib.import_module("triton")
     triton.jit = lambda function=None, **_: function or (lambda f: f)
     triton.__version__ = "3.6.0"

@@ -5,7 +5,7 @@ Read for these names: release 2.20.2.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -21,6 +21,8 @@ from lightning_ups._compat.optional import has, require
 __all__ = [
     "attention_for",
     "autocast",
+    "begin_attention_scales",
+    "begin_scales",
     "checkpoint_by",
     "engine",
     "forget_scales",
@@ -31,6 +33,7 @@ __all__ = [
     "out_of_sight",
     "scales",
     "set_scales",
+    "why_no_attention",
     "why_not",
 ]
 
@@ -38,6 +41,12 @@ REQUIREMENT, EXTRA, FEATURE = "transformer-engine>=2.20", "te", "TEPrecision"
 DEVICE = "cuda"
 _STATE = ("scale", "amax_history")  # of delayed scaling; other recipes have none
 _SIDES = ("scaling_fwd", "scaling_bwd")
+# What delayed scaling multiplies by before it has seen a maximum. Transformer Engine has 1 for all, with which most
+# gradients, and weights of wide layers, round to zero. Weights are rarely above 7 and gradients below 0.8, and values
+# that are cut off in a first step are seen in the second.
+_BEGIN = (1.0, 64.0, 1.0)  # what goes into a product, its weight, what comes out
+_BEGIN_ATTENTION = (1.0,) * 8 + (256.0,)  # the last are weights of attention, of which none is above 1
+_BEGIN_GRADIENTS = 65536.0
 
 
 def engine() -> Any:
@@ -128,6 +137,27 @@ def why_not(name: str | None, device: torch.device) -> str | None:
     return None if available else reason.rstrip(".")
 
 
+def why_no_attention(name: str, device: torch.device, *, width: int | None = None) -> str | None:
+    """Return why attention cannot train by the recipe on ``device``, with heads of this width, or None if it can.
+
+    Transformer Engine says of its kernels only that there is none. They are cuDNN's: FlashAttention 3 has float8 for
+    inference alone.
+    """
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    here = f"a GPU of capability {'.'.join(map(str, capability))}"
+    if capability < (9, 0) or capability == (12, 0):
+        return f"{here} has no float8 attention"
+    if capability < (10, 0) and name != "delayed":
+        return f"{here} has it with recipe='delayed' alone"
+    if width is None:
+        return None
+    if capability < (10, 0):
+        return None if width == 128 else f"{here} has it for heads of 128, and these are of {width}"
+    return None if width % 16 == 0 and width <= 128 else f"heads of {width} are no multiple of 16 up to 128"
+
+
 def autocast(recipe: Any, *, group: Any) -> AbstractContextManager[Any]:
     """Return a context in which Transformer Engine's modules compute by ``recipe``."""
     return engine().autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
@@ -202,13 +232,33 @@ def set_scales(module: nn.Module, state: Mapping[str, Tensor], *, recipe: Any, n
     """Put scales and maxima back into ``module``; of a history of another length, what both have."""
     given: Any = module
     given.fp8_meta |= {"num_gemms": num_products, "recipe": recipe}
-    with engine().autocast(enabled=False, recipe=recipe):  # a module asks which recipe is in force
+    # A module asks which recipe is in force. What is made while evaluating could not be changed while training.
+    with torch.inference_mode(mode=False), engine().autocast(enabled=False, recipe=recipe):
         given.init_fp8_meta_tensors(recipe)
     for key, value in state.items():
         side, name = key.split(".")
         mine = getattr(given.fp8_meta[side], name)
         rows = min(len(mine), len(value))
         mine[:rows].copy_(value[:rows])
+
+
+def begin_scales(module: nn.Module, *, recipe: Any, num_products: int) -> None:
+    """Let ``module``, if it has no scales of delayed scaling yet, begin with some that lose no gradients."""
+    _begin(module, _BEGIN * num_products, recipe=recipe, num_products=num_products)
+
+
+def begin_attention_scales(module: nn.Module, *, recipe: Any) -> None:
+    """Do so for a ``te.DotProductAttention``."""
+    _begin(module, _BEGIN_ATTENTION, recipe=recipe, num_products=len(_BEGIN_ATTENTION) // 3)
+
+
+def _begin(module: nn.Module, forward: Sequence[float], *, recipe: Any, num_products: int) -> None:
+    if scales(module):
+        return
+    set_scales(module, {}, recipe=recipe, num_products=num_products)
+    meta: Any = module.fp8_meta
+    meta["scaling_fwd"].scale.copy_(torch.tensor(forward))
+    meta["scaling_bwd"].scale.fill_(_BEGIN_GRADIENTS)
 
 
 def attention_for(heads: int, width: int, *, groups: int, scale: float | None) -> Any:

@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
-from lightning_ups._compat.te import autocast, checkpoint_by, engine, forget_scales, make_recipe, why_not
+from lightning_ups._compat.te import (
+    autocast,
+    checkpoint_by,
+    engine,
+    forget_scales,
+    make_recipe,
+    why_no_attention,
+    why_not,
+)
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
@@ -68,7 +76,7 @@ class TEPrecision(PolicyPrecision):
         tokens: For ``"auto"``: how many rows linear layers get. None: what a training step with the first batch shows.
         table: For ``"auto"``: a file of times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
         evaluate: Also evaluate in float8, whose products need batches whose rows are multiples of 8.
-        fp8_attention: Also compute causal attention in float8.
+        fp8_attention: Also compute causal attention in float8; on Hopper with ``"delayed"`` and heads of 128 alone.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
 
     Raises:
@@ -129,6 +137,7 @@ class TEPrecision(PolicyPrecision):
         self._attention: EngineAttention | None = None
         self._last_scales: dict[str, Any] = {}
         self._proven = False  # that something ran, in the first step
+        self._begun = False  # whether all that is to be computed in float8 has scales
 
     breaks_graphs = True  # its modules are no part of compiled code
 
@@ -164,7 +173,7 @@ class TEPrecision(PolicyPrecision):
 
     def _convert(self, module: nn.Module) -> None:
         self._check_place(module)
-        self._last_scales, self._proven = {}, False
+        self._last_scales, self._proven, self._begun = {}, False, False
         losers = self._losers(module) if self.filter == "auto" else None
         conversion = self.conversion = self._converted(module, losers)
         self._undo.callback(self._end, conversion)
@@ -181,7 +190,8 @@ class TEPrecision(PolicyPrecision):
         )
         self._undo.enter_context(checkpointing_by(checkpoint_by(self._made)))
         if self.fp8_attention:
-            self._attention = self._undo.enter_context(engine_attention(find_blocks(module)))
+            attention = engine_attention(find_blocks(module), self._made, name=self.recipe)
+            self._attention = self._undo.enter_context(attention)
 
     def _converted(self, module: nn.Module, losers: dict[str, str] | None) -> TEConversion:
         return convert_to_te(
@@ -315,6 +325,9 @@ class TEPrecision(PolicyPrecision):
         with ExitStack() as stack:
             if self._made is not None and self.conversion is not None and (self.evaluate or not evaluating):
                 self.conversion.calls.begin()
+                if self.recipe == "delayed" and not self._begun:
+                    self.conversion.begin_scales(recipe=self._made)  # after a restore, which may bring some
+                    self._begun = True
                 stack.enter_context(autocast(self._made, group=self._group))
             yield
 
@@ -374,6 +387,13 @@ class TEPrecision(PolicyPrecision):
                 " Transformer Engine needs a GPU: 'delayed' and 'current' capability 8.9, such as L40S or H100;"
                 " 'block' 9.0 with CUDA 12.9; 'mxfp8' 10.0, Blackwell."
                 " Use another recipe, recipe=None for bfloat16, or BF16Precision."
+            )
+        if self.fp8_attention and (why := why_no_attention(str(self.recipe), device)) is not None:
+            raise RuntimeError(
+                f"TEPrecision(recipe={self.recipe!r}, fp8_attention=True) cannot train here: {why}."
+                " Its kernels are cuDNN's: 'delayed' from capability 9.0, Hopper, 'current' and 'mxfp8' from 10.0,"
+                " Blackwell."
+                " Use recipe='delayed' where that has it, or fp8_attention=False."
             )
 
 

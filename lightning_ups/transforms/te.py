@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from lightning_ups._compat.te import forget_scales, holds_engine_modules, scales, set_scales
+from lightning_ups._compat.te import begin_scales, forget_scales, holds_engine_modules, scales, set_scales
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.te_forward import COMPUTED_WITHIN, Calls, Joint, PassedOn, computed_by, is_computed
 from lightning_ups.transforms.te_fusions import Fusion, fusions_in
@@ -87,6 +87,12 @@ class TEConversion:
         """Return the scales and maxima of delayed scaling, by the name of the module."""
         found = {name: scales(borrower.module) for name, borrower in self._borrowers.items()}
         return {name: state for name, state in found.items() if state}
+
+    def begin_scales(self, *, recipe: Any) -> None:
+        """Let modules that have no scales of delayed scaling begin with some that lose no gradients."""
+        for borrower in self._borrowers.values():
+            if borrower.num_products:
+                begin_scales(borrower.module, recipe=recipe, num_products=borrower.num_products)
 
     def set_scales(self, state: Mapping[str, Mapping[str, Tensor]], *, recipe: Any) -> list[str]:
         """Put them back, and return the names of the modules that had none, which start anew."""

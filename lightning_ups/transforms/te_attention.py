@@ -13,34 +13,57 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_ups._compat.te import attention_for, is_quantizing
+from lightning_ups._compat.te import attention_for, begin_attention_scales, is_quantizing, why_no_attention
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
 __all__ = ["EngineAttention", "engine_attention"]
 
 
 class EngineAttention:
-    """The modules of Transformer Engine that stand for the calls of attention, by block and by their order in it."""
+    """The modules of Transformer Engine that stand for the calls of attention, by block and by their order in it.
 
-    def __init__(self) -> None:
+    Args:
+        recipe: Transformer Engine's recipe.
+        name: Its name here.
+    """
+
+    def __init__(self, recipe: Any, *, name: str) -> None:
         self.modules: dict[tuple[str, int], Any] = {}
         self.total = 0
+        self._recipe, self._name = recipe, name
 
     def module(self, key: tuple[str, int], q_BHTE: Tensor, k_BKTE: Tensor, scale: float | None) -> Any:
         """Return the module of this call, made when it is first called."""
         if key not in self.modules:
+            self._check_width(key[0], q_BHTE)
             made = attention_for(q_BHTE.shape[1], q_BHTE.shape[3], groups=k_BKTE.shape[1], scale=scale)
             self.modules[key] = made.to(q_BHTE.device)
+            if self._name == "delayed":
+                begin_attention_scales(made, recipe=self._recipe)
         return self.modules[key]
+
+    def _check_width(self, block: str, q_BHTE: Tensor) -> None:
+        if why := why_no_attention(self._name, q_BHTE.device, width=q_BHTE.shape[3]):
+            raise ValueError(
+                f"{block} calls attention that cannot be computed in float8: {why}."
+                " Its backward is cuDNN's, which has kernels for few widths of heads."
+                " Use TEPrecision(fp8_attention=False)."
+            )
 
 
 @contextmanager
-def engine_attention(blocks: Mapping[str, nn.Module]) -> Iterator[EngineAttention]:
+def engine_attention(blocks: Mapping[str, nn.Module], recipe: Any, *, name: str) -> Iterator[EngineAttention]:
     """Let Transformer Engine compute what ``blocks`` ask of ``scaled_dot_product_attention`` within its autocast.
 
-    Attention that is not causal, or has a mask or dropout, is an error there: it would silently be another.
+    Attention that is not causal, or has a mask or dropout, is an error there: it would silently be another. So is what
+    has no kernel.
+
+    Args:
+        blocks: Modules by name.
+        recipe: Transformer Engine's recipe.
+        name: Its name here.
     """
-    attention = EngineAttention()
+    attention = EngineAttention(recipe, name=name)
     with ExitStack() as undo:
         for name, block in blocks.items():
             undo.enter_context(replaced_forward(block, lambda inner, name=name: _routed(inner, name, attention)))
@@ -89,5 +112,13 @@ class _Routing(TorchFunctionMode):
             )
         module = self._attention.module((self._block, self._count), query, key, scale)
         self._attention.total += 1
-        out_BTD = module(*(heads.transpose(1, 2) for heads in (query, key, value)))
+        try:
+            out_BTD = module(*(heads.transpose(1, 2) for heads in (query, key, value)))
+        except ValueError as error:  # that there is no kernel
+            raise RuntimeError(
+                f"{self._block} calls attention that Transformer Engine has no float8 kernel for here, with queries"
+                f" {tuple(query.shape)} and keys {tuple(key.shape)}: {str(error).rstrip('.')}."
+                " Which there are depends on the GPU, on cuDNN's release and on Transformer Engine's."
+                " Use fp8_attention=False."
+            ) from error
         return out_BTD.unflatten(-1, (query.shape[1], value.shape[3])).transpose(1, 2)

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -99,4 +100,15 @@ def test_a_failed_check_is_kept_and_the_others_run(te):
 
 
 def test_how_far_losses_are_apart(te):
-    assert te.apart([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
+    assert te.apart([3.0, 2.2, 1.0], [3.0, 2.0, 1.0]) == pytest.approx(0.1)  # of what was learned
+    assert te.apart([3.0, 2.0, 0.01], [3.0, 2.0, 0.02]) == pytest.approx(0.01 / 2.98)  # and not half of what is left
+    assert te.apart([2.2], [2.0], learned=4.0) == pytest.approx(0.05)
+    for broken in (math.nan, math.inf):
+        assert te.apart([3.0, broken, 1.0], [3.0, 2.0, 1.0]) == math.inf
+
+
+@pytest.mark.slow
+def test_recipes_are_red_where_float8_loses_gradients(te, monkeypatch):
+    backward = fake_te._Round.backward
+    monkeypatch.setattr(fake_te._Round, "backward", lambda ctx, gradient: backward(ctx, gradient * (gradient > 0)))
+    assert {*te.recipes()["failed"]} >= {"delayed, masters", "current, masters", "delayed, accumulation and clipping"}

@@ -338,6 +338,25 @@ class TestCheckpoints:
         resumed = fit(tmp_path, TEPrecision(recipe="delayed"), ckpt_path=path)
         assert resumed.losses != whole[4:]  # so that the test above could fail
 
+    @pytest.mark.parametrize("evaluate", [False, True])
+    def test_what_has_no_scales_begins_with_some_that_lose_no_gradients(self, tmp_path, evaluate):
+        precision, seen = TEPrecision(recipe="delayed", evaluate=evaluate), []
+        model = Net()
+
+        def look():
+            seen.append(precision.conversion.scales()["model.layers.0.ffn"])
+
+        model.on_train_batch_start = lambda *_: look() if evaluate else None  # after the sanity check
+        model.on_train_batch_end = lambda *_: look()
+        data = {"train_dataloaders": loader(), "val_dataloaders": loader()}
+        trainer(tmp_path, plugins=[precision], epochs=1, num_sanity_val_steps=1).fit(model, **data)
+        assert all(
+            scales["scaling_bwd.scale"].tolist() == [65536.0] * 4 for scales in seen[:2]
+        )  # the double has no more
+        if evaluate:
+            assert seen[0]["scaling_fwd.scale"].tolist() == [1.0, 64.0, 1.0] * 2
+        assert all(x > 1 for i, x in enumerate(seen[-1]["scaling_fwd.scale"].tolist()) if i % 3 < 2)
+
     def test_a_history_of_another_length_goes_on_with_what_both_have(self, tmp_path):
         path, whole = self.halfway(tmp_path, TEPrecision(recipe="delayed", amax_history=16))
         resumed = fit(tmp_path, TEPrecision(recipe="delayed", amax_history=2), ckpt_path=path)
@@ -463,6 +482,16 @@ class TestAttention:
         options = {"callbacks": [ActivationCheckpoint(save="nothing")]}
         found = fit(tmp_path, TEPrecision(fp8_attention=True), **options)
         near(found.losses, fit(tmp_path, TEPrecision(fp8_attention=True)).losses, rel=1e-6)
+
+    def test_a_recipe_without_kernels_is_refused_before_anything_is_converted(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("lightning_ups.precision.te.why_no_attention", lambda name, device: f"not with {name}")
+        model = Net()
+        with pytest.raises(
+            RuntimeError, match=r"fp8_attention=True\) cannot train here: not with current\..*=False\.$"
+        ):
+            fit(tmp_path, TEPrecision(fp8_attention=True), model=model)
+        assert type(model.model.layers[0].ffn) is type(Net().model.layers[0].ffn)
+        fit(tmp_path, TEPrecision(), epochs=1)
 
     def test_none_is_an_error(self, tmp_path):
         class Without(Net):

@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups._compat.te import autocast, make_recipe
-from lightning_ups.transforms.te_attention import engine_attention
+from lightning_ups.transforms import te_attention
 from tests import fake_te
 
 
@@ -28,9 +28,17 @@ class Block(nn.Module):
         return F.scaled_dot_product_attention(x, k, k, enable_gqa=True, **self.options)
 
 
-def fp8():
+def made(name="current"):
     options = {"number_format": None, "history": 1, "compute": "max", "margin": 0, "reduce_amax": False}
-    return autocast(make_recipe("current", attention=True, **options), group=None)
+    return make_recipe(name, attention=True, **options)
+
+
+def fp8(name="current"):
+    return autocast(made(name), group=None)
+
+
+def engine_attention(blocks, name="current"):
+    return te_attention.engine_attention(blocks, made(name), name=name)
 
 
 def value():
@@ -72,6 +80,56 @@ def test_other_attention_is_refused(options):
         engine_attention({"b": block}),
         fp8(),
         pytest.raises(ValueError, match=r"b calls attention that is not offered.*fp8_attention=False"),
+    ):
+        block(value())
+
+
+def test_delayed_scaling_begins_with_scales_that_lose_no_gradients():
+    for name in ("current", "delayed"):
+        block = Block()
+        with engine_attention({"b": block}, name) as attention, fp8(name):
+            block(value())
+        for module in attention.modules.values():
+            scales = module.fp8_meta.get("scaling_fwd")
+            assert (scales is None) == (name == "current")
+            if scales is not None:
+                assert scales.scale.tolist() == [1.0] * 8 + [256.0]  # weights of attention are 1 at most
+                assert module.fp8_meta["scaling_bwd"].scale.tolist() == [65536.0] * 6
+
+
+def test_heads_that_have_no_kernel_are_refused(monkeypatch):
+    asked = []
+
+    def why_not(name, device, *, width):
+        asked.append((name, device.type, width))
+        return "heads are too narrow"
+
+    monkeypatch.setattr(te_attention, "why_no_attention", why_not)
+    block = Block()
+    with (
+        engine_attention({"b": block}),
+        fp8(),
+        pytest.raises(
+            ValueError,
+            match=r"b calls attention.*: heads are too narrow\. .* Use TEPrecision\(fp8_attention=False\)\.$",
+        ),
+    ):
+        block(value())
+    assert asked == [("current", "cpu", 16)]
+
+
+def test_what_transformer_engine_has_no_kernel_for_names_the_block(monkeypatch):
+    def forward(*_):
+        raise ValueError("No dot product attention backend is available for the provided inputs.")
+
+    monkeypatch.setattr(fake_te.DotProductAttention, "forward", forward)
+    block = Block()
+    with (
+        engine_attention({"b": block}),
+        fp8(),
+        pytest.raises(
+            RuntimeError, match=r"b calls .* queries \(2, 4, 8, 16\).*No dot product.*fp8_attention=False\.$"
+        ),
     ):
         block(value())
 
