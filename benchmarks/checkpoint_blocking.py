@@ -1,11 +1,15 @@
-"""For how many seconds does a save block training, synchronous and in the background?
+"""For how many seconds does a save block training, in the background and at once, and how fast are bytes moved?
 
 The 1.5 B GPT under FSDP2Strategy on every visible GPU, with AdamW's state in float32: 18 GB in all. Each way saves
 three times; the first save in the background also pins its host memory. Between saves a run has time to write: what a
-save waits for the one before is told apart, as `waited_s`. Then the run resumes from the second save, and the losses of
-the steps in between are compared. The first checkpoint is deleted in between: two lie in --folder at most, 36 GB.
+save waits for the one before is told apart, as `waited_s`. Then the run resumes from the last save but one, and the
+losses of the steps in between are compared. The first checkpoint is deleted in between: two lie in --folder at most,
+36 GB. Beside it, the same number of threads writes as many bytes to the same folder and does nothing else: `raw_write`.
 
-    python benchmarks/checkpoint_blocking.py --output benchmarks/results/DATE_checkpoint_blocking
+    python benchmarks/checkpoint_blocking.py --folder /dev/shm --output benchmarks/results/DATE_checkpoint_blocking
+    python benchmarks/checkpoint_blocking.py --size 8B --ways async --no-resume --steps 6 --folder /dev/shm
+
+Each way has its share of --budget; the second line stages what 4 GPUs hold of 8 B weights, 24 GB each.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from contextlib import suppress
@@ -26,7 +31,8 @@ from typing import Any
 from cases import add_to, earlier, keep, left_on_device, prepare, unmet_gpus
 from processes import Interrupted, finished
 
-STEPS, EVERY = 24, 8
+SAVES = 3
+RAW = 2**28  # bytes that a thread writes to learn what the machine can do
 BYTES = {"tiny": 10**8, "150M": 2 * 10**9, "1B": 19 * 10**9, "8B": 97 * 10**9}  # of a checkpoint, 12 for each weight
 
 
@@ -40,6 +46,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
     parser.add_argument("--folder", type=Path, help="where checkpoints go, such as /dev/shm; default: a temporary one")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each way")
+    parser.add_argument("--ways", nargs="+", choices=["async", "sync"], default=["async", "sync"])
+    parser.add_argument("--steps", type=int, default=24, help="of each way; there are three saves in them")
+    parser.add_argument("--no-resume", dest="resume", action="store_false", help="save only")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.way:
@@ -52,13 +61,15 @@ def main() -> None:
     before, results = earlier(asked.output / "result.json"), list[dict[str, Any]]()
     start = time.monotonic()
     try:
-        for way in ("sync", "async"):
+        for number, way in enumerate(asked.ways):
             left = asked.budget - (time.monotonic() - start)
-            if left < (60 if asked.accelerator == "gpu" else 0):
+            share = min(asked.timeout, left / (len(asked.ways) - number))
+            if share < (30 if asked.accelerator == "gpu" else 0):
                 print(f"{way}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
-            result, interrupted = _in_processes(asked, way, timeout=min(asked.timeout, left))
+            result, interrupted = _in_processes(asked, way, timeout=share)
             results.append(result)
+            print(_said(result), flush=True)
             keep(asked.output / "result.json", [*before, *results])
             if interrupted is not None:
                 raise interrupted
@@ -77,6 +88,10 @@ def _part() -> None:
 
 def _unmet(asked: argparse.Namespace) -> str | None:
     """Say what is asked for and cannot be."""
+    if asked.steps < 2 * SAVES or asked.steps % SAVES:
+        return (
+            f"--steps {asked.steps} are not {SAVES} times as many as lie between saves: give {2 * SAVES}, 9, 12 or so"
+        )
     if asked.accelerator == "gpu" and (lacks := unmet_gpus(1, what="this")):
         return f"{lacks}: --accelerator cpu --size tiny --seq 32 tries it out"
     folder = asked.folder or Path(tempfile.gettempdir())
@@ -97,7 +112,8 @@ def _in_processes(asked: argparse.Namespace, way: str, *, timeout: float) -> tup
     number, interrupted = torch.cuda.device_count() if asked.accelerator == "gpu" else 1, None
     with tempfile.TemporaryDirectory(dir=asked.folder, ignore_cleanup_errors=True) as folder:
         command = [sys.executable, __file__, "--way", way, "--size", asked.size, "--seq", str(asked.seq)]
-        command += ["--accelerator", asked.accelerator, "--folder", folder]
+        command += ["--accelerator", asked.accelerator, "--folder", folder, "--steps", str(asked.steps)]
+        command += [] if asked.resume else ["--no-resume"]
         try:
             output = finished(command, timeout=timeout, ranks=number)
         except Interrupted as error:
@@ -117,7 +133,71 @@ def _result(output: str, *, way: str, ranks: int) -> dict[str, Any]:
     if len(found) != ranks:
         return {"way": way, "error": output.strip()[-1500:] or "it ended without a word", "ranks_done": sorted(found)}
     saves = zip(*(one["saves"] for one in found.values()), strict=True)
-    return found[0] | {"blocked_s_slowest_rank": [max(save["blocked_s"] for save in ranks) for ranks in saves]}
+    slowest = [max(save["blocked_s"] for save in ranks) for ranks in saves]
+    return found[0] | {"blocked_s_slowest_rank": slowest} | _speeds(list(found.values()))
+
+
+def _speeds(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return GB/s of all ranks together: each part takes as long as on the rank that is slowest with it."""
+    size = found[0]["checkpoint_gigabytes"]
+
+    def slowest(part: str) -> list[float]:
+        return [max(save[part] for save in ranks) for ranks in zip(*(one["saves"] for one in found), strict=True)]
+
+    speeds: dict[str, Any] = {
+        f"{part}_gb_per_s": [_per(size, s) for s in slowest(f"{part}_s")] for part in ("staging", "writing")
+    }
+    speeds["raw_write_gb_per_s"] = round(sum(one["raw_write"]["gb_per_s"] for one in found), 2)
+    if "load_s" in found[0]:
+        speeds["load_gb_per_s"] = _per(size, max(one["load_s"] for one in found))
+    return speeds
+
+
+def _per(gigabytes: float, seconds: float) -> float | None:
+    return round(gigabytes / seconds, 2) if seconds > 0.001 else None  # less is nothing that was copied
+
+
+def _said(result: dict[str, Any]) -> str:
+    """Return the figures of one way in a line."""
+    if "error" in result:
+        return f"{result['way']}: failed: {result['error'].splitlines()[-1]}"
+    first, *later = result["blocked_s_slowest_rank"]
+    read = f", read at {result['load_gb_per_s']} GB/s" if "load_gb_per_s" in result else ""
+    return (
+        f"{result['way']}: {result['checkpoint_gigabytes']} GB on {result['devices']} device(s): blocked training for"
+        f" {first:.2f} s at first and {statistics.median(later):.2f} s later; staged at"
+        f" {result['staging_gb_per_s']} GB/s, written at {result['writing_gb_per_s']} GB/s by {result['files']} threads"
+        f" a rank, which write nothing else at {result['raw_write_gb_per_s']} GB/s{read}"
+    )
+
+
+def _raw_write(folder: Path, *, threads: int) -> dict[str, Any]:
+    """Write from memory to ``folder`` by plain threads, all ranks at the same time, and return how fast that was."""
+    import torch
+    import torch.distributed as dist
+
+    content = torch.zeros(RAW if torch.cuda.is_available() else RAW // 64, dtype=torch.uint8).random_()
+    view, rank = memoryview(content.numpy()), os.environ.get("RANK", "0")  # type: ignore[arg-type]
+
+    def write(number: int) -> None:
+        with (folder / f"raw_{rank}_{number}").open("wb", buffering=0) as file:
+            for start in range(0, len(view), 2**23):
+                file.write(view[start : start + 2**23])
+            os.fsync(file.fileno())
+
+    if dist.is_initialized():
+        dist.barrier()
+    started = time.monotonic()
+    workers = [threading.Thread(target=write, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    elapsed = time.monotonic() - started
+    for number in range(threads):
+        (folder / f"raw_{rank}_{number}").unlink()
+    written = threads * len(view) / 1e9
+    return {"gigabytes": round(written, 3), "s": elapsed, "gb_per_s": round(written / elapsed, 2)}
 
 
 def _measure(asked: argparse.Namespace) -> dict[str, Any]:
@@ -130,6 +210,8 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
     from lightning_ups.strategies import FSDP2Strategy
 
     warnings.simplefilter("ignore")
+    every = asked.steps // SAVES
+    second, after = 2 * every, every - every // 2  # after the second save, and before the third
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     class Watch(Callback):
@@ -140,17 +222,33 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
             self.losses[trainer.global_step] = outputs["loss"].item()  # waits, so that a step's time is a step's time
             self.times.append(time.monotonic())
-            if trainer.global_step == 2 * EVERY + EVERY // 2 and trainer.is_global_zero:
-                shutil.rmtree(asked.folder / f"step={EVERY}.ckpt", ignore_errors=True)  # whole, or the next had failed
+            if trainer.global_step == second + after and trainer.is_global_zero:
+                shutil.rmtree(asked.folder / f"step={every}.ckpt", ignore_errors=True)  # whole, or the next had failed
+
+    loads: list[float] = []
 
     def fit(ckpt_path: Path | None, *, save: bool) -> tuple[Watch, list[dict[str, Any]]]:
         options: dict[str, Any] = {"meta_device": True, "initialise_on": "device"}
         strategy, watch, saves = FSDP2Strategy(async_save=asked.way == "async", **options), Watch(), []
-        stock = strategy.save_checkpoint
+        stock, stock_load = strategy.save_checkpoint, strategy.load_checkpoint
+
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            started = time.monotonic()
+            found = stock_load(*args, **kwargs)
+            loads.append(time.monotonic() - started)
+            return found
+
+        def whole() -> None:
+            last = strategy.checkpoints.saver.last
+            if last is not None and last.total_s is not None and saves:
+                waited = 0.0 if asked.way == "sync" else last.staging_s
+                saves[-1] |= {"total_s": last.total_s, "writing_s": last.total_s - waited}
+                print("SAVE " + json.dumps({"rank": rank, **saves[-1]}), flush=True)  # stays if the rest is cut off
 
         def noted(*args: Any, **kwargs: Any) -> None:
             began = time.monotonic()
             strategy.checkpoints.saver.wait()  # steps here are fewer than a run has between saves
+            whole()
             started = time.monotonic()
             stock(*args, **kwargs)
             times = strategy.checkpoints.saver.last
@@ -158,14 +256,14 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
             blocked = time.monotonic() - started
             saves.append({"blocked_s": blocked, "staging_s": times.staging_s, "waited_s": started - began})
 
-        strategy.save_checkpoint = noted  # type: ignore[method-assign]
-        savers = [ModelCheckpoint(asked.folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)]
+        strategy.save_checkpoint, strategy.load_checkpoint = noted, loaded  # type: ignore[method-assign]
+        savers = [ModelCheckpoint(asked.folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)]
         trainer = Trainer(
             accelerator=asked.accelerator,
             devices=world,
             strategy=strategy,
             precision="bf16-mixed",
-            max_steps=STEPS,
+            max_steps=asked.steps,
             callbacks=[watch, *(savers if save else [])],
             enable_checkpointing=save,
             logger=False,
@@ -181,26 +279,34 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
             rows: Any = list(tokens)
             data = DataLoader(rows, batch_size=1, shuffle=True)
             trainer.fit(module, data, ckpt_path=ckpt_path)
-        last = strategy.checkpoints.saver.last
-        if last is not None and saves:
-            saves[-1]["total_s"] = last.total_s
+        whole()
         return watch, saves
 
     watch, saves = fit(None, save=True)
-    resumed, _ = fit(asked.folder / f"step={2 * EVERY}.ckpt", save=False)
-    later = [step for step in resumed.losses if step > 2 * EVERY]
+    folder = asked.folder / f"step={second}.ckpt"
+    files = len([*folder.glob(f"__{rank}_*.distcp")])
     gaps = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)]
-    folder = asked.folder / f"step={2 * EVERY}.ckpt"
-    return {
+    result = {
         "way": asked.way,
         "rank": rank,
         "devices": world,
         "device": torch.cuda.get_device_name() if asked.accelerator == "gpu" else "cpu",
         "torch": version("torch"),
-        "checkpoint_gigabytes": round(sum(file.stat().st_size for file in folder.iterdir()) / 1e9, 2),
+        "size": asked.size,
+        "cores": len(os.sched_getaffinity(0)),
+        "checkpoint_gigabytes": round(sum(file.stat().st_size for file in folder.iterdir()) / 1e9, 3),
         "saves": saves,
         "step_s_median": statistics.median(gaps),
-        "step_s_while_writing_median": statistics.median(gaps[EVERY : EVERY + 4]),
+        "step_s_while_writing_median": statistics.median(gaps[every : every + after]),
+        "files": files,
+        "raw_write": _raw_write(asked.folder, threads=files),
+    }
+    if not asked.resume:
+        return result
+    resumed, _ = fit(folder, save=False)
+    later = [step for step in resumed.losses if step > second]
+    return result | {
+        "load_s": loads[-1],
         "resumed_steps": len(later),
         "largest_relative_difference_of_losses": max(
             abs(resumed.losses[step] - watch.losses[step]) / watch.losses[step] for step in later

@@ -39,6 +39,7 @@ class Config:
     steps: int = 12
     warmup: int = 4
     compile: bool = True
+    losses: bool = False  # compiled beside the blocks, where it is ours
     precision: str = "bf16-mixed"
     strategy: tuple[tuple[str, Any], ...] = ()
     accumulate: int = 1
@@ -52,6 +53,7 @@ def _sets() -> dict[str, list[Config]]:
     ways: dict[str, dict[str, Any]] = {  # by worth, since time may be short
         "ours": {},
         "stock ModelParallel, by hand": {"how": "stock-mp"},
+        "ours, the loss compiled": {"losses": True},
         "ours, gradients": {"strategy": (("sharding", "gradients"),)},
         "ours, prefetch 2": {"strategy": (("prefetch", 2),)},
         "stock FSDP1": {"how": "stock-fsdp1", "compile": False},
@@ -183,7 +185,7 @@ def _work(config: Config) -> None:
     if config.how == "ours" and config.compile:
         from lightning_ups.callbacks import Compile
 
-        callbacks.append(Compile())
+        callbacks.append(Compile(losses=config.losses))
     trainer = Trainer(
         accelerator="cuda" if cuda else "cpu",
         devices=config.gpus,

@@ -9,7 +9,8 @@ Every side is a process of its own, in turn, A B A B, on the same machine. All o
 float32 masters and moments, gradients clipped to a norm of 1 at each step, fused AdamW, random tokens, weights drawn as
 torchtitan draws them, a loss logged every 10 steps. The time of a step is taken by CUDA events around it, without a
 wait before the last; a run's figure is the median over its steps, a side's the median over its runs, and the table has
-the spread. With several GPUs a step is as slow as on its slowest rank.
+the spread. Beside it stands the same of the means, which see what a median does not: the steps at which a loss is read.
+With several GPUs a step is as slow as on its slowest rank.
 
 `ours` is a stock Trainer with our plugins, logger and progress bar on. `bare` is a loop by hand with the same settings
 and without a Trainer. `stock` is Lightning as most use it: bf16-mixed, plain AdamW; `stock, compiled` compiles the
@@ -201,11 +202,13 @@ def figures(row: Row, marks: Marks, losses: Mapping[int, Tensor], norm: Tensor |
             torch.distributed.all_reduce(loss, group=group)
             loss /= row.gpus
     timed = milliseconds[row.warmup :]
-    median = statistics.median(timed.tolist())
+    median, mean = statistics.median(timed.tolist()), timed.mean().item()
     speed = row.batch * row.seq / median * 1e3
     return {
         "tok_s_gpu": round(speed, 1),
+        "tok_s_mean": round(row.batch * row.seq / mean * 1e3, 1),
         "step_ms": round(median, 2),
+        "step_ms_mean": round(mean, 2),
         "step_ms_min": round(timed.min().item(), 2),
         "step_ms_max": round(timed.max().item(), 2),
         "mfu": round(100 * speed * SIZES[row.size].flops_per_token(row.seq) / DENSE_BF16, 2),
@@ -408,7 +411,7 @@ def looped(
 ) -> None:
     """Run the steps, and tell the figures."""
     pinned = [batch.pin_memory() if ON_GPU else batch for batch in batches(row, rank=int(os.environ.get("RANK", "0")))]
-    marks, losses, first = Marks(), {}, None
+    marks, losses, first = Marks(), Losses(), None
     for step in range(row.steps + 1):
         marks.set()
         if graphs:
@@ -424,8 +427,28 @@ def looped(
         if step == 0:
             first = norm.clone()
         if step % 10 == 0:
-            losses[step + 1] = loss.detach().clone()
-    tell(figures(row, marks, losses, first))
+            losses.log(step + 1, loss)
+    tell(figures(row, marks, losses.kept, first))
+
+
+class Losses:
+    """The losses that a loop by hand logs, each printed when the next one is logged, for which it waits for nothing."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+        self._event: torch.cuda.Event | None = None
+
+    def log(self, step: int, loss: Tensor) -> None:
+        """Print the loss before this one, and send for this one."""
+        if self._event is not None:
+            self._event.synchronize()  # it has passed, unless the host is that many steps ahead
+        for last in [*self.kept][-1:]:
+            print(f"step {last}: loss {self.kept[last].item():.4f}", flush=True)
+        loss = loss.detach()
+        self.kept[step] = loss.to("cpu", non_blocking=True) if ON_GPU else loss.clone()  # the first is pinned
+        if ON_GPU:
+            self._event = torch.cuda.Event()
+            self._event.record()
 
 
 SIDES: Mapping[str, Callable[[Row], None]] = {
@@ -578,6 +601,7 @@ def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[s
                 return {"error": found["error"]}, text
             return {
                 "tok_s_gpu": found["tok_s_gpu"],
+                "tok_s_mean": found.get("tok_s_gpu_mean"),
                 "step_ms": found["step_ms"],
                 "mfu": round(100 * found["tok_s_gpu"] * SIZES[row.size].flops_per_token(row.seq) / DENSE_BF16, 2),
                 "peak_gib": found["peak_alloc_gib"],
@@ -596,33 +620,67 @@ def first_norm(said: str) -> float | None:
     return None
 
 
+READS = {
+    "ours": "logger and bar, when it is there",
+    "torchtitan": "its own metrics, at once",
+    "bare": "printed ten steps later",
+    "bare, graphs": "printed ten steps later",
+    "stock": "logger, at once",
+    "stock, compiled": "logger, at once",
+}  # how each side reads the loss that it logs every 10 steps
+
+
 def table(name: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the row's table: medians, spreads, ratios of ours to each side, and the goal."""
-    row, speeds = rows()[name], {}
+    """Return the row's table: medians, spreads, ratios of ours to each side, by medians and by means, and the goal."""
+    row, speeds, means = rows()[name], {}, {}
     kept: dict[str, Mapping[str, Any]] = {}
     for result in results:
         if "tok_s_gpu" in result:
             speeds.setdefault(result["side"], []).append(result["tok_s_gpu"])
+            if (mean := by_mean(row, result)) is not None:
+                means.setdefault(result["side"], []).append(mean)
             kept[result["side"]] = result
-    lines = ["| side | tok/s per GPU | spread | MFU | peak GiB | first norm | ours is |", "|---" * 7 + "|"]
-    mine = statistics.median(speeds["ours"]) if "ours" in speeds else None
+    columns = (
+        "side", "tok/s per GPU", "spread", "MFU", "peak GiB", "first norm", "ours is", "tok/s by the mean", "ours is",
+        "its loss every 10 steps",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for side, runs in speeds.items():
-        median = statistics.median(runs)
-        ratio = f"{mine / median:.3f}x" if mine else ""
-        spread, last = (max(runs) - min(runs)) / median, kept[side]
-        cells = (f"{median:.0f}", f"{spread:.1%}", f"{last['mfu']} %", last["peak_gib"], last["norm_first"], ratio)
+        median, last = statistics.median(runs), kept[side]
+        spread = (max(runs) - min(runs)) / median
+        cells = (f"{median:.0f}", f"{spread:.1%}", f"{last['mfu']} %", last["peak_gib"], last["norm_first"])
+        mean = f"{statistics.median(means[side]):.0f}" if side in means else ""
+        cells += (ratio_of(speeds, side), mean, ratio_of(means, side), READS[side])
         lines.append(f"| {side} | {' | '.join(map(str, cells))} |")
     norms = [last["norm_first"] for last in kept.values() if last["norm_first"]]
     if len(norms) > 1:
         apart = max(norms) / min(norms) - 1
         lines.append(f"\nThe first norms are {apart:.2%} apart{'' if apart < 0.01 else ': the sides differ'}.")
-    if mine and row.against in speeds:
-        ratio = mine / statistics.median(speeds[row.against])
+    if "ours" in speeds and row.against in speeds:
+        ratio = statistics.median(speeds["ours"]) / statistics.median(speeds[row.against])
         verdict = "reached" if ratio >= row.goal else "missed"
         lines.append(f"\n{name}: {ratio:.3f} of {row.against}; the goal of {row.goal:.2f} is {verdict}.")
+        if by_means := ratio_of(means, row.against):
+            lines[-1] += f" By the means it is {by_means}."
     if (calls := len({result.get("call") for result in results})) > 1:
         lines.append(f"\nThese are runs of {calls} calls, perhaps on different machines of one kind.")
     return "\n".join(lines)
+
+
+def ratio_of(speeds: Mapping[str, Sequence[float]], side: str) -> str:
+    """Return how many times as fast as ``side`` ours is."""
+    if "ours" not in speeds or side not in speeds:
+        return ""
+    return f"{statistics.median(speeds['ours']) / statistics.median(speeds[side]):.3f}x"
+
+
+def by_mean(row: Row, result: Mapping[str, Any]) -> float | None:
+    """Return a run's tokens a second by the mean of its steps, where its steps were kept."""
+    if told := result.get("tok_s_mean", result.get("all", {}).get("tok_s_gpu_mean")):
+        return told
+    if timed := result.get("step_ms_all", [])[row.warmup :]:  # kept before there was a mean
+        return row.batch * row.seq / statistics.mean(timed) * 1e3
+    return None
 
 
 if __name__ == "__main__":

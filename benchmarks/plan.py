@@ -98,6 +98,7 @@ def recorded() -> dict[str, tuple[Configuration, float]]:
         "compile": ("model.layers.*", "model.criterion"),
     }
     for row, options in {
+        "150M-32": {"size": "150M", "seq": 1024, "batch": 32, **whole},
         "1B-8": {"batch": 8, **whole},
         "1B-4-float8": {"precision": "float8", **whole},
         "1B-8-float8": {"batch": 8, "precision": "float8", **whole},
@@ -112,9 +113,14 @@ def recorded() -> dict[str, tuple[Configuration, float]]:
         "1B ours, gradients, 2 GPUs, batch 2": {**shared, "devices": 2, "batch": 2, "sharding": "gradients"},
     }.items():
         wanted[f"fsdp2 {name}"] = "2026-11-22_fsdp2_parity", {"name": name}, options
-    for way, strategy in {"FSDP2, eager": "fsdp2", "SimpleFSDP": "simple_fsdp"}.items():
-        found = {"way": way, "cache": "cold"}
-        wanted[f"1B, 2 GPUs, {way}"] = "2026-11-22_simple_fsdp_1B-2", found, {"strategy": strategy, "devices": 2}
+    name, options = "8B ours, batch 2", {**eight, **shared, "sharding": "full"}
+    wanted[f"fsdp2 {name}"] = "2026-11-22_fsdp2_8B", {"name": name}, options
+    for way, (folder, options) in {
+        "FSDP2, eager": ("2026-11-22_simple_fsdp_1B-2", {"strategy": "fsdp2"}),
+        "SimpleFSDP": ("2026-11-22_simple_fsdp_1B-2", {"strategy": "simple_fsdp"}),
+        "FSDP2, blocks compiled": ("2026-11-22_simple_fsdp_1B-2_beside_compiled", shared),
+    }.items():
+        wanted[f"1B, 2 GPUs, {way}"] = folder, {"way": way, "cache": "cold"}, {**options, "devices": 2}
     return {
         name: (Configuration(name=name, **options), _peak(RESULTS / folder, found))
         for name, (folder, found, options) in wanted.items()

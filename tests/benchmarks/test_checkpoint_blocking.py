@@ -21,6 +21,8 @@ def blocking(import_benchmark):
         ([], "this needs 1 GPU, and this machine has 0: --accelerator cpu"),
         (["--accelerator", "cpu", "--folder", "/not/there"], "--folder /not/there does not exist"),
         (["--accelerator", "cpu"], "two checkpoints need 38 GB in"),
+        (["--accelerator", "cpu", "--steps", "3"], "--steps 3 are not 3 times as many as lie between saves: give 6"),
+        (["--accelerator", "cpu", "--steps", "8"], "--steps 8 are not 3 times as many as lie between saves: give 6"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(blocking, monkeypatch, tmp_path, capsys, words, said):
@@ -33,38 +35,72 @@ def test_what_cannot_be_is_said_before_anything_runs(blocking, monkeypatch, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def told(rank, *, blocked, **more):
+    saves = [{"blocked_s": s, "staging_s": 0.5 + rank, "writing_s": 2.0} for s in blocked]
+    return {"rank": rank, "saves": saves, "checkpoint_gigabytes": 18.0, "raw_write": {"gb_per_s": 4.0}} | more
+
+
 def test_a_save_takes_as_long_as_on_its_slowest_rank(blocking):
-    told = [{"rank": rank, "saves": [{"blocked_s": 1.0 + rank}, {"blocked_s": 3.0 - rank}]} for rank in (1, 0)]
-    output = "\n".join("RESULT " + json.dumps(one) for one in told)
+    ranks = [told(rank, blocked=[1.0 + rank, 3.0 - rank], load_s=3.0) for rank in (1, 0)]
+    output = "\n".join("RESULT " + json.dumps(one) for one in ranks)
     found = blocking._result(output, way="sync", ranks=2)
     assert (found["rank"], found["blocked_s_slowest_rank"]) == (0, [2.0, 3.0])
+    assert found["staging_gb_per_s"] == [12.0, 12.0]
+    assert found["writing_gb_per_s"] == [9.0, 9.0]
+    assert (found["raw_write_gb_per_s"], found["load_gb_per_s"]) == (8.0, 6.0)
     lost = blocking._result(output.partition("\n")[0] + '\nRESULT {"ra', way="sync", ranks=2)
     assert (lost["way"], lost["ranks_done"]) == ("sync", [1])
     assert "RESULT" in lost["error"]
+    assert blocking._said(lost).startswith("sync: failed: ")
+
+
+def called(blocking, monkeypatch, tmp_path, finished, *words):
+    monkeypatch.setattr(blocking, "finished", finished)
+    stated = ["--output", str(tmp_path), "--size", "tiny", "--accelerator", "cpu", *words]
+    monkeypatch.setattr(sys, "argv", ["checkpoint_blocking.py", *stated])
+    blocking.main()
+
+
+def line(way):
+    return "RESULT " + json.dumps(told(0, blocked=[1.0, 2.0, 3.0], way=way, devices=1, files=8))
 
 
 def test_what_an_earlier_call_and_an_interrupted_one_have_found_stays(blocking, monkeypatch, tmp_path):
     (tmp_path / "result.json").write_text('[{"way": "before"}]')
 
     def finished(command, **_):
-        if "async" in command:
+        if "sync" in command:
             raise blocking.Interrupted("step 1")
-        return 'RESULT {"rank": 0, "way": "sync", "saves": []}'
+        return line("async")
 
-    monkeypatch.setattr(blocking, "finished", finished)
-    words = ["--output", str(tmp_path), "--size", "tiny", "--accelerator", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["checkpoint_blocking.py", *words])
     with pytest.raises(KeyboardInterrupt):
-        blocking.main()
-    assert [one["way"] for one in json.loads((tmp_path / "result.json").read_text())] == ["before", "sync", "async"]
-    assert "===== async\nstep 1" in (tmp_path / "log.txt").read_text()
+        called(blocking, monkeypatch, tmp_path, finished)
+    assert [one["way"] for one in json.loads((tmp_path / "result.json").read_text())] == ["before", "async", "sync"]
+    assert "===== sync\nstep 1" in (tmp_path / "log.txt").read_text()
+
+
+def test_each_way_has_its_share_of_the_time(blocking, monkeypatch, tmp_path, capsys):
+    clock, timeouts = [0.0], {}
+    monkeypatch.setattr(blocking.time, "monotonic", lambda: clock[0])
+
+    def finished(command, *, timeout, **_):
+        way = command[command.index("--way") + 1]
+        timeouts[way] = timeout
+        clock[0] += timeout if way == "async" else 1  # the first takes all that it may
+        return line(way)
+
+    called(blocking, monkeypatch, tmp_path, finished, "--budget", "140")
+    assert timeouts == {"async": 70, "sync": 70}
+    said = capsys.readouterr().out
+    assert "async: 18.0 GB on 1 device(s): blocked training for 1.00 s at first and 2.50 s later" in said
+    assert "written at [9.0, 9.0, 9.0] GB/s by 8 threads a rank, which write nothing else at 4.0 GB/s" in said
 
 
 @pytest.mark.slow
 def test_both_ways_save_and_resume(tmp_path):
     kept = tmp_path / "checkpoints"
     kept.mkdir()
-    words = ["--size", "tiny", "--seq", "32", "--accelerator", "cpu", "--folder", str(kept)]
+    words = ["--size", "tiny", "--seq", "32", "--accelerator", "cpu", "--folder", str(kept), "--steps", "9"]
     done = subprocess.run(
         [sys.executable, "checkpoint_blocking.py", "--output", str(tmp_path / "out"), *words],
         cwd=BENCHMARKS,
@@ -75,13 +111,17 @@ def test_both_ways_save_and_resume(tmp_path):
         check=False,
     )
     found = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert [one["way"] for one in found] == ["sync", "async"], done.stderr
+    assert [one["way"] for one in found] == ["async", "sync"], done.stdout + done.stderr
     for one in found:
         assert len(one["saves"]) == 3
         assert all(save["blocked_s"] > 0 and save["waited_s"] >= 0 for save in one["saves"])
-        assert one["resumed_steps"] == 8
+        assert one["resumed_steps"] == 3
         assert one["largest_relative_difference_of_losses"] == 0
-        assert one["checkpoint_gigabytes"] >= 0
+        assert all(save["writing_s"] > 0 for save in one["saves"])
+        assert one["checkpoint_gigabytes"] > 0
+        assert one["files"] >= 1
+        assert min(one["raw_write_gb_per_s"], one["load_gb_per_s"]) > 0
+    assert "async: 0." in done.stdout
     assert not [*kept.iterdir()], "nothing stays behind"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"env.txt", "log.txt", "result.json"}
     assert str(tmp_path) not in (tmp_path / "out" / "env.txt").read_text()

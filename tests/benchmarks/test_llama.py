@@ -34,9 +34,41 @@ def test_the_table_compares_medians_with_the_goal(llama):
     runs = [result("ours", 110), result("torchtitan", 100), result("ours", 104), result("torchtitan", 100)]
     shown = llama.table("1B-4", [*runs, {"side": "stock", "error": "out of memory"}])
     assert "| ours | 107 | 5.6% |" in shown
-    assert "| torchtitan | 100 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.070x |" in shown
+    assert "| torchtitan | 100 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.070x |  |  | its own metrics, at once |" in shown
     assert "1.070 of torchtitan; the goal of 1.07 is reached" in shown
     assert "missed" in llama.table("1B-4", [result("ours", 106), result("torchtitan", 100)])
+
+
+def test_the_table_has_what_the_means_say_beside_the_medians(llama):
+    told = [result("ours", 110) | {"tok_s_mean": 99.0}, result("bare", 110) | {"tok_s_mean": 100.0}]
+    shown = llama.table("150M-32", told)
+    assert (
+        "| ours | 110 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.000x | 99 | 1.000x | logger and bar, when it is there |" in shown
+    )
+    assert "| bare | 110 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.000x | 100 | 0.990x | printed ten steps later |" in shown
+    assert "1.000 of bare; the goal of 1.00 is reached. By the means it is 0.990x." in shown
+    # What was kept before a run told its mean: 30 steps of warm-up, then 32 x 1024 tokens in 100 and in 300 ms.
+    old = result("bare", 110) | {"step_ms_all": [9.0] * 30 + [100.0, 300.0]}
+    assert f"| {32 * 1024 / 0.2:.0f} |" in llama.table("150M-32", [old])
+    titans = result("torchtitan", 100) | {"all": {"tok_s_gpu_mean": 98.0}}
+    assert "| 98 |" in llama.table("1B-4", [titans])
+
+
+def test_a_run_tells_its_mean(llama):
+    marks = types.SimpleNamespace(milliseconds=lambda: [50.0] * 2 + [10.0, 10.0, 40.0])
+    found = llama.figures(llama.rows()["tiny"], marks, {}, None)
+    assert (found["step_ms"], found["step_ms_mean"]) == (10.0, 20.0)
+    assert found["tok_s_gpu"] == pytest.approx(2 * found["tok_s_mean"])
+
+
+def test_a_loop_by_hand_prints_each_loss_when_it_logs_the_next(llama, capsys):
+    losses, value = llama.Losses(), torch.tensor(2.0, requires_grad=True)
+    losses.log(1, value * 1)
+    assert capsys.readouterr().out == ""
+    losses.log(11, value * 2)
+    assert capsys.readouterr().out == "step 1: loss 2.0000\n"
+    assert {step: loss.item() for step, loss in losses.kept.items()} == {1: 2.0, 11: 4.0}
+    assert not losses.kept[11].requires_grad
 
 
 def test_first_norms_that_differ_are_told(llama):

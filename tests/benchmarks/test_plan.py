@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,20 @@ def test_the_recorded_peaks(plan):
     assert peaks["llama 8B"] == 122.58
     assert peaks["fsdp2 1B ours, gradients, 2 GPUs, batch 2"] == 33.87
     assert peaks["1B, 2 GPUs, SimpleFSDP"] == 35.55
-    assert len(peaks) == 20
+    assert peaks["llama 150M-32"] == 14.31
+    assert peaks["fsdp2 8B ours, batch 2"] == 125.23
+    assert peaks["1B, 2 GPUs, FSDP2, blocks compiled"] == 52.93
+    assert len(peaks) == 23
+
+
+def test_the_page_has_the_recorded_peaks(plan):
+    page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()
+    rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([-+][\d.]+%) \| (yes|no) \|$", page, flags=re.MULTILINE)
+    assert [name for name, *_ in rows] == [*plan.recorded()]
+    for name, planned, measured, error, seen in rows:
+        assert float(measured) == plan.recorded()[name][1]
+        assert error == f"{float(planned) / float(measured) - 1:+.2%}"
+        assert (seen == "yes") == (name in plan.TUNED)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ QUICK = (
     "fsdp2 1B ours, 2 GPUs, batch 2",
     "fsdp2 1B ours, gradients, 2 GPUs, batch 2",
     "1B, 2 GPUs, FSDP2, eager",
+    "1B, 2 GPUs, FSDP2, blocks compiled",
     "llama 8B",
 )
 SLOW = (
@@ -120,7 +121,9 @@ SLOW = (
     "compile + budget 0.5",
     "compile model",
     "fsdp2 1B ours, 1 GPU, batch 4",
+    "fsdp2 8B ours, batch 2",
     "1B, 2 GPUs, SimpleFSDP",
+    "llama 150M-32",
     "llama 1B-8",
     "llama 1B-4-float8",
     "llama 1B-8-float8",

@@ -1,0 +1,164 @@
+"""What README and the pages say was measured is what the raw output says."""
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text()
+SPEEDS = ("tok_s_gpu", "tokens_per_s_per_gpu", "tok_s")
+OURS, TITAN, BARE = {"side": "ours"}, {"side": "torchtitan"}, {"side": "bare"}
+SIMPLE, FSDP2 = ({"way": way, "cache": "cold"} for way in ("SimpleFSDP", "FSDP2, blocks compiled"))
+UNSHARDED = {"way": "FSDP2, eager", "cache": "cold"}
+EIGHT, BY_HAND, AHEAD = (
+    {"name": f"8B {way}, batch 2"} for way in ("ours", "stock ModelParallel, by hand", "ours, prefetch 2")
+)
+EAGER, BLOCKS, MODEL, MATMULS, NOTHING = (
+    {"case": case} for case in ("eager", "compile", "compile model", "compile + matmuls", "compile + nothing")
+)
+PAIRS = {  # by what a row of README has, and no other
+    'Compile(scope="model")': (MODEL, EAGER),
+    "`Compile()`, by blocks": (BLOCKS, EAGER),
+    **{f"][{number}]": (OURS, TITAN) for number in range(3, 9)},
+    "][9]": (SIMPLE, FSDP2),
+    "][11]": (EIGHT, BY_HAND),
+    "][12]": (OURS, BARE),
+    "the quickstart": ({"case": "trainer 1"}, {"case": "bare 1"}),
+}
+
+
+def raw(folder: Path) -> list[dict]:
+    lines = folder / "results.jsonl"
+    if lines.exists():
+        return [json.loads(line) for line in lines.read_text().splitlines()]
+    return json.loads((folder / "result.json").read_text())
+
+
+def runs(folder: Path, wanted: dict) -> list[dict]:
+    found = [run for run in raw(folder) if wanted.items() <= run.items() and "error" not in run]
+    assert found, f"{folder.name} has no run of {wanted}"
+    return found
+
+
+def speed(folder: Path, wanted: dict) -> float:
+    return statistics.median(next(run[name] for name in SPEEDS if name in run) for run in runs(folder, wanted))
+
+
+def peak(folder: Path, wanted: dict) -> float:
+    return max(run["peak_gib"] for run in runs(folder, wanted))
+
+
+def as_told(value: float, told: str) -> str:
+    """Return ``value`` with as many digits as what is told of it has."""
+    return f"{value:.{len(told.partition('.')[2])}f}"
+
+
+def row(piece: str) -> tuple[list[str], Path]:
+    """Return the cells of the row that has ``piece``, and the folder of its raw output."""
+    (line,) = [line for line in README.splitlines() if line.startswith("|") and piece in line]
+    (number,) = re.findall(r"\]\[(\d+)\]", line)
+    (link,) = re.findall(rf"^\[{number}\]: (\S+)/README\.md$", README, flags=re.MULTILINE)
+    return line.split("|")[1:-1], ROOT / link
+
+
+@pytest.mark.parametrize("piece", PAIRS)
+def test_readmes_rows_are_those_of_the_raw_output(piece):
+    (_, *cells, gain), folder = row(piece)
+    sides = PAIRS[piece]
+    for side, cell in zip(sides, cells, strict=True):
+        ((tokens, unit, gib),) = re.findall(r"([\d.]+) ([KM])\b(?:, ([\d.]+) GiB)?", cell)
+        assert tokens == as_told(speed(folder, side) / {"K": 1e3, "M": 1e6}[unit], tokens)
+        assert gib in ("", as_told(peak(folder, side), gib))
+    (ratio,) = re.findall(r"\[([\d.]+)x\]", gain)
+    assert ratio == as_told(speed(folder, sides[0]) / speed(folder, sides[1]), ratio)
+
+
+def test_readmes_row_of_checkpoints_is_that_of_the_raw_output():
+    (_, ours, theirs, gain), folder = row("ActivationCheckpoint(save=")
+    held = [as_told(peak(folder, case), "0.0") for case in (MATMULS, NOTHING, BLOCKS)]
+    assert held == re.findall(r"\d+\.\d", ours + theirs)
+    rates = [as_told(speed(folder, case) / speed(folder, BLOCKS), "0.00") for case in (MATMULS, NOTHING)]
+    assert rates == re.findall(r"\d\.\d\d", gain)
+
+
+def test_readmes_row_of_the_loss_is_that_of_the_raw_output():
+    (_, ours, theirs, gain), folder = row("`linear_cross_entropy`")
+    lines = (folder / "linear_cross_entropy.jsonl").read_text().splitlines()
+    timed = [run for run in map(json.loads, lines) if (run.get("dim"), run.get("vocab")) == (2048, 128256)]
+    found = {run["way"]: run for run in timed if "milliseconds" in run}
+    chunked, usual = found["ours, auto, rounded"], found["usual, compiled"]
+    held = [as_told(run["peak_gib"], "0.0") for run in (chunked, usual)]
+    assert held == re.findall(r"\d+\.\d", ours + theirs)
+    (rate,) = re.findall(r"\d\.\d\d", gain)
+    assert rate == as_told(usual["milliseconds"] / chunked["milliseconds"], rate)
+
+
+def test_each_row_of_readme_is_held_to_something():
+    rows = [line for line in README.splitlines() if line.startswith("|") and re.search(r"\]\[\d+\]", line)]
+    held = [*PAIRS, "ActivationCheckpoint(save=", "`linear_cross_entropy`"]
+    assert len(rows) == len(held)
+    assert all(sum(piece in line for piece in held) == 1 for line in rows)
+
+
+def test_the_mean_that_readme_tells_beside_a_median():
+    (*_, gain), folder = row("][12]")
+    means = [
+        statistics.median(statistics.mean(run["step_ms_all"][30:]) for run in runs(folder, side))
+        for side in (BARE, OURS)
+    ]
+    (told,) = re.findall(r"([\d.]+)x counting", gain)
+    assert told == as_told(means[0] / means[1], told)
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "sides"),
+    [
+        ("fsdp2", "2026-11-22_fsdp2_8B", (EIGHT, BY_HAND, AHEAD)),
+        ("simple_fsdp", "2026-11-22_simple_fsdp_1B-2", (SIMPLE, UNSHARDED)),
+        ("simple_fsdp", "2026-11-22_simple_fsdp_1B-2_beside_compiled", (SIMPLE, FSDP2)),
+    ],
+)
+def test_the_pages_tables_are_those_of_the_raw_output(page, name, sides):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert f"benchmarks/results/{name}/README.md" in text
+    for side in sides:
+        told = f"{speed(RESULTS / name, side):,.0f}".replace(",", " ")
+        assert f"| {told} | {peak(RESULTS / name, side):.1f} " in text
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda path: path.name)
+def test_a_result_is_explained_beside_its_raw_output(folder):
+    text = (folder / "README.md").read_text()
+    assert text.startswith("# ")
+    assert [path for path in folder.iterdir() if path.name != "README.md"]
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (folder / target).exists(), f"{folder.name} links to {target}"
+
+
+def test_predictions_that_are_kept_can_be_measured_against(import_benchmark, monkeypatch, tmp_path):
+    float8 = import_benchmark("float8")
+    kept = RESULTS / "2026-11-22_float8_predictions"
+    shutil.copytree(kept, tmp_path / "out")
+    monkeypatch.setattr(float8, "unloadable", lambda *_, **__: None)
+    monkeypatch.setattr(float8, "_device", lambda: "NVIDIA H200")
+
+    def chosen(name: str) -> list[str]:
+        return float8._chosen(argparse.Namespace(set=name, only="", output=tmp_path / "out", tiny=False))
+
+    for name, models in {"gpt": ("1B", "150M"), "other": ("vit", "mixed")}.items():
+        assert chosen(f"predict-{name}") == []
+        assert chosen(f"measure-{name}") == [f"measure {m} {p}" for m in models for p in ("bf16", "tensorwise", "auto")]
+    (table,) = (tmp_path / "out" / "cache" / "lightning_ups" / "float8").iterdir()
+    timed = {tuple(product["shape"]) for product in json.loads(table.read_text())["products"]}
+    for model in float8.MODELS:
+        said = json.loads((kept / f"predict_{model}.json").read_text())
+        rows = {tuple(map(int, line["rows x in x out"].split(" x "))) for line in said["table"]}
+        assert rows <= timed
+        timed -= rows
+    assert not timed, "times that no prediction is made of"
