@@ -10,13 +10,13 @@ the blocks writes over, is read before all of them, with the barriers of the red
 
 from contextlib import nullcontext
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.optional import require
+from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import language as tl
 from lightning_ups.kernels.cross_entropy_step import Settings
 
 __all__ = ["launch"]
@@ -26,9 +26,6 @@ BLOCK, WARPS, STAGES = 4096, 16, 3
 # the one might read what the other has already written in its place.
 ELEMENTS_PER_WARP = 256
 ALIGNED = 16  # elements; Triton takes whole vectors only up to a bound that it knows to be a multiple of so many
-
-# Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.
-tl: Any = SimpleNamespace(constexpr="constexpr")
 
 
 def launch(
@@ -84,10 +81,12 @@ def _width(matrix: Tensor) -> int:
 
 @cache
 def _kernel() -> Any:
-    triton = require("triton", requirement="triton", extra="all", feature="cross-entropy's step in one kernel")
-    globals()["tl"] = triton.language
-    # One compilation wherever in the batch a chunk begins.
-    return triton.jit(do_not_specialize_on_alignment=["targets", "per_row", "losses"])(cross_entropy_kernel)
+    return compiled(
+        cross_entropy_kernel,
+        feature="cross-entropy's step in one kernel",
+        # One compilation wherever in the batch a chunk begins.
+        do_not_specialize_on_alignment=["targets", "per_row", "losses"],
+    )
 
 
 def cross_entropy_kernel(

@@ -10,22 +10,20 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.optional import has, require
+from lightning_ups._compat.optional import has
+from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import language as tl
 
 __all__ = ["put_together"]
 
 CHUNK, BLOCK, WARPS = 16384, 4096, 8
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST = 2**20  # elements in all: below, torch's one kernel for all of them takes less of the host's time
-
-# Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.
-tl: Any = SimpleNamespace(constexpr="constexpr")
 
 
 def put_together(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> bool:
@@ -81,9 +79,7 @@ def launch(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
 
 @cache
 def _kernel() -> Any:
-    triton = require("triton", requirement="triton", extra="all", feature="Putting gradients together")
-    globals()["tl"] = triton.language
-    return triton.jit(part_kernel)
+    return compiled(part_kernel, feature="Putting gradients together")
 
 
 def part_kernel(

@@ -10,22 +10,19 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.optional import require
+from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import language as tl
 from lightning_ups.optim.adamw_step import Settings, Slot
 
 __all__ = ["Launch"]
 
 CHUNK, BLOCK, WARPS = 16384, 2048, 8
 TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-
-# Triton's language, once the kernel is wanted: Triton looks for it here. Until then, what annotations say.
-tl: Any = SimpleNamespace(constexpr="constexpr")
 
 
 class Launch:
@@ -100,9 +97,7 @@ def _type(tensor: Tensor) -> Any:
 
 @cache
 def _kernel() -> Any:
-    triton = require("triton", requirement="triton", extra="all", feature="AdamW's step in one kernel")
-    globals()["tl"] = triton.language
-    return triton.jit(adamw_step_kernel)
+    return compiled(adamw_step_kernel, feature="AdamW's step in one kernel")
 
 
 def adamw_step_kernel(

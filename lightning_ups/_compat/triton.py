@@ -1,0 +1,25 @@
+"""Triton, which need not be installed: kernels are written as functions, and compiled once one of them is wanted."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_ups._compat.optional import require
+
+__all__ = ["compiled", "language"]
+
+# What a module of kernels calls ``tl`` until one of them is compiled: as much as their annotations say of it.
+language: Any = SimpleNamespace(constexpr="constexpr")
+
+
+def compiled(kernel: Callable[..., Any], *, feature: str, **options: Any) -> Any:
+    """Return ``kernel`` as Triton launches it, and let ``tl`` be Triton's language where it is written.
+
+    Args:
+        kernel: A function whose module has imported `language` as ``tl``: Triton looks names up in its globals.
+        feature: What needs Triton, for the error where it is missing.
+        **options: Of ``triton.jit``.
+    """
+    triton: Any = require("triton", requirement="triton", extra="all", feature=feature)
+    kernel.__globals__["tl"] = triton.language
+    return triton.jit(kernel, **options)
