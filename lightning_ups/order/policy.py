@@ -1,9 +1,12 @@
 """In which types a run computes, as data that strategies and refusals can read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
+
+from lightning_ups.transforms.blocks import as_patterns
 
 __all__ = ["STOCK_POLICIES", "DtypePolicy", "policy_of"]
 
@@ -24,11 +27,20 @@ class DtypePolicy:
     output: torch.dtype | None = None
     in_float32: tuple[str, ...] = ()
 
+    @classmethod
+    def bf16_mixed(cls, *, in_float32: Sequence[str] = ()) -> "DtypePolicy":
+        """Return what Lightning calls ``"bf16-mixed"``, but for what is to compute ``in_float32``."""
+        return cls(
+            param=torch.bfloat16,
+            reduce=torch.float32,
+            output=torch.float32,  # autocast runs losses in float32, whatever enters them
+            in_float32=as_patterns(in_float32),
+        )
+
 
 STOCK_POLICIES: dict[str, DtypePolicy] = {
     "32-true": DtypePolicy(),
-    # Autocast runs losses in float32, whatever enters them: hence the output.
-    "bf16-mixed": DtypePolicy(param=torch.bfloat16, reduce=torch.float32, output=torch.float32),
+    "bf16-mixed": DtypePolicy.bf16_mixed(),
 }
 
 

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups.order import DtypePolicy, PolicyPrecision
-from lightning_ups.order.precision import advice_on_mixed_types
 from lightning_ups.transforms.blocks import roots
 from lightning_ups.transforms.cast import cast_around
+from lightning_ups.transforms.explained import advice_on_mixed_types
 
 __all__ = ["BF16WeightsPrecision"]
 
@@ -33,8 +33,7 @@ class BF16WeightsPrecision(PolicyPrecision):
     """
 
     def __init__(self) -> None:
-        policy = DtypePolicy(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)
-        super().__init__(policy, name="bf16-mixed")
+        super().__init__(DtypePolicy.bf16_mixed(), name="bf16-mixed")
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

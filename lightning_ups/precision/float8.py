@@ -92,10 +92,7 @@ class Float8Precision(PolicyPrecision):
         weights: Weights = "masters",
         in_float32: Sequence[str] = (),
     ) -> None:
-        policy = DtypePolicy(
-            param=torch.bfloat16, reduce=torch.float32, output=torch.float32, in_float32=as_patterns(in_float32)
-        )
-        super().__init__(policy, name="bf16-mixed", weights=weights)
+        super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
         check_recipe(recipe, all_gather=bool(all_gather))
         self.recipe: Recipe = recipe
         self.include = None if include is None else as_patterns(include)

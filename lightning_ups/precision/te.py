@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
@@ -110,8 +109,7 @@ class TEPrecision(PolicyPrecision):
         fp8_attention: bool = False,
         weights: Weights = "masters",
     ) -> None:
-        policy = DtypePolicy(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)
-        super().__init__(policy, name="bf16-mixed", weights=weights)
+        super().__init__(DtypePolicy.bf16_mixed(), name="bf16-mixed", weights=weights)
         _check_known("recipe", recipe, (*get_args(Recipe), None))
         _check_known("number_format", number_format, (*get_args(Format), None))
         _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))

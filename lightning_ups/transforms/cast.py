@@ -1,6 +1,6 @@
 """Casting what enters and leaves a module, where its weights have another type than the data."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -14,14 +14,19 @@ __all__ = ["cast_around"]
 
 @contextmanager
 def cast_around(
-    modules: Iterable[nn.Module], *, inputs: torch.dtype | None, outputs: torch.dtype | None
+    modules: Iterable[nn.Module],
+    *,
+    inputs: torch.dtype | None,
+    outputs: torch.dtype | None,
+    given_as_is: Collection[nn.Module] = (),
 ) -> Iterator[None]:
     """Cast floating-point tensors on their way into and out of each of ``modules`` while the context is open.
 
     Tensors are found in any nesting of lists, dicts and the outputs of transformers. None leaves them as they are.
     The casts are hooks: they lie outside the forward, and so outside its compilation. A copy or a pickle of a module
     does not cast: nobody would end it there. One of them that lies within another one, under a second name, does not
-    cast when that other one calls it.
+    cast when that other one calls it. What is given to modules ``given_as_is`` is not cast, as where they compute in
+    float32 and nothing may round before.
     """
     modules = [*modules]
     nested = _nested(modules)
@@ -31,7 +36,8 @@ def cast_around(
             for running, outer in zip(around, nested.get(module, ()), strict=True):
                 for handle in running.follow(outer):
                     undo.callback(handle.remove)
-            before, after = _Cast(inputs, "inputs", around=around), _Cast(outputs, "outputs", around=around)
+            before = _Cast(None if module in given_as_is else inputs, "inputs", around=around)
+            after = _Cast(outputs, "outputs", around=around)
             before.handle = module.register_forward_pre_hook(before, with_kwargs=True)
             undo.callback(before.handle.remove)
             after.handle = module.register_forward_hook(after)

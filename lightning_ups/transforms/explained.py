@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["explaining_reads", "float32_for", "note_second_backward"]
+__all__ = ["advice_on_mixed_types", "explaining_reads", "float32_for", "note_second_backward"]
 
 _OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
 _OF_NO_KERNEL = ("unsupported dtype", "not implemented for")
+# What torch, and Transformer Engine, say of either.
+_OF_TYPES = ("dtype", "scalar type", "scalartype", "bias type", "bfloat16")
 
 
 @contextmanager
@@ -60,6 +62,21 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
                 " cast to it."
                 f" Cast it there, as in x.float(), or {float32_for(error)}."
             ) from error
+        raise
+
+
+@contextmanager
+def advice_on_mixed_types(cure: str, *, in_float32: bool = False) -> Iterator[None]:
+    """Let errors about types of tensors say where they come from, and ``cure``; or to let that part be in float32."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if any(words in str(error).lower() for words in _OF_TYPES):
+            error.add_note(
+                "The module computes with weights of low precision, without autocast, and met a tensor of another type."
+                " Code that mixes float32 tensors of its own into a forward needs autocast."
+                f" {cure}{f', or {float32_for(error)}' if in_float32 else ''}."
+            )
         raise
 
 

@@ -445,9 +445,8 @@ def _cast(
     stack = ExitStack()  # never closed: what is sharded stays so
     if options.param_dtype is not None:
         inner = [block for block in blocks if block not in roots and block not in uncast]
-        precise = [root for root in roots if root in uncast]
-        rest = [root for root in roots if root not in uncast]
         stack.enter_context(cast_around(inner, inputs=options.param_dtype, outputs=None))
-        stack.enter_context(cast_around(rest, inputs=options.param_dtype, outputs=options.output_dtype))
-        stack.enter_context(cast_around(precise, inputs=None, outputs=options.output_dtype))
+        stack.enter_context(
+            cast_around(roots, inputs=options.param_dtype, outputs=options.output_dtype, given_as_is=uncast)
+        )
     return stack

@@ -25,6 +25,12 @@ def test_a_loss_outside_a_root_is_float32_as_under_autocast():
     assert policy_of(MixedPrecision("bf16-mixed", "cpu")).output is torch.float32
 
 
+def test_patterns_of_what_computes_in_float32_are_read_and_kept():
+    policy = DtypePolicy.bf16_mixed(in_float32=["net.*"])
+    assert policy.in_float32 == ("net.*",)
+    assert (policy.param, policy.reduce, policy.output) == (torch.bfloat16, torch.float32, torch.float32)
+
+
 def test_a_policy_cannot_be_changed_by_accident():
     with pytest.raises(AttributeError):
         DtypePolicy().param = torch.bfloat16

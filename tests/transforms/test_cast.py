@@ -36,6 +36,16 @@ def test_none_leaves_them():
         assert model(x, extra={"mask": x, "ids": x.long()})["out"][0].dtype is torch.bfloat16
 
 
+def test_what_is_given_as_is_is_cast_on_its_way_out_alone():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
+    seen = []
+    with cast_around(net, inputs=torch.bfloat16, outputs=torch.float64, given_as_is={net[0]}):
+        for layer in net:
+            layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        assert [layer(torch.ones(1, 2)).dtype for layer in net] == [torch.float64] * 2
+    assert seen == [torch.float32, torch.bfloat16]
+
+
 def test_gradients_pass_and_the_type_is_that_of_the_input():
     layer, x = nn.Linear(2, 2).to(torch.bfloat16), torch.ones(1, 2, requires_grad=True)
     with cast_around([layer], inputs=torch.bfloat16, outputs=torch.float32):

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from lightning_ups.transforms.explained import explaining_reads, float32_for
+from lightning_ups.transforms.explained import advice_on_mixed_types, explaining_reads, float32_for
 
 
 def test_two_types_are_explained_under_a_precision():
@@ -43,6 +43,18 @@ def test_a_module_of_torch_is_named_where_no_other_runs():
         net(torch.ones(1, 2, dtype=torch.bfloat16))
     assert float32_for(error.value) == "let 0 (Linear) compute in float32, with BF16Precision(in_float32=['*'])"
     assert float32_for(RuntimeError()).startswith("let that part compute in float32, with BF16Precision(in_float32=")
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_under_master_weights_a_note_says_where_it_comes_from_and_the_cure(in_float32):
+    with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=in_float32):
+        Net()(torch.ones(2, 8, dtype=torch.bfloat16))
+    (note,) = error.value.__notes__
+    assert "met a tensor of another type" in note
+    assert note.endswith(" Cast them, or " + float32_for(error.value) + "." if in_float32 else " Cast them.")
+    with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=in_float32):
+        raise RuntimeError("stop here")
+    assert not hasattr(error.value, "__notes__")
 
 
 def test_without_one_they_are_the_users_own():
