@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -117,7 +116,6 @@ def main() -> None:
     if options.shape is not None:
         run_part(options.shape, log=log, end=time.monotonic() + options.budget)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a shape ends too
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "env.txt").write_text(environment())
     end = time.monotonic() + options.budget
