@@ -17,7 +17,15 @@ FLASH, MATH = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::bmm"
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-class Watched(Net):
+class Validated(Net):
+    def validation_step(self, batch, _):
+        pass
+
+    def val_dataloader(self):
+        return loader()
+
+
+class Watched(Validated):
     """Remembers the flags of every step."""
 
     def __init__(self, **options):
@@ -37,17 +45,16 @@ class Watched(Net):
     def predict_step(self, batch, _):
         self.flags["predict"] = current_flags()
 
-    def val_dataloader(self):
-        return loader()
-
 
 def flags():
     """Thawing thaws the some hundred objects as well that Python froze when it started."""
-    return current_flags() | {"gc_frozen": gc.get_freeze_count() > 5_000}
+    now = current_flags()
+    return now | {"gc_frozen": now["gc_frozen"] > 5_000}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1_000_000)  # to count them takes a tenth of a second
     before = flags()
     yield
     assert flags() == before
@@ -112,6 +119,16 @@ def test_compile_bakes_in_the_kernel_of_the_flags_wherever_they_stand_in_the_lis
     assert fit(attention=None) == {FLASH}, "a graph of an earlier fit is not left behind"
 
 
+def test_what_it_froze_is_thawed_when_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    gc.unfreeze()
+    model, before = Watched(), flags()
+    trainer(tmp_path, callbacks=[AccelerationFlags(gc_interval=2)], epochs=2).fit(model, loader())
+    assert (model.flags["fit"]["gc_frozen"] > 5_000, before["gc_frozen"]) == (True, False)
+    assert flags() == before
+    gc.freeze()
+
+
 def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
     report = {}
     model = Watched()
@@ -159,7 +176,7 @@ def test_nothing_asked_is_nothing_said(tmp_path):
 
 
 def test_garbage_is_collected_at_its_batches_and_sanity_checking_does_not_count(tmp_path):
-    collected, model = [], Watched()
+    collected, model = [], Validated()
 
     def watch(phase, info):
         if phase == "start" and info["generation"] == 2 and model.trainer.training:

@@ -51,6 +51,12 @@ def flags():
     return current_flags() | {"gc_frozen": gc.get_freeze_count() > 5_000}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_lives_is_frozen():
+    """Nothing is: freezing is among what is tested, and to count what is frozen takes its time."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     if torch.cuda.is_available():
