@@ -157,6 +157,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
         process_group_backend: None: NCCL for GPUs and gloo for CPUs, both.
         timeout_minutes: After which a collective that hangs is an error.
         high_priority_communication: Let NCCL's kernels go before others.
+        communication_multiprocessors: How many of a GPU's multiprocessors a collective may take at most from the
+            products beside it. None: as many as NCCL finds fastest.
         flight_recorder: A folder for what each device last sent, written when a collective hangs. None: nothing.
         save: ``"sharded"``: a checkpoint is a folder to which every device writes its part. ``"full"``: one file,
             gathered on the first, as a single device would write it.
@@ -189,6 +191,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
         process_group_backend: str | None = None,
         timeout_minutes: float = 30,
         high_priority_communication: bool = True,
+        communication_multiprocessors: int | None = None,
         flight_recorder: str | Path | None = None,
         save: Save = "sharded",
         async_save: bool = False,
@@ -222,6 +225,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
             process_group_backend=process_group_backend,
             timeout_minutes=timeout_minutes,
             high_priority_communication=high_priority_communication,
+            communication_multiprocessors=communication_multiprocessors,
             flight_recorder=flight_recorder,
             save=save,
             async_save=async_save,
