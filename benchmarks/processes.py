@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "finished", "portable", "result_of"]
+__all__ = ["Interrupted", "finished", "portable", "result_of", "told_to_end"]
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -57,7 +57,7 @@ def finished(
         Interrupted: If this process is told to end; the ranks have ended then.
     """
     run = uuid.uuid4().hex
-    with tempfile.TemporaryFile("w+", errors="replace") as output, _told_to_end():
+    with tempfile.TemporaryFile("w+", errors="replace") as output, told_to_end():
         processes: list[subprocess.Popen[bytes]] = []
         said = ""
         try:
@@ -100,7 +100,7 @@ def _said(output: Any) -> str:
 
 
 @contextmanager
-def _told_to_end() -> Iterator[None]:
+def told_to_end() -> Iterator[None]:
     """Let SIGTERM and SIGHUP do what SIGINT does: by themselves they would leave the ranks behind, on the GPU."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
