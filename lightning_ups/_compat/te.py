@@ -59,6 +59,7 @@ def engine() -> Any:
     return _required("transformer_engine.pytorch")
 
 
+@cache  # each module asks at each forward, and to look up what is installed takes about half a millisecond
 def _required(module: str) -> Any:
     try:
         with _first_import():

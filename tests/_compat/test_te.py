@@ -83,11 +83,25 @@ def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(te, "has", lambda _: True)
     monkeypatch.setattr("lightning_ups._compat.optional.RequirementCache", lambda _: True)
-    te._check_cudnn.cache_clear()
+    _forget()
     yield write
-    te._check_cudnn.cache_clear()
+    _forget()
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
+
+
+def _forget():
+    te._required.cache_clear()
+    te._check_cudnn.cache_clear()
+
+
+def test_what_was_found_is_not_looked_up_at_each_forward(package, monkeypatch):
+    package("")
+    asked = []
+    monkeypatch.setattr("lightning_ups._compat.optional.RequirementCache", lambda text: asked.append(text) or text)
+    first, again = te.engine(), te.engine()
+    assert first is again is sys.modules["transformer_engine.pytorch"]
+    assert asked == [te.REQUIREMENT]
 
 
 def test_libraries_that_cannot_be_loaded_say_how_to_install(package):
