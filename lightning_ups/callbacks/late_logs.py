@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +30,15 @@ class _Row:
     late: LateValues
     step: int
     epoch: int
+    loggers: Sequence[Any]  # those that the trainer had
 
 
 class LateLogs(AbstractContextManager["LateLogs"]):
     """Rows of training steps reach the loggers of ``trainer`` late while the context is open, and are else as ever.
 
-    They have the step and the epoch they are of, and come in the order in which they were logged: what is logged in
-    any other way, such as a validation, waits until they are there, and so does a checkpoint.
+    They have the step and the epoch they are of, go to the loggers that ``trainer`` had then, and come in the order in
+    which they were logged: what is logged in any other way, such as a validation, waits until they are there, and so
+    does a checkpoint.
 
     Only the thread that opened the context hands rows over and waits for them, since a logger may belong to it; what
     another thread logs goes straight to the logger. The failure of a logger, or of the device, is raised once, and ends
@@ -46,6 +48,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._rows: deque[_Row] = deque()
+        self._known = list[Any]()  # loggers that wait for rows before they log anything else
         self._undo = ExitStack()
         self._thread: int | None = None
         self._handing_over = False
@@ -62,8 +65,8 @@ class LateLogs(AbstractContextManager["LateLogs"]):
                 stock(metrics, step)
 
         self._undo.enter_context(instead_of(loop, "log_metrics", log_metrics))
-        for owner, name in ((self._trainer, "save_checkpoint"), *((each, "log_metrics") for each in self._loggers)):
-            self._flush_before(owner, name)
+        self._flush_before(self._trainer, "save_checkpoint")
+        self._loggers()
         return self
 
     @override
@@ -72,6 +75,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
             self._hand_over_rows(run_ends=True)
         finally:
             self._rows.clear()
+            self._known.clear()
             self._undo.close()
 
     def look(self) -> None:
@@ -82,9 +86,14 @@ class LateLogs(AbstractContextManager["LateLogs"]):
         """Hand over all rows, waiting for them."""
         self._hand_over_rows()
 
-    @property
     def _loggers(self) -> list[Any]:
-        return [*self._trainer.loggers]
+        """Return the loggers that the trainer has now, which may be others than before."""
+        loggers: list[Any] = [*self._trainer.loggers]
+        for logger in loggers:
+            if not any(logger is known for known in self._known):
+                self._known.append(logger)
+                self._flush_before(logger, "log_metrics")
+        return loggers
 
     def _flush_before(self, owner: Any, name: str) -> None:
         stock = getattr(owner, name)
@@ -109,6 +118,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
                 late=LateValues(late),
                 step=logged_step(self._trainer),
                 epoch=self._trainer.current_epoch,
+                loggers=self._loggers(),
             )
         )
         self._hand_over_rows(all_but=_MOST)
@@ -139,7 +149,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
             metrics.setdefault("epoch", row.epoch)
         self._handing_over = True
         try:
-            for logger in self._loggers:
+            for logger in row.loggers:
                 logger.log_metrics(metrics=metrics, step=step)
                 logger.save()
         finally:

@@ -469,6 +469,30 @@ def test_ctrl_c_while_a_row_is_waited_for_loses_none(tmp_path, late_device):
     assert [step for step, _ in rows.when] == [1, 3, 5, 7]
 
 
+class OtherLoggers(Callback):
+    """Gives the trainer another logger for a while, as a search for a learning rate does, and logs by it."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if index == 3:
+            self.first, trainer.loggers = trainer.loggers, [self.other]
+        if index == 5:
+            trainer.logger.log_metrics({"mine": 1.0}, step=index)
+            trainer.loggers = self.first
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_row_goes_to_the_loggers_of_its_step(tmp_path, late_device, late):
+    late_device.lag, rows, other = 1000, Rows(late_device), Rows(late_device)
+    options = {"loggers": rows, "callbacks": [OtherLoggers(other)], "log_every_n_steps": 1}
+    fitted(tmp_path, Logging(late_device), late=late, **options)
+    assert [step for step, _ in rows.when] == [0, 1, 2, 5, 6, 7]
+    assert [(step, "mine" in metrics) for step, _, metrics in other.rows] == [(3, False), (4, False), (5, True)]
+    assert not [logger for logger in (rows, other) if "log_metrics" in vars(logger)]
+
+
 def test_every_logger_is_as_it_was_afterwards(tmp_path, late_device):
     loggers = [CSVLogger(tmp_path), Rows(late_device)]
     run = fitted(tmp_path, Logging(late_device), loggers=loggers)
