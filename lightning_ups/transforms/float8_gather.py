@@ -5,6 +5,7 @@ from the largest value of the whole weight, so that it takes a reduction: one fo
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,9 +35,8 @@ class Scales:
     def compute(self) -> None:
         """Compute all of them; every rank must."""
         if self._layers:
-            torchao = require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature="Float8Precision")
             with outside_function_modes():  # what watches for weights that are read takes DTensors for theirs
-                torchao.precompute_float8_dynamic_scale_for_fsdp(self._layers)
+                _torchao().precompute_float8_dynamic_scale_for_fsdp(self._layers)
             self._of = self._versions()
 
     def refresh(self) -> None:
@@ -46,6 +46,11 @@ class Scales:
 
     def _versions(self) -> list[int]:
         return [layer.weight._version for layer in self._layers]  # type: ignore[union-attr]
+
+
+@cache  # each step asks, and to look up what is installed takes about half a millisecond
+def _torchao() -> Any:
+    return require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature="Float8Precision")
 
 
 def gathers_in_float8(layer: nn.Module) -> bool:

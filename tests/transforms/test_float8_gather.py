@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,7 +61,8 @@ def scales_of_shards():
     with torch.no_grad():
         module[0][0].weight.mul_(4)
     look()
-    scales.refresh()
+    with patch("lightning_ups._compat.optional.RequirementCache", side_effect=AssertionError):  # torchao was found
+        scales.refresh()
     look()
     return [[None if scale is None else scale.item() for scale in each] for each in seen]
 
