@@ -12,10 +12,11 @@ wait before the last; a run's figure is the median over its steps, a side's the 
 the spread. Beside it stands the same of the means, which see what a median does not: the steps at which a loss is read.
 With several GPUs a step is as slow as on its slowest rank.
 
-`ours` is a stock Trainer with our plugins, logger and progress bar on. `bare` is a loop by hand with the same settings
-and without a Trainer. `stock` is Lightning as most use it: bf16-mixed, plain AdamW; `stock, compiled` compiles the
-LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles each block. `torchtitan` is its
-own trainer in its best setting, run by bench_titan.sh.
+`ours` is a stock Trainer with our plugins, logger and progress bar on; on several GPUs `ours, ...` takes otherwise what
+communication needs of them. `bare` is a loop by hand with the same settings and without a Trainer. `stock` is Lightning
+as most use it: bf16-mixed, plain AdamW; `stock, compiled` compiles the LightningModule; on several GPUs `stock` shards
+by hand in configure_model and compiles each block. `torchtitan` is its own trainer in its best setting, run by
+bench_titan.sh.
 """
 
 import argparse
@@ -27,12 +28,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from cases import add_to, prepare, unloadable, unmet_gpus
@@ -121,6 +123,7 @@ def rows() -> dict[str, Row]:
         "1B-4-float8": replace(one, float8=True, goal=1.15, sides=("ours", "torchtitan", "bare")),
         "1B-8-float8": replace(one, batch=8, float8=True, goal=1.15, sides=("ours", "torchtitan", "bare")),
         "1B-4-float8-head": replace(one, float8=True, head=True, goal=1.15, sides=("ours", "torchtitan")),
+        "1B-4-two": replace(one, gpus=2, titan=f"{one.titan} --ac none --reshard never".replace("ngpu 1", "ngpu 2")),
         "8B": eight,
         "8B-float8": replace(eight, float8=True, goal=1.08, sides=("ours", "torchtitan", "bare")),
         "150M-32": small,
@@ -279,8 +282,8 @@ def fitted(row: Row, module: Any, *, callbacks: Sequence[Callback], **options: A
     trainer.fit(module, loader)
 
 
-def ours(row: Row) -> None:
-    """Run a stock Trainer with our plugins."""
+def ours(row: Row, **options: Any) -> None:
+    """Run a stock Trainer with our plugins; ``options`` are of the strategy."""
     precision = BF16Precision()
     if row.float8:
         precision = Float8Precision(recipe="tensorwise", head=row.head, emulate=not ON_GPU)
@@ -288,7 +291,7 @@ def ours(row: Row) -> None:
     flags = AccelerationFlags(attention="auto", gc_interval=50)
     strategy: Any = "auto"
     if row.gpus > 1:
-        strategy = FSDP2Strategy(reshard_after_forward="auto", meta_device=True, initialise_on="device")
+        strategy = FSDP2Strategy(reshard_after_forward="auto", meta_device=True, initialise_on="device", **options)
         compiled = Compile(blocks=["model.layers.*", "model.criterion"], backend=BACKEND)  # as torchtitan does
     callbacks = [flags, LeanProgressBar(refresh_rate=10), compiled]
     fitted(row, Work(row), callbacks=callbacks, plugins=[precision], strategy=strategy)
@@ -451,8 +454,22 @@ class Losses:
             self._event.record()
 
 
+def ours_copied_within(row: Row) -> None:
+    """Run ours with what was gathered copied into the parameters in the stream that computes, as torch does."""
+    with patch("lightning_ups.strategies.fsdp2.copying_beside", nullcontext):
+        ours(row)
+
+
+OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy says, or could, of it
+    "ours, copied within": ours_copied_within,
+    "ours, 8 multiprocessors": partial(ours, communication_multiprocessors=8),
+    "ours, 4 multiprocessors": partial(ours, communication_multiprocessors=4),
+    "ours, copy engines": partial(ours, copy_engines=True),
+    "ours, copy engines, 8": partial(ours, copy_engines=True, communication_multiprocessors=8),
+}
 SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,
+    **OF_COMMUNICATION,
     "bare": bare,
     "bare, graphs": partial(bare, graphs=True),
     "stock": stock,
@@ -522,6 +539,8 @@ def unmet(row: Row, name: str, sides: Iterable[str], runner: Path) -> str | None
         return f"torchtitan runs by {path}, which does not exist: name the folder by --titan, or other --sides"
     if "torchtitan" in sides and not row.titan:
         return f"there is no setting of torchtitan for row {name}: name other --sides"
+    if (row.gpus == 1 or not ON_GPU) and (asked := [side for side in sides if side in OF_COMMUNICATION]):
+        return f"side {asked[0]!r} is about what GPUs say to one another: name a row of several, on GPUs"
     if (ON_GPU or row.size != "tiny") and (lacks := unmet_gpus(row.gpus, what=f"row {name}")):
         return lacks
     if row.float8 and (lacks := unloadable("torchao.float8", what=f"row {name}")):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.models.hf_names import to_hf
+from lightning_ups.strategies import fsdp2
 from lightning_ups.transforms.compile_frame import structure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -115,6 +117,7 @@ def test_a_runner_that_is_not_there_is_said_before_anything_runs(llama, tmp_path
         (["--row", "8B", "--sides", "ours"], "row 8B needs 4 GPUs, and this machine has 0"),
         (["--row", "1B-4-float8", "--sides", "ours"], "row 1B-4-float8 needs torchao, which cannot be loaded"),
         (["--row", "150M-4", "--sides", "torchtitan"], "there is no setting of torchtitan for row 150M-4"),
+        (["--row", "1B-4", "--sides", "ours, copy engines"], "side 'ours, copy engines' is about what GPUs say"),
         (["--row", "tiny", "--output", "{}/bench_titan.sh"], "cannot be written (File exists): name another folder"),
     ],
 )
@@ -239,6 +242,24 @@ def test_blocks_of_our_side_are_equal_to_compile(llama):
     assert len({structure(block) for block in module.model.layers}) == 1
     spreads = [block.ffn.down.weight.std().item() for block in module.model.layers]
     assert spreads == sorted(spreads, reverse=True), "they are drawn as before"
+
+
+@pytest.mark.parametrize(
+    ("side", "options"),
+    [
+        ("ours", {}),
+        ("ours, copied within", {}),
+        ("ours, copy engines, 8", {"copy_engines": True, "communication_multiprocessors": 8}),
+    ],
+)
+def test_a_side_of_ours_says_what_communication_takes(llama, monkeypatch, side, options):
+    told = []
+    monkeypatch.setattr(llama, "FSDP2Strategy", lambda **options: told.append(options))
+    monkeypatch.setattr(llama, "fitted", lambda *_, **__: told.append(fsdp2.copying_beside is nullcontext))
+    llama.SIDES[side](llama.rows()["tiny-2"])
+    assert told[0].items() >= options.items()
+    assert {"copy_engines", "communication_multiprocessors"} & told[0].keys() == options.keys()
+    assert told[1] is (side == "ours, copied within")
 
 
 def test_weights_are_drawn_with_torchtitans_spreads(llama):

@@ -1,4 +1,5 @@
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -114,9 +115,25 @@ def test_names_are_not_used_twice(script):
 
 
 @pytest.mark.parametrize("plan", sorted((BENCHMARKS / "rounds").glob("*.txt")), ids=lambda plan: plan.stem)
-def test_the_plans_that_are_kept_name_scripts_and_options_that_there_are(script, plan):
-    for run in script.runs_of(plan.read_text()):
-        for word in run.command.split():
-            if word.endswith(".py"):
-                file = Path(BENCHMARKS.parent, word)
-                assert file.exists(), f"{run.name}: {word}"
+def test_kept_plans_name_scripts_and_options_that_there_are(script, import_benchmark, monkeypatch, plan):
+    runs = script.runs_of(plan.read_text())
+    assert runs
+    gpus = {gpu for run in runs for gpu in run.gpus}
+    assert len(gpus) == {"two": 2, "four": 4}[plan.stem.partition("_")[0]]
+    assert max(sum(run.seconds + script.LEAST for run in runs if gpu in run.gpus) for gpu in gpus) <= 595
+    for run in runs:
+        for command in run.command.split(";"):
+            words = shlex.split(command)
+            scripts = [word for word in words if word.endswith(".py")]
+            for name in scripts:
+                known = (BENCHMARKS.parent / name).read_text()
+                known += (BENCHMARKS / "cases.py").read_text() if "main(" in known and "from cases" in known else ""
+                for option in (word for word in words if word.startswith("--")):
+                    assert f'"{option}"' in known, f"{run.name}: {option}"
+    llama = import_benchmark("llama")
+    for run in runs:
+        words = shlex.split(run.command)
+        if "benchmarks/llama.py" in words:
+            assert words[words.index("--row") + 1] in llama.rows()
+            sides = words[words.index("--sides") + 1 : words.index("--rounds")] if "--sides" in words else []
+            assert {side for side in sides if side[0] != "-"} - {"$TITAN", "torchtitan"} <= llama.SIDES.keys()
