@@ -20,6 +20,7 @@ from lightning_ups._compat.te import (
     checkpoint_by,
     engine,
     forget_scales,
+    holds_engine_modules,
     make_recipe,
     why_no_attention,
     why_not,
@@ -32,6 +33,7 @@ from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, pr
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
+from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import DATA, TENSOR
 from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.recompute import checkpointing_by
@@ -77,6 +79,8 @@ class TEPrecision(PolicyPrecision):
         evaluate: Also evaluate in float8, whose products need batches whose rows are multiples of 8.
         fp8_attention: Also compute causal attention in float8; on Hopper with ``"delayed"`` and heads of 128 alone.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
+        in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; what is in
+            them stays torch's.
 
     Raises:
         ValueError: If a choice is unknown or contradicts another, or nothing can be converted.
@@ -108,8 +112,9 @@ class TEPrecision(PolicyPrecision):
         evaluate: bool = False,
         fp8_attention: bool = False,
         weights: Weights = "masters",
+        in_float32: Sequence[str] = (),
     ) -> None:
-        super().__init__(DtypePolicy.bf16_mixed(), name="bf16-mixed", weights=weights)
+        super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
         _check_known("recipe", recipe, (*get_args(Recipe), None))
         _check_known("number_format", number_format, (*get_args(Format), None))
         _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
@@ -171,6 +176,7 @@ class TEPrecision(PolicyPrecision):
 
     def _convert(self, module: nn.Module) -> None:
         self._check_place(module)
+        self._check_in_float32(module)
         self._last_scales, self._proven, self._begun = {}, False, False
         losers = self._losers(module) if self.filter == "auto" else None
         conversion = self.conversion = self._converted(module, losers)
@@ -203,6 +209,7 @@ class TEPrecision(PolicyPrecision):
             sharded=self._sharded,
             multiple=32 if self.recipe == "mxfp8" else MULTIPLE if self.recipe else 1,
             once=self.recipe == "delayed",
+            in_float32=self.policy.in_float32,
             losers=losers,
         )
 
@@ -392,6 +399,26 @@ class TEPrecision(PolicyPrecision):
                 " Its kernels are cuDNN's: 'delayed' from capability 9.0, Hopper, 'current' and 'mxfp8' from 10.0,"
                 " Blackwell."
                 " Use recipe='delayed' where that has it, or fp8_attention=False."
+            )
+
+    def _check_in_float32(self, module: nn.Module) -> None:
+        precise = within(kept_in_float32(module, self.policy.in_float32).values())
+        if self.recipe is None or not precise:
+            return
+        if theirs := [name for name in holds_engine_modules(module) if module.get_submodule(name) in precise]:
+            raise ValueError(
+                f"TEPrecision(in_float32={[*self.policy.in_float32]}) names {theirs[0]}, or what holds it."
+                " It is a module of Transformer Engine that the model has itself, and these compute in float8 wherever"
+                " they are called in its autocast."
+                " Take it out of in_float32, or use a module of torch there."
+            )
+        inside = [name for name, m in find_blocks(module).items() if not precise.isdisjoint(m.modules())]
+        if self.fp8_attention and inside:
+            raise ValueError(
+                f"TEPrecision(fp8_attention=True, in_float32={[*self.policy.in_float32]}) cannot be: {inside[0]} holds,"
+                " or is, what in_float32 names."
+                " All attention that is called in a block that repeats is computed in float8 then."
+                " Use fp8_attention=False, or name parts outside of the blocks."
             )
 
 

@@ -1,7 +1,7 @@
 """Linear layers, norms and feed-forward networks computed by Transformer Engine, in place and reversibly."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ups._compat.te import begin_scales, forget_scales, holds_engine_modules, scales, set_scales
 from lightning_ups.transforms.blocks import find_blocks, select_names
+from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.te_forward import COMPUTED_WITHIN, Calls, Joint, PassedOn, computed_by, is_computed
 from lightning_ups.transforms.te_fusions import Fusion, fusions_in
 from lightning_ups.transforms.te_modules import (
@@ -119,6 +120,7 @@ def convert_to_te(
     sharded: bool = False,
     multiple: int = MULTIPLE,
     once: bool = False,
+    in_float32: Sequence[str] = (),
     losers: Mapping[str, str] | None = None,
 ) -> TEConversion:
     """Let Transformer Engine compute linear layers, norms and networks of ``module``, in place; nothing is renamed.
@@ -139,6 +141,7 @@ def convert_to_te(
         sharded: Whether FSDP2 gathers the parameters.
         multiple: Of what the dimensions of weights must be multiples.
         once: Whether each module may run once only in a training step.
+        in_float32: Patterns of submodules that compute in float32, and so are left as they are with all in them.
         losers: Modules that stay as they are since they would be slower, and the reason, by name. That nothing is left
             to convert is then no error.
 
@@ -151,7 +154,9 @@ def convert_to_te(
             " It says whether norms are computed within the products that read them."
             f" Use one of {get_args(Fuse)}."
         )
-    work = _Work(module, sharded=sharded, calls=Calls(rows=32 if multiple > MULTIPLE else 8, once=once))
+    precise = within(kept_in_float32(module, in_float32).values())
+    calls = Calls(rows=32 if multiple > MULTIPLE else 8, once=once)
+    work = _Work(module, precise=precise, sharded=sharded, calls=calls)
     work.choose(include=include, exclude=exclude, head=head, multiple=multiple)
     work.leave(losers or {})
     asked = [*fusions]
@@ -180,8 +185,8 @@ def convert_to_te(
 class _Work:
     """A conversion under way."""
 
-    def __init__(self, module: nn.Module, *, sharded: bool, calls: Calls) -> None:
-        self._root, self._sharded, self.calls = module, sharded, calls
+    def __init__(self, module: nn.Module, *, precise: Set[nn.Module], sharded: bool, calls: Calls) -> None:
+        self._root, self._precise, self._sharded, self.calls = module, precise, sharded, calls
         self._modules = {name: m for name, m in module.named_modules() if name}
         self._candidates = {name: m for name, m in self._modules.items() if _is_candidate(m)}
         self._losers: Mapping[str, str] = {}
@@ -202,7 +207,9 @@ class _Work:
             inside = {inner for block in find_blocks(self._root).values() for inner in block.modules()}
             self.skipped |= {name: "outside the blocks" for name, m in names.items() if m not in inside}
         for name, m in names.items():
-            if name not in self.skipped and (why := _unfit(m, multiple=multiple)):
+            if m in self._precise:
+                self.skipped[name] = "computes in float32"
+            elif name not in self.skipped and (why := _unfit(m, multiple=multiple)):
                 self.skipped[name] = why
 
     def leave(self, losers: Mapping[str, str]) -> None:
@@ -263,7 +270,7 @@ class _Work:
                 return f"{name} is in another fusion"
             if name in self.skipped:
                 return f"{name} is left out: {self.skipped[name]}"
-        if fusion.mlp is not None and (why := _own_forward(self._modules[fusion.mlp])):
+        if fusion.mlp is not None and (why := self._own_way(self._modules[fusion.mlp])):
             return f"{fusion.mlp} {why}"
         linears = [self._linear(name) for name in layers]
         if not isinstance(Norm.of(self._modules[fusion.norm]), Norm) or isinstance(
@@ -275,6 +282,11 @@ class _Work:
         if len({linear.bias is None for linear in linears}) > 1:
             return "some of the layers have a bias, and others have none"
         return self._misfit(fusion)
+
+    def _own_way(self, mlp: nn.Module) -> str | None:
+        if any(part in self._precise for part in mlp.modules()):  # an activation, say, which would not be called
+            return "has a part that computes in float32"
+        return _own_forward(mlp)
 
     def _misfit(self, fusion: Fusion) -> str | None:
         norm: Any = self._modules[fusion.norm]

@@ -505,6 +505,57 @@ class TestAttention:
             fit(tmp_path, TEPrecision(fp8_attention=True), model=Without())
 
 
+PRECISE = ("model.layers.*.ffn", "model.head")
+
+
+class Precise(Net):
+    """Notes the types that parts in float32 compute with."""
+
+    def on_train_start(self):
+        self.types = set()
+        for layer in self.model.layers:
+            layer.ffn.down.register_forward_hook(self.note)
+
+    def note(self, linear, args, out):
+        self.types.add((args[0].dtype, linear.weight.dtype, out.dtype))
+
+
+class TestInFloat32:
+    @pytest.mark.parametrize("weights", ["masters", "autocast"])
+    @pytest.mark.parametrize("recipe", [None, *RECIPES])
+    def test_parts_compute_in_float32_beside_it(self, tmp_path, recipe, weights):
+        precision = TEPrecision(recipe=recipe, weights=weights, in_float32=PRECISE)
+        found = fit(tmp_path, precision, model=Precise())
+        assert found.types == {(torch.float32, torch.float32, torch.float32)}
+        expected = fit(tmp_path, BF16Precision(weights=weights, in_float32=PRECISE))
+        near(found.losses, expected.losses, rel=5e-2 if recipe else 1e-2)
+        assert (found.losses != expected.losses) or recipe is None
+        assert {p.dtype for p in found.parameters()} == {torch.float32}
+
+    def test_they_are_told_with_the_rest(self, tmp_path):
+        told, model = {}, Net()
+        model.on_train_start = lambda: told.update(applied(model.trainer.strategy).report.parts["Precision"])
+        fit(tmp_path, TEPrecision(in_float32=PRECISE), model=model, callbacks=[Compile(backend="aot_eager")], epochs=1)
+        assert told["in_float32"] == ["model.layers.0.ffn", "model.layers.1.ffn", "model.head"]
+        assert told["not_te"]["model.layers.1.ffn.up"] == "computes in float32"
+        assert "model.layers.1.attention.qkv" in told["te"]
+
+    def test_modules_of_its_own_in_them_are_refused(self, tmp_path, engine):
+        class Theirs(engine.Linear):
+            __module__ = "transformer_engine.pytorch.module.linear"
+
+        model = Net()
+        model.model.layers[1].ffn.down = Theirs(64, 32, bias=False, params_dtype=torch.float32, device="cpu")
+        message = r"names model\.layers\.1\.ffn\.down, or what holds it.*a module of torch there\.$"
+        with pytest.raises(ValueError, match=message):
+            fit(tmp_path, TEPrecision(in_float32=PRECISE), model=model)
+
+    def test_float8_attention_in_a_block_that_has_some_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match=r"cannot be: model\.layers\.0 holds.*parts outside of the blocks\.$"):
+            fit(tmp_path, TEPrecision(fp8_attention=True, in_float32=PRECISE))
+        fit(tmp_path, TEPrecision(fp8_attention=True, in_float32=["model.head"]), epochs=1)
+
+
 def test_from_yaml():
     import yaml
     from jsonargparse import ArgumentParser
@@ -711,6 +762,10 @@ def plain():
     return BF16Precision()
 
 
+def in_float32():
+    return TEPrecision(in_float32=PRECISE)
+
+
 def bf16():
     return TEPrecision(recipe=None)
 
@@ -737,7 +792,7 @@ class TestFSDP2:
         for precision in (bf16, bf16_all):
             near(ranks(sharded, precision, tmp_path), expected, rel=1e-2)
 
-    @pytest.mark.parametrize("precision", [current, delayed])
+    @pytest.mark.parametrize("precision", [current, delayed, in_float32])
     def test_each_recipe_trains_near_one_device(self, ranks, tmp_path, precision):
         with fake_te.installed():
             expected = fit(tmp_path, precision()).losses

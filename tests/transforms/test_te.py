@@ -137,6 +137,30 @@ def test_an_excluded_layer_keeps_its_norm_apart():
     assert done.apart["layers.0.ffn_norm"] == "layers.0.ffn.up is left out: excluded by 'layers.0.ffn.up'"
 
 
+def test_what_computes_in_float32_stays_torchs():
+    done = convert_to_te(gpt(), in_float32=["layers.0.ffn", "layers.*.attention.q_norm"])
+    assert {name for name, why in done.skipped.items() if why == "computes in float32"} == {
+        *(f"layers.0.ffn.{name}" for name in ("gate", "up", "down")),
+        *(f"layers.{i}.attention.q_norm" for i in range(2)),
+    }
+    assert done.apart["layers.0.ffn_norm"] == "layers.0.ffn.gate is left out: computes in float32"
+    assert done.converted["layers.1.ffn.gate"] == "LayerNormMLP"
+    with pytest.raises(ValueError, match=r"Nothing of GPT.*layers\.0\..*: computes in float32;.*use BF16Precision"):
+        convert_to_te(gpt(), in_float32=["layers.*"])
+
+
+def test_a_network_with_a_part_in_float32_is_not_computed_as_one():
+    part, model = "model.layers.0.mlp.act_fn", MODELS["Llama"]()
+    called = []
+    model.get_submodule(part).register_forward_hook(lambda *_: called.append(part))
+    done = convert_to_te(model, fuse="all", in_float32=[part])
+    logits_and_gradients(model)
+    assert called == [part]
+    why = "model.layers.0.mlp has a part that computes in float32"
+    assert done.apart["model.layers.0.post_attention_layernorm"] == why
+    assert done.kinds["LayerNormMLP"] == 1
+
+
 def test_under_sharding_weights_are_not_joined_unless_asked():
     done = convert_to_te(gpt(), sharded=True)
     assert done.kinds == {"LayerNormLinear": 2, "Linear": 8, "RMSNorm": 6}
