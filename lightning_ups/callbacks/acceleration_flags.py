@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_ups._compat.logged_numbers import without_waiting
 from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.callbacks.late_logs import LateLogs
 from lightning_ups.kernels.attention import decisions, recorded_decisions
@@ -20,6 +21,7 @@ from lightning_ups.transforms.flags import (
     current_flags,
     without_effect,
 )
+from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.late_values import is_far
 
 __all__ = ["AccelerationFlags"]
@@ -132,6 +134,8 @@ class AccelerationFlags(Declaration):
         ):
             return
         self._logs = self._of_run.enter_context(LateLogs(trainer))
+        for owner, method, filling in without_waiting(trainer):
+            self._of_run.enter_context(instead_of(owner, method, filling))
         line = "late_logs: what is logged at a step reaches the loggers when the GPU has computed it, without a wait"
         self._report.note(type(self).__name__, line)
         rank_zero_info(f"{type(self).__name__}: {line}")
