@@ -24,6 +24,7 @@ _WIDTH, _COUNT, _GROUPING, _MASK = 4.0, 0.5, 0.25, 1.5
 _LATE = 1.25  # a row that is slower than this, beside one with more work, waited for its host
 _LATE_ROWS = 3  # so many must have waited, for a time of the host to be told from a slow shape
 _NEIGHBOUR = 0.25  # a neighbour is nearer
+_ROUNDED = 1e-3  # so that what was measured at the very place does not weigh infinitely
 
 
 class Point(NamedTuple):
@@ -90,6 +91,7 @@ class _Backend:
             self.host, self.quick = host, every
             every = [one._replace(time=max(one.time, host)) for one in every]
         self.every = every
+        self._slowness = [(one, math.log(one.time / one.work)) for one in self.quick]
         alone = [self._alone(one.place)(one.place.filling, one.work) for one in every]
         # By which factor each took longer than is expected of it, as a logarithm.
         self.beside = [math.log(one.time / time) for one, time in zip(every, alone, strict=True)]
@@ -111,19 +113,22 @@ class _Backend:
         return milliseconds
 
     def _alone(self, place: _Place) -> Callable[[float, float], float]:
-        quick = [(_square(one.place, place), one.place.filling, math.log(one.time / one.work)) for one in self.quick]
+        quick = [(_square(one.place, place), one.place.filling, slow) for one, slow in self._slowness]
 
         def milliseconds(count: float, work: float) -> float:
-            weights = [_weight(square + (count - other) ** 2) for square, other, _ in quick]
-            slowness = sum(weight * slow for weight, (_, _, slow) in zip(weights, quick, strict=True)) / sum(weights)
-            return max(self.host, work * math.exp(slowness))
+            weights, slowness = 0.0, 0.0
+            for square, other, slow in quick:  # some hundred, for each of some thousand shapes
+                weight = (square + (count - other) ** 2 + _ROUNDED) ** -1.5
+                weights += weight
+                slowness += weight * slow
+            return max(self.host, work * math.exp(slowness / weights))
 
         return milliseconds
 
     def closeness(self, place: _Place) -> float:
         """Return how much of what was measured is near."""
         squares = (_square(one.place, place) + (one.place.filling - place.filling) ** 2 for one in self.every)
-        return sum(map(_weight, squares))
+        return sum((square + _ROUNDED) ** -1.5 for square in squares)
 
 
 def _waited(point: Point, time: float, rows: Sequence[tuple[Point, float]]) -> bool:
@@ -136,13 +141,14 @@ def _waited(point: Point, time: float, rows: Sequence[tuple[Point, float]]) -> b
     )
 
 
-def _weight(square: float) -> float:
-    return (square + 1e-3) ** -1.5
-
-
 def _square(one: _Place, other: _Place) -> float:
     # Of the distance but for the count.
-    return sum((a - b) ** 2 for a, b in zip(one[:-1], other[:-1], strict=True))
+    return (
+        (one.length - other.length) ** 2
+        + (one.width - other.width) ** 2
+        + (one.grouping - other.grouping) ** 2
+        + (one.mask - other.mask) ** 2
+    )
 
 
 class Expected:
