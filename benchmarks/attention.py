@@ -34,7 +34,6 @@ import json
 import math
 import os
 import platform
-import signal
 import statistics
 import sys
 import threading
@@ -48,7 +47,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from processes import finished, portable
+from processes import finished, portable, told_to_end
 
 from lightning_ups._compat.attention import missing_package
 from lightning_ups.kernels.attention import Documents, attention, reference_attention
@@ -160,7 +159,6 @@ def main() -> None:
     if options.part:
         run_part(options.part, deadline=time.monotonic() + options.seconds, log=log)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no part is left behind
     if wrong := refused(options):
         raise SystemExit(wrong)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -315,7 +313,7 @@ def run_all(*, seconds: float, folder: Path) -> Iterator[None]:
 def at_once(parts: Sequence[str], *, seconds: float, log: Path) -> dict[str, str]:
     """Run parts beside each other, and return what each says beside measurements."""
     stop = threading.Event()
-    with ThreadPoolExecutor() as beside:
+    with told_to_end(), ThreadPoolExecutor() as beside:
         try:
             run = partial(part_in_process, seconds=seconds, log=log, stop=stop)
             return dict(zip(parts, beside.map(run, parts), strict=True))
