@@ -42,7 +42,7 @@ class Kept:
 
 @contextmanager
 def afresh():
-    """Compile what was compiled before; without vectors, for which inductor tries the compiler with each set of them."""
+    """Compile anew, and without vectors: for each set of them inductor tries the compiler first."""
     torch.compiler.reset()
     with config.patch({"fx_graph_cache": False, "cpp.vec_isa_ok": False}):
         yield
