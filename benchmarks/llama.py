@@ -12,11 +12,11 @@ wait before the last; a run's figure is the median over its steps, a side's the 
 the spread. Beside it stands the same of the means, which see what a median does not: the steps at which a loss is read.
 With several GPUs a step is as slow as on its slowest rank.
 
-`ours` is a stock Trainer with our plugins, logger and progress bar on; on several GPUs `ours, ...` takes otherwise what
-communication needs of them. `bare` is a loop by hand with the same settings and without a Trainer. `stock` is Lightning
-as most use it: bf16-mixed, plain AdamW; `stock, compiled` compiles the LightningModule; on several GPUs `stock` shards
-by hand in configure_model and compiles each block. `torchtitan` is its own trainer in its best setting, run by
-bench_titan.sh.
+`ours` is a stock Trainer with our plugins, logger and progress bar on; on several GPUs `ours, ...` takes otherwise
+what communication needs of them. `bare` is a loop by hand with the same settings and without a Trainer; `bare, torch
+alone` has nothing of ours but the model. `stock` is Lightning as most use it: bf16-mixed, plain AdamW; `stock,
+compiled` compiles the LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles each
+block. `torchtitan` is its own trainer in its best setting, run by bench_titan.sh.
 """
 
 import argparse
@@ -113,10 +113,11 @@ def rows() -> dict[str, Row]:
         goal=1.05,
         sides=("ours", "torchtitan", "bare", "stock"),
     )
+    alone = ("ours", "bare", "bare, torch alone")
     tiny = Row(
         size="tiny", seq=64, batch=2, steps=6, warmup=2, against="bare", goal=0.1, sides=("ours", "bare", "stock")
     )
-    small = Row(size="150M", seq=1024, batch=32, steps=120, warmup=30, sides=("ours", "bare"), against="bare")
+    small = Row(size="150M", seq=1024, batch=32, steps=120, warmup=30, sides=alone, against="bare")
     return {
         "1B-4": one,
         "1B-8": replace(one, batch=8, goal=1.05, sides=("ours", "torchtitan", "bare")),
@@ -127,8 +128,10 @@ def rows() -> dict[str, Row]:
         "8B": eight,
         "8B-float8": replace(eight, float8=True, goal=1.08, sides=("ours", "torchtitan", "bare")),
         "150M-32": small,
-        "150M-4": replace(small, batch=4, graphs=True, goal=1.1, sides=("ours", "bare", "bare, graphs")),
-        "tiny": tiny,
+        "150M-4": replace(
+            small, batch=4, graphs=True, goal=1.1, sides=("ours", "bare", "bare, graphs", "bare, torch alone")
+        ),
+        "tiny": replace(tiny, sides=(*alone, "stock")),
         "tiny-2": replace(tiny, gpus=2),
     }
 
@@ -360,6 +363,26 @@ def bare(row: Row, *, graphs: bool = False) -> None:
         looped(row, forward, clipped, optimizer, device=device, graphs=graphs)
 
 
+def bare_of_torch(row: Row) -> None:
+    """Run a loop by hand with nothing of ours but the model: autocast, AdamW fused, clipping and attention by torch."""
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    with device:
+        model = drawn_like_torchtitan(GPT(replace(SIZES[row.size], max_seq_len=row.seq)))
+    optimizer = torch.optim.AdamW(
+        decay_groups(model.parameters(), weight_decay=0.1), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None
+    )
+    compiled = torch.compile(model) if ON_GPU else model
+
+    def forward(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return compiled(tokens, targets)
+
+    def clipped() -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+
+    looped(row, forward, clipped, optimizer, device=device)
+
+
 def bare_sharded(row: Row) -> None:
     """Run a loop by hand over FSDP2, blocks compiled."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -472,6 +495,7 @@ SIDES: Mapping[str, Callable[[Row], None]] = {
     **OF_COMMUNICATION,
     "bare": bare,
     "bare, graphs": partial(bare, graphs=True),
+    "bare, torch alone": bare_of_torch,
     "stock": stock,
     "stock, compiled": partial(stock, compiled=True),
 }
@@ -541,6 +565,8 @@ def unmet(row: Row, name: str, sides: Iterable[str], runner: Path) -> str | None
         return f"there is no setting of torchtitan for row {name}: name other --sides"
     if (row.gpus == 1 or not ON_GPU) and (asked := [side for side in sides if side in OF_COMMUNICATION]):
         return f"side {asked[0]!r} is about what GPUs say to one another: name a row of several, on GPUs"
+    if "bare, torch alone" in sides and (row.gpus > 1 or row.float8):
+        return "side 'bare, torch alone' is for one GPU and bfloat16: name another row, or other sides"
     if (ON_GPU or row.size != "tiny") and (lacks := unmet_gpus(row.gpus, what=f"row {name}")):
         return lacks
     if row.float8 and (lacks := unloadable("torchao.float8", what=f"row {name}")):
@@ -640,10 +666,11 @@ def first_norm(said: str) -> float | None:
 
 
 READS = {
-    "ours": "logger and bar, when it is there",
+    **dict.fromkeys(("ours", *OF_COMMUNICATION), "logger and bar, when it is there"),
     "torchtitan": "its own metrics, at once",
     "bare": "printed ten steps later",
     "bare, graphs": "printed ten steps later",
+    "bare, torch alone": "printed ten steps later",
     "stock": "logger, at once",
     "stock, compiled": "logger, at once",
 }  # how each side reads the loss that it logs every 10 steps

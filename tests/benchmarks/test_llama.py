@@ -73,6 +73,11 @@ def test_a_loop_by_hand_prints_each_loss_when_it_logs_the_next(llama, capsys):
     assert not losses.kept[11].requires_grad
 
 
+def test_the_table_says_of_each_side_how_it_reads_its_loss(llama):
+    assert llama.READS.keys() == {*llama.SIDES, "torchtitan"}
+    assert "| ours, copy engines | 5 |" in llama.table("8B", [result("ours, copy engines", 5.0)])
+
+
 def test_first_norms_that_differ_are_told(llama):
     runs = [result("ours", 1), result("bare", 1) | {"norm_first": 3.01}, result("stock", 1) | {"norm_first": None}]
     assert "The first norms are 0.33% apart." in llama.table("1B-4", runs)
@@ -117,6 +122,7 @@ def test_a_runner_that_is_not_there_is_said_before_anything_runs(llama, tmp_path
         (["--row", "8B", "--sides", "ours"], "row 8B needs 4 GPUs, and this machine has 0"),
         (["--row", "1B-4-float8", "--sides", "ours"], "row 1B-4-float8 needs torchao, which cannot be loaded"),
         (["--row", "150M-4", "--sides", "torchtitan"], "there is no setting of torchtitan for row 150M-4"),
+        (["--row", "1B-4-float8", "--sides", "bare, torch alone"], "is for one GPU and bfloat16"),
         (["--row", "1B-4", "--sides", "ours, copy engines"], "side 'ours, copy engines' is about what GPUs say"),
         (["--row", "tiny", "--output", "{}/bench_titan.sh"], "cannot be written (File exists): name another folder"),
     ],
@@ -283,12 +289,15 @@ def test_all_sides_do_the_same_work(row, tmp_path):
         check=False,
     )
     found = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [one["side"] for one in found] == ["ours", "bare", "stock"], done.stderr
+    sides = ["ours", "bare", *(["bare, torch alone"] if row == "tiny" else []), "stock"]
+    assert [one["side"] for one in found] == sides, done.stderr
     norms, losses = [one["norm_first"] for one in found], [one["losses"]["1"] for one in found]
     # With one process the weights are the same; shards are drawn in other orders than whole tensors.
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-3 if row == "tiny" else 0.1)
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4 if row == "tiny" else 0.01)
-    assert [one["attention"] for one in found] == [[], ["flash"], []]  # flags leave a CPU to torch
+    assert norms == pytest.approx([norms[0]] * len(sides), rel=1e-3 if row == "tiny" else 0.1)
+    assert losses == pytest.approx([losses[0]] * len(sides), rel=1e-4 if row == "tiny" else 0.01)
+    assert [one["attention"] for one in found] == [
+        ["flash"] if side == "bare" else [] for side in sides
+    ]  # flags leave a CPU to torch
     assert "of bare; the goal of 0.10 is" in done.stdout
 
 
