@@ -13,10 +13,10 @@ the spread. Beside it stands the same of the means, which see what a median does
 With several GPUs a step is as slow as on its slowest rank.
 
 `ours` is a stock Trainer with our plugins, logger and progress bar on; on several GPUs `ours, ...` takes otherwise
-what communication needs of them. `bare` is a loop by hand with the same settings and without a Trainer; `bare, torch
-alone` has nothing of ours but the model. `stock` is Lightning as most use it: bf16-mixed, plain AdamW; `stock,
-compiled` compiles the LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles each
-block. `torchtitan` is its own trainer in its best setting, run by bench_titan.sh.
+what communication needs of them. `bare` is a loop by hand with the same settings and without a Trainer;
+`bare, torch alone` has nothing of ours but the model. `stock` is Lightning as most use it: bf16-mixed, plain AdamW;
+`stock, compiled` compiles the LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles
+each block. `torchtitan` is its own trainer in its best setting, run by bench_titan.sh.
 """
 
 import argparse
