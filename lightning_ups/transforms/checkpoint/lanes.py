@@ -31,6 +31,7 @@ PIECE = 8 * 2**20  # bytes: long for a bus, and two for each lane still lie in t
 MOST = 8
 _PLAIN = (Tensor, nn.Parameter)
 WORTH = 16 * 2**20  # bytes for which another lane is opened
+SMALL = 64 * 2**10  # bytes: what is no larger keeps Python busy and not the disk, and threads only disturb each other
 
 
 def lanes_by_default() -> int:
@@ -92,9 +93,10 @@ class Lanes:
     def __init__(self, count: int | None = None) -> None:
         self._count, self._lanes = count, list[Lane]()
 
-    def count(self, nbytes: int) -> int:
-        """Return how many lanes ``nbytes`` are moved by."""
-        return self._count or max(1, min(lanes_by_default(), -(-nbytes // WORTH)))
+    def count(self, sizes: Iterable[int]) -> int:
+        """Return how many lanes move tensors of these ``sizes``, in bytes."""
+        worth = sum(nbytes for nbytes in sizes if nbytes > SMALL)
+        return self._count or max(1, min(lanes_by_default(), -(-worth // WORTH)))
 
     def run(self, work: Callable[["Lane", int, T], Any], parts: Sequence[T]) -> None:
         """Call ``work`` with a lane, a number, and the part of that number, for all at once.

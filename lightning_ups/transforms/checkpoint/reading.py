@@ -39,7 +39,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.checkpoint.filling import fill
-from lightning_ups.transforms.checkpoint.lanes import Lane, Lanes, spread, wait_for_devices
+from lightning_ups.transforms.checkpoint.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
 
 __all__ = ["FolderReader", "Sliceable", "SlicedReader", "read_into", "safetensors_slices"]
 
@@ -105,7 +105,7 @@ class FolderReader(FileSystemReader):
             return super().read_data(plan, planner)  # compressed, say
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                with self._opened(item) as (view, _):
+                with self._opened(item) as (view, _, _):
                     planner.load_bytes(item, io.BytesIO(view.read()))
         targets = [(i, planner.resolve_tensor(i).detach()) for i in plan.items if i.type is LoadItemType.TENSOR]
         self._fill(targets)
@@ -118,14 +118,14 @@ class FolderReader(FileSystemReader):
     def _fill(self, targets: list[tuple[ReadItem, Tensor]]) -> None:
         lanes = Lanes(self._threads)
         parts = spread(
-            targets, nbytes=lambda pair: pair[1].nbytes, parts=lanes.count(sum(target.nbytes for _, target in targets))
+            targets, nbytes=lambda pair: pair[1].nbytes, parts=lanes.count(target.nbytes for _, target in targets)
         )
 
         def work(lane: Lane, number: int, part: list[tuple[ReadItem, Tensor]]) -> None:  # noqa: ARG001
             for item, target in part:
                 lane.check()
-                with self._opened(item) as (view, file):
-                    fill(target, item, view=view, file=file, offset=self._place(item).offset, lane=lane)
+                with self._opened(item) as (view, file, offset):
+                    fill(target, item, view=view, file=file, offset=offset, lane=lane)
 
         wait_for_devices(target for _, target in targets)
         try:
@@ -134,10 +134,16 @@ class FolderReader(FileSystemReader):
             lanes.close()
 
     @contextmanager
-    def _opened(self, item: ReadItem) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    def _opened(self, item: ReadItem) -> Iterator[tuple[IO[bytes], IO[bytes], int]]:
+        """Open what was saved of an item: a view of it, the file that holds it, and where in that it begins."""
         place = self._place(item)
         with self.fs.create_stream(self.fs.concat_path(self.path, place.relative_path), "rb") as file:
-            yield self._slice_file(file, place), cast("IO[bytes]", file)
+            view = self._slice_file(file, place)
+            if place.length > SMALL:
+                yield view, cast("IO[bytes]", file), place.offset
+            else:  # at once, since torch looks into it dozens of times
+                whole = io.BytesIO(view.read())
+                yield whole, whole, 0
 
     def _place(self, item: ReadItem) -> Any:
         return self.storage_data[item.storage_index]

@@ -37,8 +37,7 @@ class Writer(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        total = sum(map(_size, plan.items))
-        parts = spread(plan.items, nbytes=_size, parts=self._lanes.count(total))
+        parts = spread(plan.items, nbytes=_size, parts=self._lanes.count(map(_size, plan.items)))
         results: list[WriteResult] = []
 
         def write(lane: Lane, number: int, items: list[WriteItem]) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from lightning_ups.transforms.checkpoint import reading
@@ -47,6 +48,18 @@ def test_files_are_read_at_once(tmp_path, monkeypatch):
     targets = {f"w{n}": torch.zeros(3) for n in range(6)}
     read_into(targets, FolderReader(tmp_path, threads=3))
     assert [value.tolist() for value in targets.values()] == [[n] * 3 for n in range(6)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_small_is_read_at_once(tmp_path, monkeypatch):
+    write(tmp_path, {"small": torch.arange(100.0), "large": torch.arange(100_000.0)})
+    seen, stock = [], _ReaderView.seek
+    monkeypatch.setattr(_ReaderView, "seek", lambda self, *to: seen.append(self.len) or stock(self, *to))
+    targets = {"small": torch.zeros(100), "large": torch.zeros(100_000)}
+    read_into(targets, FolderReader(tmp_path))
+    assert all(torch.equal(value, torch.arange(float(len(value)))) for value in targets.values())
+    assert len([length for length in seen if length < 10_000]) == 1
+    assert len([length for length in seen if length > 10_000]) > 10, "torch looks into a file dozens of times"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
