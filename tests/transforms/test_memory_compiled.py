@@ -1,7 +1,3 @@
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -66,14 +62,15 @@ def test_a_compiled_block_keeps_what_its_products_need():
     assert saved(compiled=False) == 2 * 6 * 64 * KB
 
 
-def test_all_is_given_back():
-    # In a process of its own: where a compilation has failed before, Dynamo holds on to one of the next one's tensors.
-    code = (
-        "from tests.transforms.test_memory_compiled import *; saved(compiled=True), saved(compiled=False); print(LEFT)"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert ran.stdout.strip() == "[0, 0]", ran.stderr
+def left():
+    saved(compiled=True)
+    saved(compiled=False)
+    return LEFT
+
+
+def test_all_is_given_back(fresh_process):
+    """Where a compilation has failed before, Dynamo holds on to one of the next one's tensors."""
+    assert fresh_process(left) == [0, 0]
 
 
 def test_recomputed_and_compiled():
