@@ -11,10 +11,15 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["automatic_specs", "class_settings", "setting_types", "stand_in_for_pytorch_lightning"]
+__all__ = ["automatic_specs", "class_settings", "setting_types", "stand_in_for_pytorch_lightning", "trainer_of"]
 
 _NO_SETTING = {"_HelpAction", "_ActionHelpClassPath", "_ActionPrintConfig", "_ActionConfigLoad"}
 _STAND_INS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def trainer_of(module: Any) -> Any:
+    """Return the Trainer that a LightningModule belongs to; None if it has none, where ``module.trainer`` raises."""
+    return getattr(module, "_trainer", None)
 
 
 def automatic_specs(parser: Any, settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:

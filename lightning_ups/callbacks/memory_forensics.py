@@ -20,6 +20,7 @@ from lightning_ups._compat.allocator import (
     end_history,
     write_snapshot,
 )
+from lightning_ups._compat.lightning import trainer_of
 from lightning_ups.order import Run, Stage
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
@@ -277,7 +278,7 @@ _SETTINGS = {
 
 
 def _described(module: LightningModule) -> LightningModule:
-    copied = twin(module, mode=None, without=module._trainer)
+    copied = twin(module, mode=None, without=trainer_of(module))
     assert isinstance(copied, LightningModule)
     return copied
 

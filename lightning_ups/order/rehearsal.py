@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ups._compat.lightning import trainer_of
 from lightning_ups._compat.rehearsal import NEEDS_VALUES, FakeTensorMode, fake_mode
 from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.order.applier import Context
@@ -122,7 +123,7 @@ def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None =
     """
     mode, ledger = fake_mode(), Ledger()
     with _explained(run):
-        module = twin(run.module, mode=mode, without=run.module._trainer)
+        module = twin(run.module, mode=mode, without=trainer_of(run.module))
         assert isinstance(module, LightningModule)
         _stand_in(module, run)
         play = Play(
@@ -174,7 +175,7 @@ def _twin(run: Run, mode: FakeTensorMode, stack: ExitStack) -> tuple[LightningMo
         dtype = policy.param
     elif isinstance(precision, (HalfPrecision, DoublePrecision)):
         dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision.precision, torch.float64)
-    module = twin(run.module, mode=mode, dtype=dtype, without=run.module._trainer)
+    module = twin(run.module, mode=mode, dtype=dtype, without=trainer_of(run.module))
     assert isinstance(module, LightningModule)
     module.train()
     if not isinstance(precision, PolicyPrecision):
@@ -209,7 +210,7 @@ def _stand_in(module: LightningModule, run: Run) -> None:
         datamodule=None, log_every_n_steps=50, barebones=False, fast_dev_run=False, optimizers=[], is_last_batch=False,
         precision=run.precision.precision,
     )  # fmt: skip
-    module._trainer = trainer  # type: ignore[assignment]
+    module.trainer = trainer  # type: ignore[assignment]
     for name in ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
         vars(module)[name] = lambda *_, **__: None
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
+from lightning_ups._compat.lightning import trainer_of
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
@@ -247,8 +248,8 @@ class Float8Precision(PolicyPrecision):
         self._scales = None  # of the parameters that sharding has made
         self.after_optimizer_step(model)
         lightning = next((m for m in model.modules() if isinstance(m, LightningModule)), None)
-        if lightning is not None and lightning._trainer is not None and not self.emulate:
-            _warn_of_eager(Run.of(lightning._trainer))
+        if (trainer := trainer_of(lightning)) is not None and not self.emulate:
+            _warn_of_eager(Run.of(trainer))
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -261,7 +262,7 @@ class Float8Precision(PolicyPrecision):
             yield
 
     def _check_device(self, module: nn.Module) -> None:
-        trainer: Any = module._trainer if isinstance(module, LightningModule) else None
+        trainer = trainer_of(module)
         if self.emulate or trainer is None:
             return
         device = trainer.strategy.root_device

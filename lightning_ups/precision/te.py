@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
+from lightning_ups._compat.lightning import trainer_of
 from lightning_ups._compat.te import (
     autocast,
     checkpoint_by,
@@ -371,7 +372,7 @@ class TEPrecision(PolicyPrecision):
 
     def _check_place(self, module: nn.Module) -> None:
         engine()
-        trainer: Any = module._trainer if isinstance(module, LightningModule) else None
+        trainer = trainer_of(module)
         self._group = None
         if self.mesh is not None:
             if self.mesh[TENSOR].size() > 1:

@@ -202,7 +202,7 @@ def _layers(trial: Trial, names: Sequence[str], *, head: bool) -> dict[str, list
     with fake_twin(trial.module) as twin:
         fakes: dict[str, Any] = {name: twin.get_submodule(name) for name in linears}
         called = layers_of(fakes, lambda: fake_step(twin, batch))
-    trial.module._trainer = None
+    trial.module.trainer = None
     layers = {name: [layer for layer in called if layer.name in fitting[name]] for name in names}
     for name, plan in plans.items():
         layers[name], others = engine_layers(plan, called)

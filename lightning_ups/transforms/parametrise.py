@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_ups._compat.torch import NormWithStatistics
 from lightning_ups.transforms.cast import cast_around
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, part_of
@@ -377,7 +377,8 @@ def _replace(module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter], *, 
 
 def _is_cast(module: nn.Module, parameter: nn.Parameter) -> bool:
     # Running statistics are float32, and kernels of norms want weights of that type; wider types were chosen.
-    return not isinstance(module, _NormBase) and parameter.is_floating_point() and parameter.dtype.itemsize <= 4
+    is_low = parameter.is_floating_point() and parameter.dtype.itemsize <= 4
+    return is_low and not isinstance(module, NormWithStatistics)
 
 
 def _give_class(module: nn.Module, names: _Names, gathering: Gathering, classes: dict[Any, type[nn.Module]]) -> None:

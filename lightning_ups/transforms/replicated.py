@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_ups._compat.tensors import local_of
+from lightning_ups._compat.torch import NormWithStatistics
 
 __all__ = ["BufferSync", "average_gradients", "give_first"]
 
@@ -113,7 +113,7 @@ class BufferSync:
         known = {
             f"{name}.{inner}".removeprefix(".")
             for name, module in self._module.named_modules()
-            if isinstance(module, _NormBase)
+            if isinstance(module, NormWithStatistics)
             for inner, _ in module.named_buffers(recurse=False)
         }
         names = [*buffers]

@@ -13,6 +13,7 @@ from lightning_ups._compat.lightning import (
     class_settings,
     setting_types,
     stand_in_for_pytorch_lightning,
+    trainer_of,
 )
 from tests.cli_toys import Toy
 
@@ -81,6 +82,14 @@ def test_what_is_imported_already_stays(no_pytorch_lightning, monkeypatch):
         assert pytorch_lightning is real
     assert sys.modules["pytorch_lightning"] is real
     assert said == []
+
+
+def test_a_module_without_a_trainer():
+    module, trainer = Toy(), Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    assert trainer_of(module) is None
+    module.trainer = trainer
+    assert trainer_of(module) is trainer
+    assert trainer_of(None) is None
 
 
 def test_setting_types():
