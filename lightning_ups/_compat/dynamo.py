@@ -33,7 +33,6 @@ __all__ = [
     "compiled_by_itself",
     "compiled_since",
     "configuration",
-    "ddp_splitting",
     "ddp_splitting_off",
     "has_new_artifacts",
     "is_compiler_error",
@@ -215,11 +214,6 @@ def backward_compiled_with_forward() -> AbstractContextManager[Any]:
     """Return a context in which a graph's backward is compiled with its forward, not when it first runs."""
     name = "force_non_lazy_backward_lowering"
     return aot_config.patch({name: True}) if hasattr(aot_config, name) else nullcontext()
-
-
-def ddp_splitting() -> bool:
-    """Return whether Dynamo splits graphs at the borders of DDP's buckets."""
-    return bool(dynamo.config.optimize_ddp)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config
 
 from lightning_ups._compat import dynamo
 from tests import backends
@@ -162,8 +163,8 @@ def test_the_configuration_changes_with_a_setting_of_the_compiler():
 
 def test_ddp_splitting_is_put_back():
     with dynamo.ddp_splitting_off():
-        off = dynamo.ddp_splitting()
-    assert (off, dynamo.ddp_splitting()) == (False, True)
+        off = config.optimize_ddp
+    assert (off, config.optimize_ddp) == (False, True)
 
 
 def test_tree_map_reaches_tensors_in_any_container():
