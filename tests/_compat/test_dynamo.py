@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import config
 
 from lightning_ups._compat import dynamo
 from tests import backends
@@ -162,6 +161,7 @@ def test_the_configuration_changes_with_a_setting_of_the_compiler():
 
 
 def test_ddp_splitting_is_put_back():
+    config = dynamo.dynamo.config
     with dynamo.ddp_splitting_off():
         off = config.optimize_ddp
     assert (off, config.optimize_ddp) == (False, True)
