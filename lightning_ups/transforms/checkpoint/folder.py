@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 __all__ = [
     "MARKER",
@@ -26,6 +28,7 @@ __all__ = [
     "begin",
     "discard",
     "finish",
+    "interruption",
     "is_complete",
     "located",
     "mark",
@@ -52,11 +55,16 @@ class Draft:
 
 
 def begin(path: Path) -> Draft:
-    """Make room for a checkpoint at ``path``, without touching a whole one that stands there."""
+    """Make room for a checkpoint at ``path``, without touching a whole one that stands there.
+
+    Raises:
+        FileExistsError: If a folder with other things in it stands there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path)
     taken = path.is_symlink() or path.is_file() or is_complete(path)
     if not taken and path.exists():
+        _check_ours(path)
         _delete(path)  # left by a run that died
     draft = Draft(path, _beside(path, _SAVING) if taken else path)
     draft.folder.mkdir()
@@ -98,8 +106,15 @@ def take_place(draft: Draft) -> None:
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Save ``content`` as one file at ``path``, in the place of whatever stands there, once it is whole."""
+    """Save ``content`` as one file at ``path``, in the place of what stands there, once it is whole.
+
+    Raises:
+        FileExistsError: If a folder stands there that was never a checkpoint.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_folder = path.is_dir() and not path.is_symlink()
+    if is_folder:
+        _check_ours(path)
     saving = _beside(path, _SAVING)
     try:
         with saving.open("wb") as file:
@@ -107,9 +122,11 @@ def write_file(path: Path, content: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:
-        saving.unlink()
+        saving.unlink(missing_ok=True)
+        if interruption(error) is not None:
+            raise
         raise system_error(error) from error
-    if path.is_dir() and not path.is_symlink():
+    if is_folder:
         _delete(path)
     saving.rename(path)
     _sync(path.parent)
@@ -121,6 +138,13 @@ def system_error(error: BaseException) -> BaseException:
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
     return error if behind is None else behind
+
+
+def interruption(error: BaseException | None) -> BaseException | None:
+    """Return what interrupted this process, such as Ctrl-C, if ``error`` came of that; DCP hides it in its own."""
+    if isinstance(error, CheckpointException):
+        error, _ = error.failures.get(dist.get_rank() if dist.is_initialized() else 0, (None, None))
+    return None if isinstance(error, Exception | CheckpointException) else error
 
 
 def discard(draft: Draft) -> None:
@@ -187,6 +211,12 @@ def _settle(path: Path) -> None:
     removing = _beside(path, _REMOVING)
     if removing.exists():
         shutil.rmtree(removing)
+
+
+def _check_ours(path: Path) -> None:
+    names = [entry.name for entry in path.iterdir()]
+    if names and not any(name in (_STARTED, MARKER, META, ".metadata") or name.endswith(".distcp") for name in names):
+        raise FileExistsError(f"{path} is a folder that holds {min(names)} and no checkpoint, and would be replaced")
 
 
 def _delete(path: Path) -> None:

@@ -38,6 +38,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_ups._compat.optional import require
+from lightning_ups.transforms.checkpoint import folder
 from lightning_ups.transforms.checkpoint.filling import fill
 from lightning_ups.transforms.checkpoint.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
 
@@ -58,6 +59,7 @@ def read_into(
 
     Raises:
         ValueError: If something cannot be read, or would run code.
+        KeyboardInterrupt: If this process was interrupted.
     """
     reader.read_metadata()  # DCP would hide why it cannot
     alone, planner = group is None, _SafePlanner() if weights_only else DefaultLoadPlanner()
@@ -66,6 +68,8 @@ def read_into(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as error:  # no Exception, so that callers would miss it
+        if (interrupt := folder.interruption(error)) is not None:
+            raise interrupt from None
         rank, (cause, _) = next(iter(error.failures.items()))
         raise ValueError(
             f"The checkpoint could not be read on rank {rank}: {str(cause).partition('. ')[0]}."

@@ -107,6 +107,7 @@ class Saver:
 
         Raises:
             RuntimeError: If this save failed, or, when it is asynchronous, the one before.
+            KeyboardInterrupt: If this process was interrupted; then nothing is left of this save, or it is whole.
         """
         started = time.monotonic()
         self.wait()
@@ -141,6 +142,10 @@ class Saver:
         except BaseException:  # interrupted once more, while it was being discarded
             self._in_flight = None
             raise
+        if (interrupt := folder.interruption(in_flight.error)) is not None:
+            self._in_flight = None
+            interrupt.add_note(self._failure(in_flight))
+            raise interrupt
         self.wait()
 
     def save_file(self, content: Any, path: Path) -> None:
@@ -277,6 +282,7 @@ class Saver:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         kept = f"The newest whole checkpoint is {last}." if last else "There is no whole checkpoint."
         cure = "Free space on that disk" if full else "Remove the cause, which stands above"
+        cure = "Let the next one end" if folder.interruption(error) is not None else cure
         resume = f", and resume with ckpt_path={str(last)!r}." if last else ", and start again."
         return f"The checkpoint {path} could not be saved: {_cause(error)}. {kept} {cure}{resume}"
 

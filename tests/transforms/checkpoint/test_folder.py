@@ -43,6 +43,28 @@ def test_a_whole_one_is_complete_and_newest(tmp_path):
     assert not (tmp_path / "a" / "incomplete").exists()
 
 
+@pytest.mark.parametrize("write", [save, lambda path: folder.write_file(path, {"x": 1})], ids=["folder", "one file"])
+def test_a_folder_that_never_was_a_checkpoint_is_not_replaced(tmp_path, write):
+    path = tmp_path / "results"
+    path.mkdir()
+    (path / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"results is a folder that holds thesis.txt and no checkpoint"):
+        write(path)
+    assert [entry.name for entry in path.iterdir()] == ["thesis.txt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["results"]
+    (path / "thesis.txt").unlink()
+    write(path)
+    assert folder.is_complete(path), "an empty one is"
+
+
+@pytest.mark.parametrize("left", ["incomplete", ".metadata", "__0_0.distcp", folder.META, folder.MARKER])
+def test_what_a_dead_run_has_left_is_replaced(tmp_path, left):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / left).write_text("{")
+    save(tmp_path / "a")
+    assert folder.is_complete(tmp_path / "a")
+
+
 @pytest.mark.parametrize("harm", ["marker gone", "file cut", "file gone"])
 def test_what_is_not_whole_is_not_complete(tmp_path, harm):
     save(tmp_path / "good")

@@ -71,6 +71,18 @@ def test_a_damaged_file_is_refused(tmp_path):
         read_into({"w": torch.zeros(100_000)}, FolderReader(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_interrupt_is_no_damage(tmp_path, monkeypatch):
+    write(tmp_path, {"w": torch.ones(3)})
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reading, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read_into({"w": torch.zeros(3)}, FolderReader(tmp_path))
+
+
 class Backwards(StreamTransformExtension):
     """Writes the bytes of each entry in reverse, as a compression would write others."""
 

@@ -275,8 +275,12 @@ def test_after_an_interrupt_the_next_one_is_whole_and_right(tmp_path, monkeypatc
     with interrupts() as interrupt:
         with monkeypatch.context() as patch:
             patch.setattr(lanes._Buffer, "content", interrupted)
-            with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            with pytest.raises(KeyboardInterrupt) as found:
                 saver.save(state(1.0), files={}, path=tmp_path / "one")
+        assert found.value.__notes__ == [
+            f"The checkpoint {tmp_path / 'one'} could not be saved: KeyboardInterrupt."
+            " There is no whole checkpoint. Let the next one end, and start again."
+        ]
         assert not is_complete(tmp_path / "one")
         saver.save(state(2.0), files={}, path=tmp_path / name)
     targets = {f"m.{part}": torch.zeros(size) for part in ("a", "b")}
