@@ -199,10 +199,9 @@ class MemoryForensics(Callback):
         yield from _kinds(found)
         largest = sorted(((size, kind, owner) for (kind, owner), size in found.held.items() if owner), reverse=True)[:3]
         measured = sorted(((size, "activations", name) for name, size in self._activations.items()), reverse=True)[:3]
-        if tops := [
-            f"{owner}: {readable(size)} {kind}" for size, kind, owner in sorted([*largest, *measured])[::-1][:4]
-        ]:
-            yield f"The largest blocks hold {'; '.join(tops)}."
+        if tops := sorted([*largest, *measured], reverse=True)[:4]:
+            told = [f"{owner}: {readable(size)} {kind}" for size, kind, owner in tops]
+            yield f"The largest blocks hold {'; '.join(told)}."
 
     def _needed(self, trainer: Trainer, device: torch.device) -> Iterator[str]:
         if not self.plan or self._batch is None or self._module is None:

@@ -228,7 +228,7 @@ class StepGuard(Callback):
             )
         if self._in_a_row > self.max_in_a_row:
             raise RuntimeError(
-                f"{where}. That is the {self._in_a_row}th step in a row, and StepGuard allows {self.max_in_a_row}."
+                f"{where}. That makes {self._in_a_row} such steps in a row, and StepGuard allows {self.max_in_a_row}."
                 " A run in which every step is bad does not recover by itself."
                 " Lower the learning rate, look at the data, or resume from an earlier checkpoint."
             )
@@ -313,10 +313,10 @@ class StepGuard(Callback):
                 " Its gradient scaler overflows on purpose, and skips such steps itself."
                 " Use bfloat16 (precision='bf16-mixed' or BF16Precision), or leave StepGuard out."
             )
-        able = [type(optimizer).__name__ for optimizer in trainer.optimizers if not skips_on_device(optimizer)]
-        if "skip" in asked and self.skip_on == "device" and able:
+        unable = [type(optimizer).__name__ for optimizer in trainer.optimizers if not skips_on_device(optimizer)]
+        if "skip" in asked and self.skip_on == "device" and unable:
             raise ValueError(
-                f"StepGuard(skip_on='device') cannot skip steps of {', '.join(able)}."
+                f"StepGuard(skip_on='device') cannot skip steps of {', '.join(unable)}."
                 " Only torch's fused optimizers read a flag on the device."
                 " Use fused=True in the optimizer, or skip_on='auto', which waits for the GPU in every step instead."
             )

@@ -284,7 +284,7 @@ def _breaks_graphs(run: Run) -> bool:
 
 
 def _in_one_graph(run: Run) -> str | None:
-    if getattr(run.strategy, "whole_graph", False):
+    if run.strategy.whole_graph:
         return run.strategy.name
     compilers = (getattr(step, "compiler", None) for step in run.declarations)
     return "Compile(fullgraph=True)" if any(getattr(c, "fullgraph", False) for c in compilers) else None

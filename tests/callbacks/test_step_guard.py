@@ -169,7 +169,7 @@ def test_master_weights_are_guarded(tmp_path, kind):
 
 
 def test_bad_steps_in_a_row_end_the_run(tmp_path):
-    with pytest.raises(RuntimeError, match=r"Step 7 .*4th step in a row.*Lower the learning rate"):
+    with pytest.raises(RuntimeError, match=r"Step 7 .*That makes 4 such steps in a row.*Lower the learning rate"):
         fit(tmp_path, Bad(range(4, 24)), StepGuard(max_in_a_row=3))
     fit(tmp_path, Bad([2, 3, 4, 6, 7, 8]), StepGuard(max_in_a_row=3))
 
