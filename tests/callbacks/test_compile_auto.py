@@ -101,6 +101,18 @@ def run(tmp_path, monkeypatch, compile_=None, *, module=Keeper, clock=None, batc
     }
 
 
+PLAIN = {}
+
+
+def plain(tmp_path, monkeypatch, **options):
+    """Return what is left behind without CUDA graphs; for the same options it is made once."""
+    asked = str(sorted(options.items()))
+    if asked not in PLAIN:
+        compile_ = Compile(scope="model", backend="ups_modes")
+        PLAIN[asked] = run(tmp_path, monkeypatch, compile_, **options)
+    return PLAIN[asked]
+
+
 @pytest.fixture
 def reports(monkeypatch):
     """Collect the reports of all runs that choose their mode."""
@@ -127,7 +139,7 @@ def auto(**options):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_graphs_are_chosen_and_leave_everything_bitwise_as_it_is(tmp_path, monkeypatch, reports, accumulate):
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), **options)
+    expected = plain(tmp_path, monkeypatch, **options)
     actual = run(tmp_path, monkeypatch, auto(), clock=(clock := FixedClock(6.1, 5.2)), **options)
     assert actual == expected
     assert clock.measured > 1
@@ -146,7 +158,7 @@ def test_graphs_are_chosen_and_leave_everything_bitwise_as_it_is(tmp_path, monke
 
 
 def test_a_device_that_is_busy_keeps_the_default_mode(tmp_path, monkeypatch, reports, caplog):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    expected = plain(tmp_path, monkeypatch)
     with caplog.at_level("INFO"):
         actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(9, 250))
     assert actual == expected
@@ -176,14 +188,14 @@ def test_when_the_next_step_begins_nothing_is_left_in_memory_of_the_graphs(tmp_p
 
 
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    expected = plain(tmp_path, monkeypatch)
     monkeypatch.setattr("lightning_ups.transforms.compile_frame.outputs_owned", lambda run, ran: run)
     actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert actual["kept"] != expected["kept"]
 
 
 def test_without_own_gradients_accumulation_would_be_wrong(tmp_path, monkeypatch):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), accumulate_grad_batches=2)
+    expected = plain(tmp_path, monkeypatch, accumulate_grad_batches=2)
     monkeypatch.setattr("lightning_ups.transforms.cuda_graphs.OwnGradients.take", lambda self: None)
     actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2), accumulate_grad_batches=2)
     assert actual["grads"] != expected["grads"]
@@ -193,7 +205,7 @@ def test_other_sizes_run_without_a_recording_and_are_never_recorded(tmp_path, mo
     generator = torch.Generator().manual_seed(4)
     batches = [torch.randn(size, 4, generator=generator) for size in (4, 4, 3, 6, 5, 4, 7, 8, 4, 9, 10, 4)]
     options = {"batches": DataLoader(batches, batch_size=None), "epochs": 1, "val_check_interval": 1.0}
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), **options)
+    expected = plain(tmp_path, monkeypatch, **options)
     actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2), **options)
     assert actual == expected
     assert len(backends.RECORDED) == 2 * (4 + 3)  # the other four batches of four, and the rehearsal
@@ -223,7 +235,7 @@ class Apart(Keeper):
 
 @pytest.mark.parametrize("module", [Twice, Apart])
 def test_graphs_are_chosen_for_one_in_a_step(tmp_path, monkeypatch, reports, module):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=module)
+    expected = plain(tmp_path, monkeypatch, module=module)
     actual = run(tmp_path, monkeypatch, auto(), module=module, clock=FixedClock(6.1, 5.2))
     assert actual == expected
     assert backends.RECORDED == []
@@ -233,7 +245,7 @@ def test_graphs_are_chosen_for_one_in_a_step(tmp_path, monkeypatch, reports, mod
 
 
 def test_a_second_call_in_a_step_does_not_touch_the_recording(tmp_path, monkeypatch):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=TwiceLater)
+    expected = plain(tmp_path, monkeypatch, module=TwiceLater)
     actual = run(tmp_path, monkeypatch, auto(), module=TwiceLater, clock=FixedClock(6.1, 5.2))
     assert actual == expected
     assert len(backends.RECORDED) == 2 * (9 + 3)
@@ -313,7 +325,7 @@ def test_graphs_are_not_chosen_on_several_devices(ranks, tmp_path):
 
 @pytest.mark.parametrize("backend", backends.FAIL_TO_RECORD)
 def test_a_recording_that_fails_harms_nothing(tmp_path, monkeypatch, reports, backend):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    expected = plain(tmp_path, monkeypatch)
     with pytest.warns(UserWarning, match=r"gives up CUDA graphs, which mode='auto' had chosen.*Set mode='default'"):
         actual = run(tmp_path, monkeypatch, auto(backend=backend), clock=FixedClock(6.1, 5.2))
     assert actual == expected
@@ -330,7 +342,7 @@ class Scheduled(Keeper):
 
 
 def test_a_model_that_changes_is_recorded_once(tmp_path, monkeypatch, reports):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Scheduled)
+    expected = plain(tmp_path, monkeypatch, module=Scheduled)
     with pytest.warns(UserWarning, match="the model was compiled again, since this did not hold: .*p"):
         actual = run(tmp_path, monkeypatch, auto(), module=Scheduled, clock=FixedClock(6.1, 5.2))
     assert actual == expected
@@ -340,7 +352,7 @@ def test_a_model_that_changes_is_recorded_once(tmp_path, monkeypatch, reports):
 def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
     grown = iter(range(2, 1000, 2))
     monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: next(grown))
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"))
+    expected = plain(tmp_path, monkeypatch)
     with pytest.warns(UserWarning, match="recorded anew in one step after another"):
         actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert actual == expected
@@ -398,7 +410,7 @@ LONG = {"epochs": 1, "val_check_interval": 1.0, "batches": rows(32, 4)}
 
 
 def test_a_skipped_step_neither_decides_nor_stops_replaying(tmp_path, monkeypatch):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Skips, **LONG)
+    expected = plain(tmp_path, monkeypatch, module=Skips, **LONG)
     actual = run(tmp_path, monkeypatch, auto(), module=Skips, clock=FixedClock(6.1, 5.2), **LONG)
     assert actual == expected
     assert len(backends.RECORDED) == 2 * (5 + 3) + 1  # the forward of the step that is skipped
@@ -406,7 +418,7 @@ def test_a_skipped_step_neither_decides_nor_stops_replaying(tmp_path, monkeypatc
 
 def test_a_forward_that_could_still_have_its_backward_is_not_written_over(tmp_path, monkeypatch, reports):
     monkeypatch.setattr("lightning_ups.transforms.compile_replay.MOST_WAITS", 3)
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=SkipsAndKeeps, **LONG)
+    expected = plain(tmp_path, monkeypatch, module=SkipsAndKeeps, **LONG)
     with pytest.warns(UserWarning, match="keeps what the model returned in a step that had no backward"):
         actual = run(tmp_path, monkeypatch, auto(), module=SkipsAndKeeps, clock=FixedClock(6.1, 5.2), **LONG)
     assert actual == expected
@@ -427,7 +439,7 @@ class Late(Keeper):
 
 
 def test_a_backward_may_come_in_a_later_step(tmp_path, monkeypatch):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Late, **LONG)
+    expected = plain(tmp_path, monkeypatch, module=Late, **LONG)
     actual = run(tmp_path, monkeypatch, auto(), module=Late, clock=FixedClock(6.1, 5.2), **LONG)
     assert actual == expected
     assert len(backends.RECORDED) == 2 * (3 + 3)  # every second step, after the first two
@@ -470,7 +482,7 @@ class Returned(Keeper):
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_graphs_that_are_asked_for_keep_what_the_model_returns_too(tmp_path, monkeypatch, accumulate):
     options = {"module": Returned, "accumulate_grad_batches": accumulate}
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), **options)
+    expected = plain(tmp_path, monkeypatch, **options)
     asked = Compile(scope="model", backend="ups_modes", mode="reduce-overhead")
     actual = run(tmp_path, monkeypatch, asked, **options)
     assert len(backends.RECORDED) > 20
@@ -483,7 +495,7 @@ def asked():
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_a_backward_after_another_step_of_graphs_that_are_asked_for_is_an_error(tmp_path, monkeypatch, scope):
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Late, **LONG)
+    expected = plain(tmp_path, monkeypatch, module=Late, **LONG)
     wrong = run(tmp_path, monkeypatch, asked(), module=Late, **LONG)  # a CPU has no graphs, but for this backend
     assert wrong["grads"] != expected["grads"]
     monkeypatch.setattr("lightning_ups.callbacks.compile._records", lambda device: True)
@@ -523,6 +535,6 @@ def test_graphs_that_are_asked_for_say_which_outputs_are_too_large_to_copy(tmp_p
         UserWarning, match=r"core \(Core\) returns 0 MiB in memory that CUDA graphs.*Keep copies: output"
     ):
         actual = run(tmp_path, monkeypatch, asked, module=Returned)
-    expected = run(tmp_path, monkeypatch, Compile(scope="model", backend="ups_modes"), module=Returned)
+    expected = plain(tmp_path, monkeypatch, module=Returned)
     assert actual["kept"] != expected["kept"]  # as it says
     assert actual["grads"] == expected["grads"]
