@@ -2,6 +2,7 @@
 
     python benchmarks/fsdp2.py --set parity --output DIR     # 1B on one and on two GPUs: the same losses
     python benchmarks/fsdp2.py --set 8B --output DIR         # 8B on four GPUs, seq 8192, batch 1 and 2, best first
+    python benchmarks/fsdp2.py --set 8B-2 --output DIR       # the same on two, batch 1
     python benchmarks/fsdp2.py --set tiny                    # the same code on CPUs, in a minute
 
 Each configuration runs in processes of its own, one for each GPU, for at most --timeout seconds, and prints one line of
@@ -73,6 +74,11 @@ def _sets() -> dict[str, list[Config]]:
             for batch in (2, 1)
             for way, options in ways.items()
             if not (batch == 2 and way in too_large)
+        ],
+        "8B-2": [
+            replace(eight, name=f"8B {way}, 2 GPUs, batch 1", gpus=2, batch=1, **options)
+            for way, options in ways.items()
+            if way not in too_large
         ],
         "tiny": [
             replace(tiny, name="tiny ours, 1 rank, batch 4", gpus=1, batch=4, precision="32-true"),

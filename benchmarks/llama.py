@@ -113,6 +113,8 @@ def rows() -> dict[str, Row]:
         goal=1.05,
         sides=("ours", "torchtitan", "bare", "stock"),
     )
+    # Half the GPUs, so half the batch: what four hold of weights and moments is half of what two do.
+    two = replace(eight, batch=1, gpus=2, titan=eight.titan.replace("--ngpu 4", "--ngpu 2"))
     alone = ("ours", "bare", "bare, torch alone")
     tiny = Row(
         size="tiny", seq=64, batch=2, steps=6, warmup=2, against="bare", goal=0.1, sides=("ours", "bare", "stock")
@@ -126,6 +128,8 @@ def rows() -> dict[str, Row]:
         "1B-4-float8-head": replace(one, float8=True, head=True, goal=1.15, sides=("ours", "torchtitan")),
         "1B-4-two": replace(one, gpus=2, titan=f"{one.titan} --ac none --reshard never".replace("ngpu 1", "ngpu 2")),
         "8B": eight,
+        "8B-two": two,
+        "8B-two-float8": replace(two, float8=True, goal=1.08, sides=("ours", "torchtitan", "bare")),
         "8B-float8": replace(eight, float8=True, goal=1.08, sides=("ours", "torchtitan", "bare")),
         "150M-32": small,
         "150M-4": replace(

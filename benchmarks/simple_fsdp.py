@@ -2,7 +2,7 @@
 
     python benchmarks/simple_fsdp.py --set 1B --output benchmarks/results/DATE_simple_fsdp_1B      # four GPUs
     python benchmarks/simple_fsdp.py --set 1B-2 --output benchmarks/results/DATE_simple_fsdp_1B-2  # two
-    python benchmarks/simple_fsdp.py --set 8B --output benchmarks/results/DATE_simple_fsdp_8B      # four
+    python benchmarks/simple_fsdp.py --set 8B --output benchmarks/results/DATE_simple_fsdp_8B      # four; 8B-2 on two
     python benchmarks/simple_fsdp.py --set tiny --output /tmp/tiny                                 # two CPU ranks
 
 Each way runs in processes of its own with an empty compile cache (cold), and, where it compiles, for a few steps again
@@ -64,10 +64,12 @@ WAYS = {
 def sets() -> dict[str, Config]:
     """Return the models and batches that there are, by name."""
     one = Config(name="1B", how="", size="1B", gpus=4, seq=4096, batch=4, steps=24, warmup=6)
+    eight = Config(name="8B", how="", size="8B", gpus=4, seq=8192, batch=1, steps=14, warmup=5)
     return {
         "1B": one,
         "1B-2": replace(one, name="1B-2", gpus=2),
-        "8B": Config(name="8B", how="", size="8B", gpus=4, seq=8192, batch=1, steps=14, warmup=5),
+        "8B": eight,
+        "8B-2": replace(eight, name="8B-2", gpus=2),
         "tiny": Config(name="tiny", how="", size="tiny", gpus=2, seq=64, batch=2, steps=6, warmup=2),
     }
 
