@@ -51,14 +51,9 @@ def flags():
     return current_flags() | {"gc_frozen": gc.get_freeze_count() > 5_000}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def what_lives_is_frozen():
-    """Nothing is: freezing is among what is tested, and to count what is frozen takes its time."""
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1_000_000)  # to count them takes a tenth of a second
     if torch.cuda.is_available():
         settle_attention(CUDA)
     before = flags()
@@ -367,7 +362,10 @@ def cycle():
     return weakref.ref(Cycle())
 
 
-def test_cycles_wait_for_their_batch():
+def test_cycles_wait_for_their_batch(monkeypatch):
+    monkeypatch.undo()
+    gc.unfreeze()
+    before = flags()
     with PacedCollection(3) as collection:
         assert not gc.isenabled()
         first = cycle()
@@ -380,6 +378,8 @@ def test_cycles_wait_for_their_batch():
         collection.after_batch()
         assert second() is None
     assert gc.isenabled()
+    assert flags() == before, "thawed again"
+    gc.freeze()
 
 
 def test_a_collector_that_the_user_switched_off_stays_off():
@@ -392,17 +392,15 @@ def test_a_collector_that_the_user_switched_off_stays_off():
         gc.enable()
 
 
-def test_what_the_user_froze_stays_frozen():
+def test_what_the_user_froze_stays_frozen(monkeypatch):
+    monkeypatch.undo()
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with PacedCollection(1) as outer:
-            outer.after_batch()
-            with PacedCollection(1) as inner:
-                inner.after_batch()
-        assert gc.get_freeze_count() >= frozen - 10, "some die, none is thawed"
-    finally:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count()
+    with PacedCollection(1) as outer:
+        outer.after_batch()
+        with PacedCollection(1) as inner:
+            inner.after_batch()
+    assert gc.get_freeze_count() >= frozen - 10, "some die, none is thawed"
 
 
 # All of them
