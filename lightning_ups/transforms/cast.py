@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["cast_around"]
+__all__ = ["cast_around", "cast_tensors"]
 
 
 @contextmanager
@@ -22,11 +22,11 @@ def cast_around(
 ) -> Iterator[None]:
     """Cast floating-point tensors on their way into and out of each of ``modules`` while the context is open.
 
-    Tensors are found in any nesting of lists, dicts and the outputs of transformers. None leaves them as they are.
-    The casts are hooks: they lie outside the forward, and so outside its compilation. A copy or a pickle of a module
-    does not cast: nobody would end it there. One of them that lies within another one, under a second name, does not
-    cast when that other one calls it. What is given to modules ``given_as_is`` is not cast, as where they compute in
-    float32 and nothing may round before.
+    Tensors are found in any nesting of lists, dicts, packed sequences and the outputs of transformers. None leaves them
+    as they are. The casts are hooks: they lie outside the forward, and so outside its compilation. A copy or a pickle
+    of a module does not cast: nobody would end it there. One of them that lies within another one, under a second name,
+    does not cast when that other one calls it. What is given to modules ``given_as_is`` is not cast, as where they
+    compute in float32 and nothing may round before.
     """
     modules = [*modules]
     nested = _nested(modules)
@@ -87,18 +87,15 @@ class _Cast:
             return None
         if any(running.now for running in self.around):
             return None
-        return (
-            _cast(values, self.dtype)
-            if self.what == "outputs"
-            else (_cast(args, self.dtype), _cast(values, self.dtype))
-        )
+        return cast_tensors(values if self.what == "outputs" else (args, values), self.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         # The handle's copy is one of the copied module's hooks.
         return {**vars(self), "copied": True}
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Return ``tree``, any nesting as `cast_around` says, with its floating-point tensors cast; None casts none."""
     if dtype is None:
         return tree
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
@@ -121,7 +122,25 @@ class Uncommon(Outermost):
         self.net = RegisteredLinear()
 
 
-CASES |= {"Outermost": Outermost, "Uncommon": Uncommon} | {
+class Named(RegisteredLinear, name="named"):
+    def forward(self, x):
+        return BaseModelOutput(last_hidden_state=super().forward(x))
+
+
+class UncommonOutput(Outermost):
+    """The same, of a class that returns what models of transformers do."""
+
+    def build(self):
+        self.net = Named()
+
+    def run(self, x):
+        found = self.net(x).last_hidden_state
+        if found.dtype is not torch.float32:
+            raise AssertionError(found.dtype)
+        return found.mean(-1, keepdim=True)
+
+
+CASES |= {"Outermost": Outermost, "Uncommon": Uncommon, "UncommonOutput": UncommonOutput} | {
     "Fourier": Fourier,
     "Wide": Wide,
     "Encoded": Encoded,
@@ -307,13 +326,14 @@ def test_an_outermost_one_returns_float32_as_others_do(run, ranks, tmp_path):
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
 
 
-def sharded_uncommon(tmp_path):
-    return on_ranks("Uncommon", tmp_path, {}, 2, {"plugins": [BF16Precision()]})
+def sharded_uncommon(tmp_path, case):
+    return on_ranks(case, tmp_path, {}, 2, {"plugins": [BF16Precision()]})
 
 
-def test_a_class_that_can_be_no_group_is_cast_around_all_the_same(ranks, tmp_path):
-    found = ranks(sharded_uncommon, tmp_path)
-    expected = train("Uncommon", tmp_path, plugins=[BF16Precision()])[2]
+@pytest.mark.parametrize("case", ["Uncommon", "UncommonOutput"])
+def test_a_class_that_can_be_no_group_is_cast_around_all_the_same(ranks, tmp_path, case):
+    found = ranks(sharded_uncommon, tmp_path, case)
+    expected = train(case, tmp_path, plugins=[BF16Precision()])[2]
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2)
 
 

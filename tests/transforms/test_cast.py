@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.cast import cast_around
+from lightning_ups.transforms.cast import cast_around, cast_tensors
 
 
 class Talkative(nn.Module):
@@ -80,6 +80,15 @@ def test_the_outputs_of_transformers():
     model = Foreign(2, 2).to(torch.bfloat16)
     with cast_around([model], inputs=torch.bfloat16, outputs=torch.float32):
         assert model(torch.ones(1, 2)).last_hidden_state.dtype is torch.float32
+
+
+def test_packed_sequences_and_tuples_with_names():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    found = cast_tensors({"packed": packed, "named": torch.ones(2, 2).max(0)}, torch.bfloat16)
+    assert type(found["packed"]) is type(packed)
+    assert found["packed"].data.dtype is torch.bfloat16
+    assert found["packed"].batch_sizes.dtype is torch.long
+    assert (found["named"].values.dtype, found["named"].indices.dtype) == (torch.bfloat16, torch.long)
 
 
 def pickled(module):
