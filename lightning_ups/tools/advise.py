@@ -143,16 +143,17 @@ def _wanted(trial: Trial, device: torch.device) -> Sequence[str]:
 
 def _possible(trial: Trial, names: Sequence[str], *, device: torch.device, here: bool) -> Iterator[str]:
     """Yield the recipes that can run, and print in a line why the others cannot; raise if none can."""
+    known = (*RECIPES, "mxfp8", *ENGINE)
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(
+            f"advise knows no recipe {wrong[0]!r}."
+            " Its recipes are torchao's, and with te- in front those of Transformer Engine."
+            f" Use some of {', '.join(known)}."
+        )
     reasons: dict[str, Exception | str | None] = {
         name: _why_not(trial, engine_recipe(name), device if here else None) if is_engine(name) else None
         for name in names
     }
-    if (known := {*RECIPES, "mxfp8", *ENGINE}) and (wrong := [name for name in names if name not in known]):
-        raise ValueError(
-            f"advise knows no recipe {wrong[0]!r}."
-            " Its recipes are torchao's, and with te- in front those of Transformer Engine."
-            f" Use some of {', '.join((*RECIPES, 'mxfp8', *ENGINE))}."
-        )
     left_out = {name: why for name, why in reasons.items() if why is not None}
     if len(left_out) == len(names) and isinstance(error := next(iter(left_out.values())), Exception):
         raise error
