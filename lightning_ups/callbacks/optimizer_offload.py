@@ -1,7 +1,7 @@
 """Optimizer state on the host: larger models for a part of the link to the device."""
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
@@ -30,8 +30,9 @@ class OptimizerOffload(Declaration):
             comes. ``"host"``: the CPU makes the step; gradients come down and parameters go up. ``"torchao"``: its
             CPUOffloadOptimizer, on one GPU, without clipping and masters; other runs are refused.
         chunk_mb: The most state of a chunk, in MiB; three chunks are on the device. A parameter that has more is
-            stepped in parts, if its optimizer treats each element by itself.
-        resident: The share of the state, from 0 to less than 1, that stays on the device, and costs no transfer.
+            stepped in parts, if its optimizer treats each element by itself. ``"torchao"`` knows no chunks.
+        resident: For ``"device"``: the share of the state, from 0 to less than 1, that stays there, and costs no
+            transfer.
 
     Raises:
         ValueError: If an argument is out of its range; when fitting starts, if an optimizer is not admitted, or the
@@ -49,6 +50,18 @@ class OptimizerOffload(Declaration):
     def __init__(
         self, *, update: Update | Literal["torchao"] = "device", chunk_mb: float = 256, resident: float = 0.0
     ) -> None:
+        if update not in (known := (*get_args(Update), "torchao")):
+            raise ValueError(
+                f"OptimizerOffload(update={update!r}) is not a known choice."
+                " It says where an optimizer with offloaded state makes its steps."
+                f" Use one of {known}."
+            )
+        if update == "torchao" and resident:
+            raise ValueError(
+                f"OptimizerOffload(update='torchao', resident={resident}) cannot be."
+                " torchao's CPUOffloadOptimizer keeps the whole state on the host."
+                " Use update='device', or leave resident out."
+            )
         OffloadedOptimizer.check(
             update="host" if update == "torchao" else update, chunk_bytes=int(chunk_mb * 2**20), resident=resident
         )

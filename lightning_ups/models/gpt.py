@@ -12,7 +12,7 @@ initialised bit for bit like one that was built in place, by calling ``reset_par
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -52,7 +52,7 @@ class GPTConfig:
             by `lightning_ups.kernels.linear_cross_entropy`, which never has them all in memory.
 
     Raises:
-        ValueError: If the heads do not divide.
+        ValueError: If the heads do not divide, or ``loss`` is unknown.
     """
 
     dim: int
@@ -75,6 +75,12 @@ class GPTConfig:
                 " A head has an even width of dim / num_heads, and each head of keys and values serves equally many"
                 " query heads."
                 " Make dim a multiple of twice num_heads, and num_heads a multiple of num_kv_heads."
+            )
+        if self.loss not in get_args(Loss):
+            raise ValueError(
+                f"loss={self.loss!r} is not a known choice."
+                " It says whether all logits are in memory at once when the loss is computed."
+                f" Use one of {get_args(Loss)}."
             )
 
     @property

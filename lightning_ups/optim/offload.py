@@ -44,7 +44,7 @@ class OffloadedOptimizer(Optimizer):
             the CPU steps; gradients come down, parameters go up.
         chunk_bytes: The most that one of the three chunks on the device has of state. A parameter that has more is
             stepped in parts, if the optimizer treats each element by itself.
-        resident: the share on the device, for ``"device"``.
+        resident: The share of the state that stays on the device, where steps are made there.
         memory: Where state is kept and where it is used. None: as the device of the parameters has it.
 
     Attributes:

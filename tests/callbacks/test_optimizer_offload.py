@@ -216,8 +216,10 @@ def test_torchaos_own_is_refused_where_it_is_not_valid(tmp_path):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"Use one of \('device', 'host'\)\.$"):
+    with pytest.raises(ValueError, match=r"Use one of \('device', 'host', 'torchao'\)\.$"):
         OptimizerOffload(update="gpu")
+    with pytest.raises(ValueError, match=r"^OptimizerOffload\(update='torchao', resident=0.5\).*leave resident out\.$"):
+        OptimizerOffload(update="torchao", resident=0.5)
     with pytest.raises(ValueError, match=r"such as 2\*\*28\.$"):
         OptimizerOffload(chunk_mb=0)
 

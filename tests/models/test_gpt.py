@@ -74,6 +74,11 @@ def test_flops_are_those_of_a_counted_step():
     assert counter.get_total_flops() / batch.numel() == config.flops_per_token(length) + attention / 2
 
 
+def test_an_unknown_loss_is_refused():
+    with pytest.raises(ValueError, match=r"loss='chunk' is not a known choice.*Use one of \('logits', 'chunked'\)\.$"):
+        GPTModule(loss="chunk")
+
+
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"num_heads a multiple of num_kv_heads\.$"):
         replace(TINY, num_heads=4, num_kv_heads=3)
