@@ -176,7 +176,8 @@ class Checkpoints:
             self._connection.load(rest[RESUME_KEY])
         if isinstance(self._strategy.precision_plugin, PolicyPrecision):
             self._strategy.precision_plugin.after_restore(self._module)
-        return {"pytorch-lightning_version": lightning_version, **rest}  # which files of weights alone do not have
+        # Callbacks that average weights look for them there. Files of weights alone have no version.
+        return {"pytorch-lightning_version": lightning_version, **rest, "state_dict": self._module.state_dict()}
 
     @contextmanager
     def keeping_place(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, TensorDataset
@@ -279,6 +279,23 @@ def test_a_full_disk_stops_the_run_at_the_next_save(ranks, tmp_path):
     assert "epoch=1.ckpt could not be saved" in failure
     assert "No space left" in failure
     assert last == "epoch=0.ckpt"
+
+
+def averaged_and_resumed(path):
+    found = []
+    for resumed_from in (None, path / "whole" / "epoch=1.ckpt"):
+        model, average = Net(), EMAWeightAveraging(decay=0.5)
+        folder = "resumed" if resumed_from else "whole"
+        arguments = {"ckpt_path": resumed_from, "folder": folder, "callbacks": [average]}
+        losses = fit(path, strategy=FSDP2Strategy(), model=model, **arguments)
+        weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+        found.append((losses, weights))
+    (whole, averages), (resumed, again) = found
+    return whole[-len(resumed) :] == resumed, all(torch.equal(averages[name], again[name]) for name in averages)
+
+
+def test_averaged_weights_are_resumed_where_they_were(ranks, tmp_path):
+    assert ranks(averaged_and_resumed, tmp_path) == (True, True)
 
 
 class SaveInstead(Callback):
