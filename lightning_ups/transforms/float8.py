@@ -38,6 +38,9 @@ _HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
 FEATURE = "Float8Precision"
 
@@ -254,6 +257,7 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
     # Torchao makes a new layer with nothing but the weights. What users hang on one stays on it, ...
     for table in _HOOK_TABLES:
         getattr(float8, table).update(getattr(linear, table))
+    float8._is_full_backward_hook = linear._is_full_backward_hook  # which a module has of one kind
     # ... and so does what a subclass says of its initialisation, which on the meta device is yet to come.
     for name in vars(linear).keys() - vars(float8).keys():
         setattr(float8, name, vars(linear)[name])

@@ -98,6 +98,23 @@ def test_names_values_flags_ties_and_hooks_stay():
     assert calls == [1]
 
 
+def test_hooks_of_each_kind_are_called_as_before():
+    calls = []
+    for convert in (False, True):
+        model, seen = Model(), []
+        layer = model.layers[1][0]
+        layer.register_full_backward_hook(lambda _, inputs, outputs, seen=seen: seen.append(("after", len(inputs))))
+        layer.register_full_backward_pre_hook(lambda *_, seen=seen: seen.append("before"))
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append("always"), always_call=True)
+        if convert:
+            convert_to_float8(model, recipe="tensorwise", emulate=True)
+        model.to(torch.bfloat16)(data()).sum().backward()
+        with pytest.raises((RuntimeError, AssertionError)):
+            model.layers[1][0](torch.ones(1, 3))  # of no such width
+        calls.append(seen)
+    assert calls[0] == calls[1] == ["always", "before", ("after", 1), "always"]
+
+
 def test_undo_puts_the_layers_back_with_the_weights_of_now():
     model = Model()
     originals = dict(model.named_modules())
