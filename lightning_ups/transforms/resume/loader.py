@@ -294,7 +294,7 @@ class FollowedLoader:
     # What cannot be replayed
 
     def unreplayable(self) -> Iterator[str]:
-        """Return why a run that takes up a position of this loader may differ."""
+        """Yield why a run that takes up a position of this loader may differ."""
         if self._followed is not None and self._followed.workers_draw:
             yield f"the workers of {self._name()} draw random numbers"
         if not self._by_index and not self._stateful:
