@@ -491,8 +491,6 @@ OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy s
     "ours, copied within": ours_copied_within,
     "ours, 8 multiprocessors": partial(ours, communication_multiprocessors=8),
     "ours, 4 multiprocessors": partial(ours, communication_multiprocessors=4),
-    "ours, copy engines": partial(ours, copy_engines=True),
-    "ours, copy engines, 8": partial(ours, copy_engines=True, communication_multiprocessors=8),
 }
 SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,

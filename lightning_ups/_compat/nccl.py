@@ -16,7 +16,6 @@ def prepare_nccl(
     high_priority: bool,
     flight_recorder: Path | None,
     multiprocessors: int | None = None,
-    copy_engines: bool = False,
 ) -> dict[str, str]:
     """Set what the environment does not say yet, and return it.
 
@@ -26,13 +25,14 @@ def prepare_nccl(
         flight_recorder: Where each rank writes its last collectives when one hangs, in files ``rank_<rank>``; the tool
             ``torchfrtrace`` reads them.
         multiprocessors: How many a collective may take at most. None: as many as NCCL finds fastest.
-        copy_engines: Let what can be copied be copied without any.
 
     Raises:
-        ValueError: If one of the last two would have no effect, since the environment says something else, or since
-            groups of processes were made before.
+        ValueError: If ``multiprocessors`` would have no effect.
     """
     wanted = {"TORCH_NCCL_HIGH_PRIORITY": "1"} if high_priority else {}
+    if multiprocessors is not None:
+        _check_effect(_MULTIPROCESSORS, str(multiprocessors))
+        wanted[_MULTIPROCESSORS] = str(multiprocessors)
     if flight_recorder is not None:
         flight_recorder.mkdir(parents=True, exist_ok=True)
         prefix = str(flight_recorder / "rank_")
@@ -40,31 +40,36 @@ def prepare_nccl(
         # The names of torch 2.11 and those of before, which it still reads.
         wanted |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
         wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
-    asked = {} if multiprocessors is None else {"NCCL_MAX_CTAS": str(multiprocessors)}
-    if copy_engines:
-        asked["NCCL_CTA_POLICY"] = "2"
-    for name, value in asked.items():
-        _check_effect(name, value)
-    wanted |= asked
+    _SET_HERE.update((name, value) for name, value in wanted.items() if name not in os.environ)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     return {name: os.environ[name] for name in wanted}
 
 
+_MULTIPROCESSORS = "NCCL_MAX_CTAS"
+_SET_HERE: dict[str, str] = {}
+
+
 def _check_effect(name: str, value: str) -> None:
     said = os.environ.get(name)
-    if said is None and dist.is_initialized():
-        raise ValueError(
-            f"NCCL would not see {name}={value}, which the strategy's options ask for."
-            " It reads it when groups of processes are made, and this process has some already."
-            f" Set {name}={value} in the environment of the process, or make no group before the Trainer does."
-        )
-    if said not in (None, value):
+    if said == value:
+        return
+    if said is None and not dist.is_initialized():
+        return
+    if said is not None and _SET_HERE.get(name) != said:
         raise ValueError(
             f"The environment says {name}={said}, and the strategy's options ask for {value}."
             " What the environment says stays, so the option would have no effect."
             f" Unset {name}, or leave the option out."
         )
+    earlier = "the groups of this process were made" + (
+        "" if said is None else f" with {said}, for an earlier strategy"
+    )
+    raise ValueError(
+        f"NCCL would not see {name}={value}, which the strategy's options ask for: {earlier}."
+        " It reads it once, when the first group of a process is made."
+        f" Start a process for it, or set {name}={value} in the environment of this one."
+    )
 
 
 @cache  # once for each process

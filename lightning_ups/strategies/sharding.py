@@ -1,6 +1,5 @@
 """What every strategy of ours that shards has in common: environment, order, buffers, clipping, checkpoints."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.averages import averaged_copies
-from lightning_ups._compat.copy_engines import lacks_copy_engines
 from lightning_ups._compat.evaluation import (
     keeping_attributes,
     move_all_but_parameters,
@@ -228,17 +226,18 @@ class ShardingStrategy(ModelParallelStrategy):
         async_save: bool,
         weights_only: bool,
         on_unreplayable: OnUnreplayable,
-        copy_engines: bool = False,
     ) -> None:
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(minutes=timeout_minutes),
         )
         check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
-        if communication_multiprocessors is not None and communication_multiprocessors < 1:
+        if communication_multiprocessors is not None and (
+            type(communication_multiprocessors) is not int or communication_multiprocessors < 1
+        ):
             raise ValueError(
-                f"{type(self).__name__}(communication_multiprocessors={communication_multiprocessors}) leaves"
-                " communication none, and it would not end. Give 1 or more, or leave it out."
+                f"{type(self).__name__}(communication_multiprocessors={communication_multiprocessors!r}) is no number"
+                " of multiprocessors. With none, communication would not end. Give 1 or more, or leave it out."
             )
         self.sharding: Sharding = sharding
         self.replicate_size = replicate_size
@@ -248,7 +247,7 @@ class ShardingStrategy(ModelParallelStrategy):
         self._initialise_on: Literal["cpu", "device"] = initialise_on
         self._sigterm_every = sigterm_every
         self._high_priority = high_priority_communication
-        self._multiprocessors, self._copy_engines = communication_multiprocessors, copy_engines
+        self._multiprocessors = communication_multiprocessors
         self._flight_recorder = None if flight_recorder is None else Path(flight_recorder)
         self._in_effect = ExitStack()  # what is changed on the Trainer's loops
         self._recording: Recording | None = None
@@ -290,13 +289,12 @@ class ShardingStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup_device(self.root_device)
-        self._check_communication(sizes)
+        self._check_communication()
         if self.root_device.type == "cuda":
             prepare_nccl(
                 high_priority=self._high_priority,
                 flight_recorder=self._flight_recorder,
                 multiprocessors=self._multiprocessors,
-                copy_engines=self._copy_engines,
             )
             destroy_at_exit()
         self._setup_distributed()
@@ -304,24 +302,16 @@ class ShardingStrategy(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may ask for it
         self._change_loops(self.lightning_module.trainer)
 
-    def _check_communication(self, sizes: MeshSizes) -> None:
-        """Refuse what is asked of communication and cannot be had here."""
-        asked = {"communication_multiprocessors": self._multiprocessors, "copy_engines": self._copy_engines}
-        asked = {name: value for name, value in asked.items() if value}
-        if self.root_device.type != "cuda":
-            reason = f"it is about NCCL, which moves what is on GPUs, and the module is on the {self.root_device.type}"
-        elif not self._copy_engines:
+    def _check_communication(self) -> None:
+        """Refuse what is asked of NCCL where none communicates."""
+        if self._multiprocessors is None:
             return
-        elif (hosts := math.ceil(sizes.shard * sizes.tensor / self.num_processes)) > 1:
-            reason = (
-                f"copy engines reach the {self.num_processes} GPUs of a host, and shards are spread over more"
-                f" (replicate_size={hosts * sizes.replicate} would keep them within each)"
+        backend = self._get_process_group_backend()
+        if "nccl" not in backend:
+            raise ValueError(
+                f"{type(self).__name__}(communication_multiprocessors={self._multiprocessors}) would have no effect."
+                f" It is about NCCL, and {backend} communicates here. Leave it out."
             )
-        else:
-            reason = lacks_copy_engines()
-        if asked and reason is not None:
-            options = ", ".join(f"{name}={value}" for name, value in asked.items())
-            raise ValueError(f"{type(self).__name__}({options}) would have no effect: {reason}. Leave it out.")
 
     def _change_loops(self, trainer: Trainer) -> None:
         self._in_effect.close()

@@ -12,6 +12,7 @@ def environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("TORCH_NCCL", "TORCH_FR", "NCCL_"))]:
         monkeypatch.delenv(name)
     before = dict(os.environ)
+    monkeypatch.setattr(nccl, "_SET_HERE", {})
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
@@ -32,21 +33,28 @@ def test_what_the_user_set_stays(monkeypatch, tmp_path):
 
 
 def test_what_is_asked_of_groups_is_set_before_they_are_made():
-    asked = prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8, copy_engines=True)
-    assert asked == {"NCCL_MAX_CTAS": "8", "NCCL_CTA_POLICY": "2"}
+    asked = prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)
+    assert asked == {"NCCL_MAX_CTAS": "8"}
     assert os.environ["NCCL_MAX_CTAS"] == "8"
-    assert prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8, copy_engines=True) == asked
+    assert prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8) == asked
 
 
 def test_what_would_have_no_effect_is_refused(monkeypatch):
     monkeypatch.setenv("NCCL_MAX_CTAS", "16")
-    with pytest.raises(ValueError, match=r"says NCCL_MAX_CTAS=16.*ask for 8"):
+    with pytest.raises(ValueError, match=r"environment says NCCL_MAX_CTAS=16.*ask for 8.*Unset"):
         prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)
+    monkeypatch.delenv("NCCL_MAX_CTAS")
     monkeypatch.setattr(nccl.dist, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match=r"NCCL_CTA_POLICY=2 in the environment"):
-        prepare_nccl(high_priority=False, flight_recorder=None, copy_engines=True)
-    monkeypatch.setenv("NCCL_CTA_POLICY", "2")
-    prepare_nccl(high_priority=False, flight_recorder=None, copy_engines=True)  # as it was when groups were made
+    with pytest.raises(ValueError, match=r"not see NCCL_MAX_CTAS=8.*groups of this process were made\."):
+        prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)  # as it was when groups were made
+
+
+def test_an_earlier_strategy_of_the_process_is_named_where_it_decided():
+    prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=8)
+    with pytest.raises(ValueError, match=r"were made with 8, for an earlier strategy.*Start a process"):
+        prepare_nccl(high_priority=False, flight_recorder=None, multiprocessors=4)
 
 
 def test_this_torch_reads_the_names():

@@ -75,7 +75,7 @@ def test_a_loop_by_hand_prints_each_loss_when_it_logs_the_next(llama, capsys):
 
 def test_the_table_says_of_each_side_how_it_reads_its_loss(llama):
     assert llama.READS.keys() == {*llama.SIDES, "torchtitan"}
-    assert "| ours, copy engines | 5 |" in llama.table("8B", [result("ours, copy engines", 5.0)])
+    assert "| ours, copied within | 5 |" in llama.table("8B", [result("ours, copied within", 5.0)])
 
 
 def test_first_norms_that_differ_are_told(llama):
@@ -123,7 +123,7 @@ def test_a_runner_that_is_not_there_is_said_before_anything_runs(llama, tmp_path
         (["--row", "1B-4-float8", "--sides", "ours"], "row 1B-4-float8 needs torchao, which cannot be loaded"),
         (["--row", "150M-4", "--sides", "torchtitan"], "there is no setting of torchtitan for row 150M-4"),
         (["--row", "1B-4-float8", "--sides", "bare, torch alone"], "is for one GPU and bfloat16"),
-        (["--row", "1B-4", "--sides", "ours, copy engines"], "side 'ours, copy engines' is about what GPUs say"),
+        (["--row", "1B-4", "--sides", "ours, copied within"], "side 'ours, copied within' is about what GPUs say"),
         (["--row", "tiny", "--output", "{}/bench_titan.sh"], "cannot be written (File exists): name another folder"),
     ],
 )
@@ -255,7 +255,7 @@ def test_blocks_of_our_side_are_equal_to_compile(llama):
     [
         ("ours", {}),
         ("ours, copied within", {}),
-        ("ours, copy engines, 8", {"copy_engines": True, "communication_multiprocessors": 8}),
+        ("ours, 8 multiprocessors", {"communication_multiprocessors": 8}),
     ],
 )
 def test_a_side_of_ours_says_what_communication_takes(llama, monkeypatch, side, options):
@@ -264,7 +264,7 @@ def test_a_side_of_ours_says_what_communication_takes(llama, monkeypatch, side, 
     monkeypatch.setattr(llama, "fitted", lambda *_, **__: told.append(fsdp2.copying_beside is nullcontext))
     llama.SIDES[side](llama.rows()["tiny-2"])
     assert told[0].items() >= options.items()
-    assert {"copy_engines", "communication_multiprocessors"} & told[0].keys() == options.keys()
+    assert {"communication_multiprocessors"} & told[0].keys() == options.keys()
     assert told[1] is (side == "ours, copied within")
 
 

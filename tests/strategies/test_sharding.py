@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +14,8 @@ import lightning_ups  # noqa: F401  (registers the names)
 from lightning_ups.callbacks import Compile
 from lightning_ups.order import Context
 from lightning_ups.order.placement import Placement
-from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, sharding
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.strategies.sharding import ShardingStrategy, ShardStep, check_known, check_sharding, some
-from lightning_ups.transforms.mesh import MeshSizes
 from tests.strategies import cases
 from tests.toys import Net, loader, trainer
 
@@ -40,7 +38,6 @@ def test_a_user_switches_by_changing_the_name():
     # What hooks do and a graph cannot, or needs no setting for.
     assert fsdp2.keys() - simple.keys() == {
         "prefetch", "offload", "outside", "unused_parameters", "tensor_parallel_size", "tensor_parallel_plan",
-        "copy_engines",
     }  # fmt: skip
 
 
@@ -59,43 +56,16 @@ def test_choices_are_checked_in_the_name_of_the_strategy():
 
 
 @pytest.mark.parametrize("strategy", BOTH)
-def test_communication_without_multiprocessors_would_not_end(strategy):
-    with pytest.raises(ValueError, match=r"communication_multiprocessors=0\) leaves communication none"):
-        strategy(communication_multiprocessors=0)
+@pytest.mark.parametrize("number", [0, True, 2.5])
+def test_what_is_no_number_of_multiprocessors_is_refused(strategy, number):
+    with pytest.raises(ValueError, match=f"communication_multiprocessors={number}\\) is no number of"):
+        strategy(communication_multiprocessors=number)
 
 
-@pytest.mark.parametrize("option", ["communication_multiprocessors=8", "copy_engines=True"])
-def test_what_is_asked_of_nccl_is_refused_where_there_is_none(tmp_path, option):
-    name, _, value = option.partition("=")
-    with pytest.raises(
-        ValueError, match=f"{option}.* would have no effect: it is about NCCL.*on the cpu. Leave it out"
-    ):
-        trainer(tmp_path, strategy=FSDP2Strategy(**{name: int(value) if value.isdigit() else True})).fit(
-            Net(), loader()
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "nodes", "said"),
-    [
-        ({}, 1, None),
-        ({"replicate_size": 2}, 2, None),
-        ({}, 2, r"reach the 2 GPUs of a host.*replicate_size=2 would keep them"),
-        ({}, 1, "too old"),
-    ],
-    ids=repr,
-)
-def test_copy_engines_reach_one_host(monkeypatch, options, nodes, said):
-    monkeypatch.setattr(sharding, "lacks_copy_engines", lambda: "too old" if said == "too old" else None)
-    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device("cuda", 0))
-    strategy = FSDP2Strategy(copy_engines=True, **options)
-    strategy._num_nodes, strategy.parallel_devices = nodes, [torch.device("cuda", n) for n in range(2)]
-    check = partial(strategy._check_communication, MeshSizes.of(2 * nodes, replicate=options.get("replicate_size", 1)))
-    if said is None:
-        check()
-        return
-    with pytest.raises(ValueError, match=said):
-        check()
+def test_what_is_asked_of_nccl_is_refused_where_there_is_none(tmp_path):
+    strategy = FSDP2Strategy(communication_multiprocessors=8)
+    with pytest.raises(ValueError, match=r"=8\) would have no effect.*about NCCL, and gloo communicates.*Leave it out"):
+        trainer(tmp_path, strategy=strategy).fit(Net(), loader())
 
 
 def test_many_names_are_cut():
