@@ -254,9 +254,10 @@ def _with_shared_weights(module: nn.Module, chosen: Mapping[str, nn.Linear]) -> 
 
 
 def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
-    # Torchao makes a new layer with nothing but the weights. What users hang on one stays on it, ...
+    # Torchao makes a new layer with nothing but the weights. What users hang on one stays on it, and what they take
+    # off again, by the handles that they have, is off, ...
     for table in _HOOK_TABLES:
-        getattr(float8, table).update(getattr(linear, table))
+        setattr(float8, table, getattr(linear, table))
     float8._is_full_backward_hook = linear._is_full_backward_hook  # which a module has of one kind
     # ... and so does what a subclass says of its initialisation, which on the meta device is yet to come.
     for name in vars(linear).keys() - vars(float8).keys():

@@ -115,6 +115,23 @@ def test_hooks_of_each_kind_are_called_as_before():
     assert calls[0] == calls[1] == ["always", "before", ("after", 1), "always"]
 
 
+def test_hooks_that_are_taken_off_are_off_whichever_layer_has_them():
+    model, seen = Model(), []
+    layer = model.layers[1][0]
+    before = layer.register_forward_hook(lambda *_: seen.append("before"))
+    done = convert_to_float8(model, recipe="tensorwise", emulate=True)
+    between = model.layers[1][0].register_forward_hook(lambda *_: seen.append("between"))
+    model.to(torch.bfloat16)(data())
+    before.remove()
+    model(data())
+    assert seen == ["before", "between", "between"]
+    done.undo()
+    model(data())
+    between.remove()
+    model(data())
+    assert seen == ["before", *3 * ["between"]]
+
+
 def test_undo_puts_the_layers_back_with_the_weights_of_now():
     model = Model()
     originals = dict(model.named_modules())
