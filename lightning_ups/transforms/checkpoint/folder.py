@@ -140,10 +140,14 @@ def system_error(error: BaseException) -> BaseException:
     return error if behind is None else behind
 
 
-def interruption(error: BaseException | None) -> BaseException | None:
-    """Return what interrupted this process, such as Ctrl-C, if ``error`` came of that; DCP hides it in its own."""
+def interruption(error: BaseException | None, *, alone: bool = False) -> BaseException | None:
+    """Return what interrupted this process, such as Ctrl-C, if ``error`` came of that; DCP hides it in its own.
+
+    A process that read or wrote ``alone``, without the others of its group, is rank 0 to DCP.
+    """
     if isinstance(error, CheckpointException):
-        error, _ = error.failures.get(dist.get_rank() if dist.is_initialized() else 0, (None, None))
+        rank = dist.get_rank() if dist.is_initialized() and not alone else 0
+        error, _ = error.failures.get(rank, (None, None))
     return None if isinstance(error, Exception | CheckpointException) else error
 
 

@@ -68,7 +68,7 @@ def read_into(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as error:  # no Exception, so that callers would miss it
-        if (interrupt := folder.interruption(error)) is not None:
+        if (interrupt := folder.interruption(error, alone=alone)) is not None:
             raise interrupt from None
         rank, (cause, _) = next(iter(error.failures.items()))
         raise ValueError(

@@ -2,6 +2,7 @@ import io
 import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,7 +73,11 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_an_interrupt_is_no_damage(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rank", [None, 1], ids=["one process", "the second of two, which reads alone"])
+def test_an_interrupt_is_no_damage(tmp_path, monkeypatch, rank):
+    if rank is not None:
+        second = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank)
+        monkeypatch.setattr(reading.folder, "dist", second)
     write(tmp_path, {"w": torch.ones(3)})
 
     def interrupted(*_, **__):
