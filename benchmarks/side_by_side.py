@@ -72,6 +72,12 @@ def cores_of(run: Run, *, gpus: int) -> list[int]:
     return [core for share in shares for core in share] or cores
 
 
+def visible_as(gpu: int) -> str:
+    """Return what a run is told, so that it sees this one of the GPUs that are visible here."""
+    here = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return here[gpu].strip() if gpu < len(here) and here[gpu].strip() else str(gpu)
+
+
 class SideBySide:
     """Runs that go on at the same time.
 
@@ -120,7 +126,7 @@ class SideBySide:
         words = ["bash", "-c", f'( {command}\n) >> {shlex.quote(str(printed))} 2>&1; echo "exit code $?"']
         if shutil.which("taskset"):
             words = ["taskset", "--cpu-list", ",".join(map(str, cores_of(run, gpus=self._gpus))), *words]
-        visible = ",".join(map(str, sorted(run.gpus)))
+        visible = ",".join(visible_as(gpu) for gpu in sorted(run.gpus))
         self._say(run, f"begins on GPU {visible}")
         begun = time.monotonic()
         how = finished(words, timeout=run.seconds, environment={"CUDA_VISIBLE_DEVICES": visible}, stop=self._stop)

@@ -46,12 +46,18 @@ def test_runs_that_share_a_gpu_follow_one_another_and_others_go_on_beside_them(s
     assert said.index("both ends") < said.index("late begins")
 
 
-def test_a_run_sees_its_gpus_and_is_told_its_seconds_and_its_folder(script, tmp_path):
+def test_a_run_sees_its_gpus_and_is_told_its_seconds_and_its_folder(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plan = tmp_path / "plan.txt"
     plan.write_text("1 3 | 7 | one | echo $CUDA_VISIBLE_DEVICES {seconds} | tee {output}/kept.txt")
     assert made(script, plan, tmp_path / "a folder", gpus=4)
     assert (tmp_path / "a folder" / "one" / "kept.txt").read_text() == "1,3 7\n"
     assert (tmp_path / "a folder" / "one" / "printed.txt").read_text().splitlines()[-1] == "1,3 7"
+
+
+def test_gpus_are_counted_among_those_that_are_visible(script, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5f")
+    assert [script.visible_as(gpu) for gpu in (0, 1)] == ["4", "GPU-5f"]
 
 
 def test_gpus_share_the_cores(script, monkeypatch):
