@@ -780,6 +780,9 @@ def draw(seed):
         parts = [[_OTHERWISE.get(kind, kind), place] for kind, place in parts]
         settings["uneven"] = settings["uneven"] and not settings["unfreeze"]
         settings["resume"] = settings["resume"] and ("own" if settings["unfreeze"] else settings["resume"])
+    if settings["resume"] in ("to ddp", "from ddp"):
+        # A checkpoint of stock DDP has no state of random numbers, and DDP takes none up.
+        parts = [["layer norm" if kind == "dropped" else kind, place] for kind, place in parts]
     return {"parts": parts, "traits": traits, "settings": settings, "strategy": strategy}
 
 

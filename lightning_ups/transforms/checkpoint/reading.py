@@ -265,6 +265,8 @@ class SlicedReader(StorageReader):
             index = tuple(slice(start, end) for start, end in zip(item.storage_offsets, ends, strict=True))
             target = planner.resolve_tensor(item).detach()
             source = self._tensors[item.storage_index.fqn]
+            if isinstance(source, Tensor):  # state of an optimizer may be sparse, as gradients of an embedding are
+                source = source.to_dense()
             target.copy_(source[index] if index else source[()])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()

@@ -180,6 +180,22 @@ def test_safetensors_in_files_and_folders(tmp_path):
     assert list(safetensors_slices(tmp_path / "y.safetensors")) == ["b"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_an_optimizer_keeps_sparse_is_read_whole(tmp_path):
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    for rows in ([1, 4], [4, 5]):
+        table(torch.tensor(rows)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    momentum = optimizer.state[table.weight]["momentum_buffer"]
+    assert momentum.is_sparse
+    target = torch.zeros(6, 2)
+    read_into({"m": target}, SlicedReader({"m": momentum}))
+    assert torch.equal(target, momentum.to_dense())
+    assert target[4, 0] != 0
+
+
 def test_a_folder_without_safetensors(tmp_path):
     with pytest.raises(ValueError, match=r"Name a .safetensors file or a folder with some\."):
         safetensors_slices(tmp_path)
