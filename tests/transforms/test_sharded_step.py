@@ -25,6 +25,32 @@ def test_an_optimizer_that_cannot_is_named_with_a_cure():
         optimizer.step()
 
 
+class Dispatched(Failing):
+    """Fails in a function of another module."""
+
+    def __init__(self, error, module):
+        super().__init__(error)
+        self.module = {"__name__": module, "error": error}
+        exec("def fail():\n    raise error", self.module)
+
+    def step(self, closure=None):
+        self.module["fail"]()
+
+
+def test_what_torch_takes_for_granted_of_shards_without_a_word():
+    optimizer = Dispatched(AssertionError(), "torch.distributed.tensor._dispatch")
+    said = r"Dispatched cannot step parameters that are sharded: DTensor has no way to do it\. .*AdamW"
+    with pytest.raises(RuntimeError, match=said), explaining_shards(optimizer):
+        optimizer.step()
+
+
+def test_what_an_optimizer_takes_for_granted_itself_stays_as_it_is():
+    optimizer = Failing(AssertionError("of its own"))
+    with pytest.raises(AssertionError) as seen, explaining_shards(optimizer):
+        optimizer.step()
+    assert seen.value is optimizer.error
+
+
 def test_an_error_of_the_closure_is_not_the_optimizers():
     error = RuntimeError(SAID)
 
