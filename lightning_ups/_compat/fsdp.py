@@ -4,6 +4,7 @@ FSDP2 keeps a *state* for each sharded module and, in it, *groups* of parameters
 Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a version.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _chunk_with_empty
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, _chunk_with_empty
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 
 from lightning_ups._compat.function_modes import outside_function_modes
 from lightning_ups._compat.tensors import gradient_hooks
@@ -24,6 +26,7 @@ __all__ = [
     "allocate",
     "begin_forward",
     "carry_over",
+    "cast_when_recomputed",
     "end_forward",
     "expect_backward",
     "flattened",
@@ -46,6 +49,34 @@ def sharding_policy(module: FSDPModule) -> MixedPrecisionPolicy:
     return module._get_fsdp_state()._mp_policy
 
 
+def cast_when_recomputed(module: FSDPModule) -> None:
+    """Let ``module`` cast what enters and leaves it also where a checkpoint of the user's runs it once more.
+
+    Torch does so by itself since 2.13; before, float32 inputs met gathered weights of another type there.
+    """
+    state = module._get_fsdp_state()
+    if hasattr(state, "_cast_forward_inputs"):
+        return
+    policy = state._mp_policy
+
+    def again(tree: Any, dtype: torch.dtype | None) -> Any:
+        if dtype is None or state._training_state != TrainingState.PRE_BACKWARD:
+            return None  # as it is
+        return _apply_to_tensors(partial(_cast_fp_tensor, dtype), tree)
+
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return again((args, kwargs), policy.param_dtype)
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return again(output, policy.output_dtype)
+
+    owner: Any = module
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        owner.register_forward_pre_hook(_untraced(before), with_kwargs=True)
+    if policy.output_dtype is not None:
+        owner.register_forward_hook(_untraced(after))
+
+
 def initialise(root: FSDPModule) -> None:
     """Make ``root`` the root of all sharded modules inside it, which otherwise the first to run becomes."""
     root._get_fsdp_state()._lazy_init()
@@ -56,6 +87,11 @@ def initialise(root: FSDPModule) -> None:
                 ((group._orig_dtype, group._reduce_dtype),) = types
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a hook out of what is compiled, as FSDP2's own are; without Dynamo there is nothing to keep it from."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def _accumulate_if_gathered(held: Any) -> None:

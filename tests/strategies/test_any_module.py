@@ -29,6 +29,7 @@ FOUND = {
     ),
     "marks for an optimizer's groups": plainly(("bare", "plain"), traits=[("marked", 0, 0)], groups=True),
     "saved after a manual step": plainly(("bare", "nested"), manual="toggle", resume="own"),
+    "a checkpoint of its own around what gets other types": plainly(("bare", "recomputed"), precision="bf16-mixed"),
     "read outside once it is unfrozen": plainly(("bare", "plain"), traits=[("penalty", 0, 0)], unfreeze=True),
     "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
 }
