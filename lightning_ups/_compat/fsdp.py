@@ -57,24 +57,18 @@ def cast_when_recomputed(module: FSDPModule) -> None:
     state = module._get_fsdp_state()
     if hasattr(state, "_cast_forward_inputs"):
         return
-    policy = state._mp_policy
+    policy, owner = state._mp_policy, cast("nn.Module", module)
 
-    def again(tree: Any, dtype: torch.dtype | None) -> Any:
-        if dtype is None or state._training_state != TrainingState.PRE_BACKWARD:
+    def again(dtype: torch.dtype, tree: Any) -> Any:
+        if state._training_state != TrainingState.PRE_BACKWARD:
             return None  # as it is
         return _apply_to_tensors(partial(_cast_fp_tensor, dtype), tree)
 
-    def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return again((args, kwargs), policy.param_dtype)
-
-    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-        return again(output, policy.output_dtype)
-
-    owner: Any = module
-    if policy.cast_forward_inputs and policy.param_dtype is not None:
-        owner.register_forward_pre_hook(_untraced(before), with_kwargs=True)
-    if policy.output_dtype is not None:
-        owner.register_forward_hook(_untraced(after))
+    if policy.cast_forward_inputs and (inside := policy.param_dtype) is not None:
+        hook = _untraced(lambda _, args, kwargs: again(inside, (args, kwargs)))
+        owner.register_forward_pre_hook(hook, with_kwargs=True)
+    if (outside := policy.output_dtype) is not None:
+        owner.register_forward_hook(_untraced(lambda _, __, output: again(outside, output)))
 
 
 def initialise(root: FSDPModule) -> None:

@@ -10,6 +10,9 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 
 __all__ = ["destroy_at_exit", "prepare_nccl"]
 
+_MULTIPROCESSORS = "NCCL_MAX_CTAS"
+_SET_HERE: dict[str, str] = {}  # by an earlier strategy of this process, and not by the user
+
 
 def prepare_nccl(
     *,
@@ -40,21 +43,15 @@ def prepare_nccl(
         # The names of torch 2.11 and those of before, which it still reads.
         wanted |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
         wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
-    _SET_HERE.update((name, value) for name, value in wanted.items() if name not in os.environ)
     for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = _SET_HERE[name] = value
     return {name: os.environ[name] for name in wanted}
-
-
-_MULTIPROCESSORS = "NCCL_MAX_CTAS"
-_SET_HERE: dict[str, str] = {}
 
 
 def _check_effect(name: str, value: str) -> None:
     said = os.environ.get(name)
-    if said == value:
-        return
-    if said is None and not dist.is_initialized():
+    if said == value or (said is None and not dist.is_initialized()):
         return
     if said is not None and _SET_HERE.get(name) != said:
         raise ValueError(
