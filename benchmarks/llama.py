@@ -339,6 +339,12 @@ def stock_sharded(row: Row) -> None:
     fitted(row, ByHand(row), callbacks=[], strategy=strategy, precision="32-true")
 
 
+def by_hand(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a loop by hand."""
+    groups = decay_groups(model.parameters(), weight_decay=0.1)
+    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None)
+
+
 def bare(row: Row, *, graphs: bool = False) -> None:
     """Run a loop by hand with our settings; CUDA graphs are a side of their own."""
     if row.gpus > 1:
@@ -350,9 +356,7 @@ def bare(row: Row, *, graphs: bool = False) -> None:
     if row.float8:
         convert_to_float8(model, recipe="tensorwise", head=row.head, emulate=not ON_GPU)
     masters = MasterWeights(model, dtype=torch.bfloat16)
-    inner = torch.optim.AdamW(
-        decay_groups(model.parameters(), weight_decay=0.1), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None
-    )
+    inner = by_hand(model)
     optimizer = MasteredOptimizer(inner, masters)
     forward: Callable[..., Tensor] = model
     if ON_GPU:
@@ -372,9 +376,7 @@ def bare_of_torch(row: Row) -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     with device:
         model = drawn_like_torchtitan(GPT(replace(SIZES[row.size], max_seq_len=row.seq)))
-    optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), weight_decay=0.1), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None
-    )
+    optimizer = by_hand(model)
     compiled = torch.compile(model) if ON_GPU else model
 
     def forward(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -412,9 +414,7 @@ def bare_sharded(row: Row) -> None:
         model.criterion.compile()
     model.to_empty(device=device)
     model.init_weights()
-    optimizer = torch.optim.AdamW(
-        decay_groups(model.parameters(), weight_decay=0.1), lr=3e-4, betas=(0.9, 0.95), fused=ON_GPU or None
-    )
+    optimizer = by_hand(model)
 
     def clipped() -> Tensor:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)

@@ -1,9 +1,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests import fake_te
 
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the benchmark itself")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -16,7 +18,7 @@ def script(import_benchmark, monkeypatch):
     return script
 
 
-@pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="a GPU runs the benchmark itself")
+@on_cpu
 def test_a_case_is_green_and_names_the_block_of_a_fault(script):
     found = script.seen("tensorwise", faults=["a stale scale"])
     assert found["ok"]
@@ -25,7 +27,7 @@ def test_a_case_is_green_and_names_the_block_of_a_fault(script):
     assert found["faults"] == {"a stale scale": "model.layers.2"}
 
 
-@pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="a GPU runs the benchmark itself")
+@on_cpu
 def test_a_fault_that_is_not_seen_or_is_blamed_on_another_block_is_no_success(script, monkeypatch):
     class Nothing:
         departures, block = (), None
@@ -41,7 +43,7 @@ def test_a_fault_that_is_not_seen_or_is_blamed_on_another_block_is_no_success(sc
     assert not found["ok"]
 
 
-@pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="a GPU runs the benchmark itself")
+@on_cpu
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 def test_recipes_of_transformer_engine_are_tried_by_its_double(script, recipe):
     with fake_te.installed():
