@@ -143,7 +143,7 @@ def test_a_result_is_explained_beside_its_raw_output(folder):
 
 def test_predictions_that_are_kept_can_be_measured_against(import_benchmark, monkeypatch, tmp_path):
     float8 = import_benchmark("float8")
-    kept = RESULTS / "2026-11-22_float8_predictions"
+    kept = RESULTS / "2026-11-22_float8_predictions_lean_casts"
     shutil.copytree(kept, tmp_path / "out")
     monkeypatch.setattr(float8, "unloadable", lambda *_, **__: None)
     monkeypatch.setattr(float8, "_device", lambda: "NVIDIA H200")
