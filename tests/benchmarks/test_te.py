@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import fake_te
+from tests.real_te import need_engine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -52,7 +53,7 @@ def test_a_case_holds_on_two_gpus(case, tmp_path):
 
 def run_case(case, folder):
     """Run it in a process of its own, which may have a process group."""
-    pytest.importorskip("transformer_engine.pytorch")
+    need_engine()
     command = [sys.executable, str(BENCHMARKS / "te.py"), "--cases", case, "--output", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     (result,) = json.loads((folder / "result.json").read_text())

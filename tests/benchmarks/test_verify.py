@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import fake_te
+from tests.real_te import need_engine
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the benchmark itself")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -64,6 +65,6 @@ def test_what_is_missing_is_said_before_anything_runs(script, monkeypatch):
 def test_a_recipe_is_green_and_a_fault_is_red_on_a_gpu(import_benchmark, recipe):
     script = import_benchmark("verify")
     if recipe in script.ENGINE:
-        pytest.importorskip("transformer_engine.pytorch")
+        need_engine()
     found = script.seen(recipe, faults=["a stale scale"])
     assert found["ok"], found

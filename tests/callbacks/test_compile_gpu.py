@@ -1,5 +1,7 @@
 """CUDA graphs on a GPU, chosen by ``Compile(mode="auto")`` and asked for, against the default mode."""
 
+import gc
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +27,7 @@ CONFIG = GPTConfig(dim=64, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12
 
 @pytest.fixture(autouse=True)
 def deterministic():
+    gc.collect()  # what an earlier test left in a cycle may hold outputs of its recording, and delay those of this one
     torch.compiler.reset()
     torch.use_deterministic_algorithms(mode=True, warn_only=True)  # else sums of gradients differ from run to run
     yield

@@ -10,6 +10,7 @@ from lightning_ups.transforms.advise_shapes import Product
 from lightning_ups.transforms.advise_table import BFLOAT16
 from lightning_ups.transforms.advise_timer import MOST_ROUNDS, ROUNDS, timer_on
 from tests import fake_te
+from tests.real_te import need_engine
 
 PRODUCT = Product(32, 64, 48)
 
@@ -176,7 +177,7 @@ def test_many_shapes_are_each_compiled_and_draw_no_random_number_of_the_run():
 @pytest.mark.parametrize("product", [product for product, _, _ in FUSED.values()], ids=FUSED)
 @pytest.mark.parametrize("recipe", ["te-delayed", "te-current"])
 def test_transformer_engine_is_timed_on_a_gpu(product, recipe):
-    pytest.importorskip("transformer_engine.pytorch")
+    need_engine()
     large = replace(
         product,
         rows=4096,

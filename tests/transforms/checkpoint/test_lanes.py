@@ -353,7 +353,8 @@ def test_buffers_are_on_the_gpu_of_the_tensor_even_if_that_is_not_the_callers(mo
     assert cuda.current == 0
 
 
-def test_without_cuda_no_gpu_is_chosen(monkeypatch):
+def test_where_cuda_has_not_begun_no_gpu_is_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: pytest.fail("chosen"))
     with on_this_gpu()():
         pass
