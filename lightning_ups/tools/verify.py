@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import DoublePrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.inductor import eager_random_numbers
 from lightning_ups.order import Weights, policy_of
+from lightning_ups.order.policy import STOCK_POLICIES
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.tools.trial import Trial
 from lightning_ups.transforms.blocks import find_blocks
@@ -113,8 +114,9 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
         fault: A block and what to do to it in the configured training: for tests of this.
 
     Raises:
-        ValueError: If the module has no blocks, or no step was taken.
+        ValueError: If no step was taken, or how the precision rounds is not known.
     """
+    _check_known(trial.precision)
     references = _References(trial, steps=steps)
     plain = references.plain()
     if not any(step.norm for step in plain):
@@ -136,6 +138,15 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
         power=min(powers.values()) if powers else None,
         rounding=references.rounding,
     )
+
+
+def _check_known(precision: Precision) -> None:
+    if policy_of(precision) is None and not isinstance(precision, DoublePrecision):  # which rounds less than float32
+        raise ValueError(
+            f"verify does not know how {type(precision).__name__}, precision={precision.precision!r}, rounds."
+            " How far a right training may be from float32 is found by a second reference that rounds in the same way."
+            f" Use one of {tuple(STOCK_POLICIES)}, or a precision of lightning_ups."
+        )
 
 
 class _References:
@@ -183,8 +194,10 @@ class _References:
 
     def powers(self, plain: Sequence[Step], band: Band) -> dict[str, float]:
         """Return how many bands away from the reference each fault leads, where it shows most."""
-        blocks = [*find_blocks(self._trial.module)]
-        if not blocks:
+        found_blocks = find_blocks(self._trial.module)
+        # A gradient that is scaled shows in a block that has one.
+        trained = [name for name, block in found_blocks.items() if any(p.requires_grad for p in block.parameters())]
+        if not (blocks := trained or [*found_blocks]):
             return {}
         middle = blocks[len(blocks) // 2]
         result: dict[str, float] = {}
@@ -232,6 +245,7 @@ class _WatchSteps(Callback):
         self._tape, self._fault, self._prepare = tape, fault, prepare
         self._stack = ExitStack()
         self._watch: Watch | None = None
+        self._loss: Tensor | None = None
         self.state: dict[str, Tensor] = {}
         self.steps: list[Step] = []
 
@@ -248,6 +262,10 @@ class _WatchSteps(Callback):
         self._stack.callback(self._watch.close)
 
     @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._loss = loss.detach()
+
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         assert self._watch is not None
         masters: Mapping[nn.Parameter, Tensor] = getattr(getattr(optimizer, "masters", None), "of", {})
@@ -257,13 +275,15 @@ class _WatchSteps(Callback):
             return parameter.grad if moved is None else moved
 
         self._watch.note_gradients(gradient)
+        if self._loss is not None and not pl_module.automatic_optimization:  # which need not return one
+            self._watch.note_loss(self._loss.item())
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self._watch is not None and isinstance(loss, Tensor):
+        if self._watch is not None and isinstance(loss, Tensor) and pl_module.automatic_optimization:
             self._watch.note_loss(loss.item())
 
     @override

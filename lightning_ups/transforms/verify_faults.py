@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
@@ -17,16 +18,24 @@ Fault = Callable[[nn.Module], AbstractContextManager[None]]
 
 @contextmanager
 def _skipped(block: nn.Module) -> Iterator[None]:
-    """The block returns its input."""
+    """The block returns its input, or, where what it returns has another shape, nothing but zeros."""
 
-    def hook(_: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return args[0] + 0 * output
-        return (args[0] + 0 * output[0], *output[1:])
+    def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        index = next((i for i, leaf in enumerate(leaves) if _is_float(leaf)), None)
+        if index is None:
+            return None
+        given = [x for x in tree_leaves((args, kwargs)) if _is_float(x) and x.shape == leaves[index].shape]
+        leaves[index] = given[0] + 0 * leaves[index] if given else 0 * leaves[index]
+        return tree_unflatten(leaves, spec)
 
-    handle = block.register_forward_hook(hook)
+    handle = block.register_forward_hook(hook, with_kwargs=True)
     with _removed(handle):
         yield
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 @contextmanager
@@ -39,21 +48,21 @@ def _doubled(block: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _wrong_type(block: nn.Module) -> Iterator[None]:
-    """One linear layer multiplies in float8 without a scale: small values, as gradients have, are lost."""
-    with replaced_forward(_linear(block), _unscaled):
+    """One product is in float8 without a scale: small values, as gradients have, are lost."""
+    with replaced_forward(_product(block), _unscaled):
         yield
 
 
 @contextmanager
 def _stale_scale(block: nn.Module) -> Iterator[None]:
     """The scale of one weight is that of a weight 16 times smaller: all larger values are cut off."""
-    linear = _linear(block)
+    product = _product(block)
 
     def cut(weight: Tensor) -> Tensor:
         limit = weight.detach().abs().amax() / 16
         return weight.clamp(-limit, limit)
 
-    with replaced_forward(linear, lambda forward: _with_weight(forward, cut)):
+    with replaced_forward(product, lambda forward: _with_weight(forward, cut)):
         yield
 
 
@@ -67,27 +76,43 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
 )
 
 
-def _linear(block: nn.Module) -> nn.Module:
+def _product(block: nn.Module) -> nn.Module:
+    """Return the last layer that multiplies: what it gives is added to the stream that all later blocks read."""
     linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    if not linears:
-        raise ValueError(
-            f"{type(block).__name__} holds no linear layer."
-            " These faults are put into the product of one, to see what they do to the numbers."
-            " Leave the faults out: verify --no_faults."
-        )
-    return linears[-1]  # what it gives is added to the stream that all later blocks read
+    if found := linears or [module for module in block.modules() if _multiplies(module)]:
+        return found[-1]
+    raise ValueError(
+        f"{type(block).__name__} holds no linear layer, no convolution, and nothing else with a matrix of its own."
+        " These faults are put into the product of one, to see what they do to the numbers."
+        " Leave the faults out: verify --no_faults."
+    )
+
+
+def _multiplies(module: nn.Module) -> bool:
+    weight = vars(module)["_parameters"].get("weight")  # transformers' Conv1D is no nn.Linear
+    looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return weight is not None and weight.dim() > 1 and not looks_up and not [*module.children()]
 
 
 def _unscaled(forward: Forward) -> Forward:
-    def changed(linear: Any, x: Tensor) -> Tensor:
-        return _Unscaled.apply(forward(linear, _Unscaled.apply(x)))
+    def changed(layer: Any, x: Tensor) -> Tensor:
+        return _Unscaled.apply(forward(layer, _Unscaled.apply(x)))
 
     return changed
 
 
-def _with_weight(forward: Forward, change: Callable[[Tensor], Tensor]) -> Forward:  # noqa: ARG001
-    def changed(linear: Any, x: Tensor) -> Tensor:
+def _with_weight(forward: Forward, change: Callable[[Tensor], Tensor]) -> Forward:
+    def of_linear(linear: Any, x: Tensor) -> Tensor:  # its weight may be a property, of a parametrization
         return torch.nn.functional.linear(x, change(linear.weight).to(x.dtype), _as(linear.bias, x))
+
+    def changed(layer: Any, x: Tensor) -> Tensor:
+        if isinstance(layer, nn.Linear):
+            return of_linear(layer, x)
+        vars(layer)["weight"] = change(layer.weight)  # which is found before the parameter of that name
+        try:
+            return forward(layer, x)
+        finally:
+            del vars(layer)["weight"]
 
     return changed
 

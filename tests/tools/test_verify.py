@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -174,6 +175,58 @@ class Idle(Deep):
 def test_a_module_that_does_not_train_says_so():
     with pytest.raises(ValueError, match=r"Idle took no optimizer step with a gradient.*lightning_ups fit"):
         verify(trial(module=Idle(2)))
+
+
+class Manual(Deep):
+    """Steps two optimizers itself, and returns nothing."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__(4)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.scale * super().training_step(batch, index))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        ends = [p for name, p in self.named_parameters() if "layers" not in name]
+        return [torch.optim.SGD(ends, lr=0.1), torch.optim.SGD(self.model.layers.parameters(), lr=0.1)]
+
+
+def test_manual_optimization(monkeypatch):
+    asked = trial(module=Manual(), plugins=[BF16Precision()])
+    verdict = verify(asked)
+    assert verdict.green
+    assert verdict.power > 2
+    red = verify(asked, steps=1, faults=False, fault=("model.layers.2", FAULTS["a skipped block"]))
+    assert red.block == "model.layers.2"
+
+    def larger(_):
+        monkeypatch.setattr(Manual, "scale", 1.1)
+        return nullcontext()
+
+    red = verify(asked, steps=1, faults=False, fault=("model.layers.2", larger))
+    assert {each.step for each in red.departures if each.what == "loss"} == {0, 1}  # one for each optimizer
+
+
+def test_a_gradient_that_is_scaled_is_looked_for_in_a_block_that_has_one():
+    module = Deep(4)
+    module.model.layers[2:].requires_grad_(False)
+    assert verify(trial(module=module, plugins=[BF16Precision()]), steps=1).green
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
+def test_a_precision_whose_rounding_is_not_known_is_no_fault_of_the_run(precision):
+    with pytest.raises(ValueError, match=rf"precision='{precision}', rounds.*Use one of \('32-true', 'bf16-mixed'\)"):
+        verify(trial(num_layers=2, precision=precision))
+
+
+def test_more_bits_than_float32():
+    assert verify(trial(num_layers=2, precision="64-true"), steps=1).green
 
 
 def test_the_module_is_as_it_was():

@@ -36,9 +36,36 @@ EFFECTS = {
 }
 
 
+class Conv1D(nn.Module):
+    """As that of transformers: a linear layer that is none of torch's, its weight turned."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width, out) / width**0.5), nn.Parameter(torch.zeros(out))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Turned(Block):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Conv1D(8, 16), Conv1D(16, 8)
+
+
+class Convolved(Block):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Conv1d(8, 16, 1), nn.Conv1d(16, 8, 1)
+
+    def forward(self, x):
+        return super().forward(x[..., None])[..., 0]
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_effect_and_goes(name):
-    block = Block()
+@pytest.mark.parametrize("kind", [Block, Turned, Convolved])
+def test_a_fault_has_its_effect_and_goes(kind, name):
+    block = kind()
     right = run(block)
     with FAULTS[name](block):
         found = run(block)
@@ -47,6 +74,22 @@ def test_a_fault_has_its_effect_and_goes(name):
     again = run(block)
     assert torch.equal(again[0], right[0])
     assert all(torch.equal(a, b) for a, b in zip(again[1], right[1], strict=True))
+
+
+class Narrowing(nn.Linear):
+    """Called by keyword, and its result has another shape than what it is given."""
+
+    def forward(self, *, x):
+        return {"states": super().forward(x), "count": len(x)}
+
+
+def test_what_is_skipped_adds_nothing_where_it_cannot_return_its_input():
+    block, x = Narrowing(8, 4), torch.randn(2, 8)
+    with FAULTS["a skipped block"](block):
+        found = block(x=x)
+    assert torch.equal(found["states"], torch.zeros(2, 4))
+    assert found["count"] == 2
+    assert block(x=x)["states"].any()
 
 
 def test_a_block_without_a_product_says_what_to_leave_out():
