@@ -14,6 +14,7 @@ from lightning_ups.order import Context, Declaration, Report, Stage
 __all__ = ["OptimizerOffload"]
 
 _PART = "OptimizerOffload"
+_CHUNK_MB = 256.0
 
 
 class OptimizerOffload(Declaration):
@@ -30,7 +31,8 @@ class OptimizerOffload(Declaration):
             comes. ``"host"``: the CPU makes the step; gradients come down and parameters go up. ``"torchao"``: its
             CPUOffloadOptimizer, on one GPU, without clipping and masters; other runs are refused.
         chunk_mb: The most state of a chunk, in MiB; three chunks are on the device. A parameter that has more is
-            stepped in parts, if its optimizer treats each element by itself. ``"torchao"`` knows no chunks.
+            stepped in parts, if its optimizer treats each element by itself. None: 256. ``"torchao"`` knows no chunks,
+            and takes none.
         resident: For ``"device"``: the share of the state, from 0 to less than 1, that stays there, and costs no
             transfer.
 
@@ -48,7 +50,7 @@ class OptimizerOffload(Declaration):
     owns_optimizer_state = True
 
     def __init__(
-        self, *, update: Update | Literal["torchao"] = "device", chunk_mb: float = 256, resident: float = 0.0
+        self, *, update: Update | Literal["torchao"] = "device", chunk_mb: float | None = None, resident: float = 0.0
     ) -> None:
         if update not in (known := (*get_args(Update), "torchao")):
             raise ValueError(
@@ -62,6 +64,13 @@ class OptimizerOffload(Declaration):
                 " torchao's CPUOffloadOptimizer keeps the whole state on the host."
                 " Use update='device', or leave resident out."
             )
+        if update == "torchao" and chunk_mb is not None:
+            raise ValueError(
+                f"OptimizerOffload(update='torchao', chunk_mb={chunk_mb:g}) would have no effect."
+                " torchao's CPUOffloadOptimizer moves each parameter by itself, and knows no chunks."
+                " Use update='device' or update='host', or leave chunk_mb out."
+            )
+        chunk_mb = _CHUNK_MB if chunk_mb is None else chunk_mb
         OffloadedOptimizer.check(
             update="host" if update == "torchao" else update, chunk_bytes=int(chunk_mb * 2**20), resident=resident
         )

@@ -220,6 +220,8 @@ def test_bad_arguments():
         OptimizerOffload(update="gpu")
     with pytest.raises(ValueError, match=r"^OptimizerOffload\(update='torchao', resident=0.5\).*leave resident out\.$"):
         OptimizerOffload(update="torchao", resident=0.5)
+    with pytest.raises(ValueError, match=r"^OptimizerOffload\(update='torchao', chunk_mb=256\).*leave chunk_mb out\.$"):
+        OptimizerOffload(update="torchao", chunk_mb=256)
     with pytest.raises(ValueError, match=r"such as 2\*\*28\.$"):
         OptimizerOffload(chunk_mb=0)
 
