@@ -319,7 +319,8 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         shown = [each for each in verdict.departures if each.block == verdict.block][:4] or verdict.departures[:4]
         for each in shown:
             yield f"  step {each.step}, {each.what}: {_said(each.distance)}, allowed {_said(each.allowed)}"
-        yield f"  and {len(verdict.departures) - len(shown)} other distances"
+        if others := len(verdict.departures) - len(shown):
+            yield f"  and {others} more"
     elif verdict.blind:
         yield f"CANNOT TELL: {' and '.join(verdict.blind)} would stay within twice the band. Use a larger batch."
     else:

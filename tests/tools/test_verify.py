@@ -13,8 +13,8 @@ from lightning_ups.data import RandomTokens
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.tools.asked import run_of
 from lightning_ups.tools.trial import Trial
-from lightning_ups.tools.verify import own_options, show, verify
-from lightning_ups.transforms.verify import REST
+from lightning_ups.tools.verify import Verdict, own_options, show, verify
+from lightning_ups.transforms.verify import REST, Departure
 from lightning_ups.transforms.verify_faults import FAULTS
 from tests.tools.deep import Deep
 from tests.tools.test_asked import DEFAULTS
@@ -158,6 +158,17 @@ def test_what_is_printed_for_green_and_red(capsys, monkeypatch):
     )
     assert show(trial(plugins=[BF16Precision()]), steps=1, faults=False) == 1
     assert f"RED: {BLOCK} leaves the band first, at step 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("left", "last"), [(4, "  step 0, output: 3, allowed 1"), (5, "  and 1 more")])
+def test_what_is_not_shown_is_counted_where_there_is_any(capsys, monkeypatch, left, last):
+    found = [Departure(step=0, block=BLOCK, what="output", distance=3.0, allowed=1.0)] * left
+    red = Verdict(
+        departures=found, block=BLOCK, same=False, nearest=found[0], blind=[], power=None, rounding="bfloat16"
+    )
+    monkeypatch.setattr("lightning_ups.tools.verify.verify", lambda *_, **__: red)
+    assert show(trial(num_layers=2)) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 def test_a_band_as_wide_as_a_fault_is_no_band(capsys, monkeypatch):
