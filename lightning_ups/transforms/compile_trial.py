@@ -68,7 +68,7 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
     """
     new = True
     placeholders = graph.graph.find_nodes(op="placeholder")
-    collectives = _has_collectives(graph)
+    acts = _acts_outside(graph)
 
     def first_run(asker: Caller | None, args: Sequence[Any]) -> Any:
         nonlocal new
@@ -76,7 +76,7 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
         try:
             if asker is not None:
                 tries = torch.is_grad_enabled() and (asker.wants_trial() or asker.wants_again())
-                reason = (collectives or _try(run, args, placeholders, asker)) if tries else None
+                reason = (acts or _try(run, args, placeholders, asker)) if tries else None
                 if reason is not None:
                     asker.not_tried(reason)
                 asker.runs_graph()
@@ -221,7 +221,8 @@ def _uncopyable(args: Sequence[Any], placeholders: Sequence[fx.Node]) -> str | N
     return None
 
 
-def _has_collectives(graph: fx.GraphModule) -> str | None:
+def _acts_outside(graph: fx.GraphModule) -> str | None:
+    """Return what a graph does besides computing, which a trial must not do; None: nothing."""
     # Where one rank compiles and another does not, a trial of its own would wait for the other for ever.
     for part in graph.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
@@ -229,6 +230,8 @@ def _has_collectives(graph: fx.GraphModule) -> str | None:
             name = str(getattr(target, "namespace", "") or getattr(target, "__module__", ""))
             if node.op == "call_function" and any(word in name for word in ("c10d", "symm_mem", "torch.distributed")):
                 return "it communicates with other ranks"
+            if name == "lightning_ups" and "watched" in str(target):
+                return "what its blocks do is taken down, and a trial would be too"
     return None
 
 

@@ -2,7 +2,8 @@
 
 Errors of rounding grow from block to block until a fault would not stand out. So every block gets what it got in the
 reference: its input, and in backward the gradient of its output. The block, all that was done to it, and all that is
-between two blocks run as they would; what differs is theirs alone.
+between two blocks run as they would; what differs is theirs alone. All of this is done by operators, so that a graph of
+the whole model has them in it and stays one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ups._compat.custom_ops import define_operator
 from lightning_ups._compat.tensors import whole_of
 from lightning_ups.transforms.verify import REST, BlockStep, Step, sampled
 
@@ -47,14 +49,17 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         for name, block in blocks.items():
             self._handles += [
-                block.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                block.register_forward_hook(self._after(name)),
+                block.register_forward_pre_hook(_before(name), with_kwargs=True),
+                block.register_forward_hook(_after(name), with_kwargs=True),
             ]
+        _OPEN.append(self)
 
     def close(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
+        if self in _OPEN:
+            _OPEN.remove(self)
 
     def note_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Take down a step, of which ``gradient`` gives a parameter's gradient."""
@@ -81,70 +86,111 @@ class Watch:
     def _begin(self) -> None:
         self._step = Step()
         self._calls: dict[str, int] = {}
-        self._starts: dict[str, Tensor] = {}
+        self._awaited: dict[
+            str, list[Place]
+        ] = {}  # calls whose backward is to come, the last first
 
-    def _before(self, name: str) -> Callable[..., Any]:
-        @torch.compiler.disable
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            leaves, spec = tree_flatten((args, kwargs))
-            index = _first(leaves)
-            if index is None or not torch.is_grad_enabled():
-                return None
-            self._calls[name] = self._calls.get(name, -1) + 1
-            place = (len(self.steps), self._calls[name], name)
-            x = leaves[index]
-            block = self._step.blocks.setdefault(name, BlockStep())
-            block.given = sampled(x)
-            if self._records:
-                self._tape.inputs[place] = x.detach().cpu()
-                forced = None
-            else:
-                forced = self._tape.inputs.get(place)
-            leaves[index] = _Boundary.apply(x, forced, lambda gradient: _keep_passed(block, gradient))
-            self._starts[name] = leaves[index].detach()
-            return tree_unflatten(leaves, spec)
-
-        return hook
-
-    def _after(self, name: str) -> Callable[..., Any]:
-        @torch.compiler.disable
-        def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            leaves, spec = tree_flatten(output)
-            index = _first(leaves)
-            if index is None or not torch.is_grad_enabled() or name not in self._starts:
-                return None
-            y, x = leaves[index], self._starts[name]
-            place = (len(self.steps), self._calls[name], name)
-            self._step.blocks[name].added = sampled(y.float() - x.float() if y.shape == x.shape else y)
-            leaves[index] = _Boundary.apply(y, None, lambda gradient: self._gradient(place, gradient))
-            return tree_unflatten(leaves, spec)
-
-        return hook
-
-    def _gradient(self, place: Place, gradient: Tensor) -> Tensor:
+    def take_input(self, x: Tensor, name: str) -> Tensor:
+        """Take down the input of a block, and return the one that it gets, in memory of its own."""
+        self._calls[name] = self._calls.get(name, -1) + 1
+        place = (len(self.steps), self._calls[name], name)
+        self._awaited.setdefault(name, []).append(place)
+        self._step.blocks.setdefault(name, BlockStep()).given = sampled(x)
         if self._records:
+            self._tape.inputs[place] = x.detach().cpu()
+        forced = self._tape.inputs.get(place)
+        return x.clone() if self._records or forced is None else torch.empty_like(x).copy_(forced)
+
+    def take_output(self, y: Tensor, x: Tensor, name: str) -> None:
+        """Take down what a block made of its input."""
+        if name in self._calls:
+            self._step.blocks[name].added = sampled(y.float() - x.float() if y.shape == x.shape else y)
+
+    def take_passed(self, gradient: Tensor, name: str) -> None:
+        """Take down the gradient that a block passed on."""
+        self._step.blocks.setdefault(name, BlockStep()).passed = sampled(gradient)
+
+    def take_gradient(self, gradient: Tensor, name: str) -> Tensor:
+        """Return the gradient that a block gets of its output, in memory of its own."""
+        place = self._awaited[name].pop() if self._awaited.get(name) else None
+        if self._records and place is not None:
             self._tape.gradients[place] = gradient.detach().cpu()
-            return gradient
-        recorded = self._tape.gradients.get(place)
-        return gradient if recorded is None else recorded.to(gradient.device, gradient.dtype)
+        recorded = None if self._records or place is None else self._tape.gradients.get(place)
+        return gradient.clone() if recorded is None else torch.empty_like(gradient).copy_(recorded)
 
 
-class _Boundary(torch.autograd.Function):
-    """Stands for its input with the value of another, and shows the gradient to a function that may change it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forced: Tensor | None, note: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.note = note
-        return x.view_as(x) if forced is None else forced.to(x.device, x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.note(gradient), None, None
+_OPEN: list[Watch] = []  # the last is asked: a graph may be older than it is, and has only the names of blocks
 
 
-def _keep_passed(block: BlockStep, gradient: Tensor) -> Tensor:
-    block.passed = sampled(gradient)
-    return gradient
+def _before(name: str) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        index = _first(leaves)
+        if index is None or not torch.is_grad_enabled():
+            return None
+        leaves[index] = watched_input(leaves[index], name)
+        return tree_unflatten(leaves, spec)
+
+    return hook
+
+
+def _after(name: str) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        given = tree_leaves((args, kwargs))
+        leaves, spec = tree_flatten(output)
+        index, of_input = _first(leaves), _first(given)
+        if index is None or of_input is None or not torch.is_grad_enabled():
+            return None
+        leaves[index] = watched_output(leaves[index], given[of_input], name)
+        return tree_unflatten(leaves, spec)
+
+    return hook
+
+
+def _input(x: Tensor, block: str) -> Tensor:
+    return _OPEN[-1].take_input(x, block) if _OPEN else x.clone()
+
+
+def _output(y: Tensor, x: Tensor, block: str) -> Tensor:
+    if _OPEN:
+        _OPEN[-1].take_output(y, x, block)
+    return y.clone()
+
+
+def _passed(gradient: Tensor, block: str) -> Tensor:
+    if _OPEN:
+        _OPEN[-1].take_passed(gradient, block)
+    return gradient.clone()
+
+
+def _gradient(gradient: Tensor, block: str) -> Tensor:
+    return _OPEN[-1].take_gradient(gradient, block) if _OPEN else gradient.clone()
+
+
+def _empty_like_first(first: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(first)
+
+
+def _keep_block(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+    ctx.block = inputs[-1]
+
+
+watched_passed = define_operator(_passed, name="watched_passed", fake=_empty_like_first)
+watched_gradient = define_operator(_gradient, name="watched_gradient", fake=_empty_like_first)
+watched_input = define_operator(
+    _input,
+    name="watched_input",
+    fake=_empty_like_first,
+    keep=_keep_block,
+    differentiate=lambda ctx, gradient: (watched_passed(gradient, ctx.block), None),
+)
+watched_output = define_operator(
+    _output,
+    name="watched_output",
+    fake=_empty_like_first,
+    keep=_keep_block,
+    differentiate=lambda ctx, gradient: (watched_gradient(gradient, ctx.block), None, None),
+)
 
 
 def _first(leaves: Iterable[Any]) -> int | None:

@@ -51,6 +51,10 @@ RIGHT = {
         "plugins": [BF16Precision()],
         "callbacks": [Compile(backend="aot_eager", scope="model")],
     },
+    "one graph": lambda: {
+        "plugins": [BF16Precision()],
+        "callbacks": [Compile(backend="aot_eager", scope="model", fullgraph=True)],
+    },
     **{recipe: float8(recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")},
 }
 
@@ -268,8 +272,16 @@ def test_from_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_under_fsdp2(tmp_path):
-    (tmp_path / "run.yaml").write_text(CONFIG.replace("max_steps: 1,", "max_steps: 1, strategy: fsdp2,"))
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "strategy: fsdp2",
+        "strategy: simple_fsdp, callbacks: [{class_path: Compile, init_args: {backend: aot_eager}}]",
+    ],
+    ids=["fsdp2", "simple_fsdp"],
+)
+def test_under_a_strategy_that_shards(tmp_path, trainer):
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("max_steps: 1,", f"max_steps: 1, {trainer},"))
     done = subprocess.run(
         [sys.executable, "-m", "lightning_ups", "verify", "--config", tmp_path / "run.yaml"],
         capture_output=True,
