@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -182,6 +183,25 @@ def check_known(owner: object, name: str, value: object, known: tuple[str, ...])
         )
 
 
+def check_range(owner: object, *, least: int = 1, **numbers: Any) -> None:
+    """Refuse whole numbers that are less than they can be.
+
+    Args:
+        owner: Whose arguments they are.
+        least: The least that they may be.
+        **numbers: Those that were given, by name. None is one that was not.
+
+    Raises:
+        ValueError: If one is less, or no whole number.
+    """
+    for name, value in numbers.items():
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(
+                f"{type(owner).__name__}({name}={value!r}) is out of range."
+                f" It counts devices, blocks or steps, and is a whole number. Give {least} or more, or leave it out."
+            )
+
+
 def check_sharding(
     owner: object, sharding: Sharding, *, replicate_size: int, reshard_after_forward: bool | int | str | None
 ) -> None:
@@ -227,11 +247,19 @@ class ShardingStrategy(ModelParallelStrategy):
         weights_only: bool,
         on_unreplayable: OnUnreplayable,
     ) -> None:
+        if not timeout_minutes > 0:
+            raise ValueError(
+                f"{type(self).__name__}(timeout_minutes={timeout_minutes!r}) is out of range."
+                " Every collective would be late before it began. Give more than 0, such as 30."
+            )
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(minutes=timeout_minutes),
         )
         check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
+        check_range(
+            self, replicate_size=replicate_size, tensor_parallel_size=tensor_parallel_size, sigterm_every=sigterm_every
+        )
         if communication_multiprocessors is not None and (
             type(communication_multiprocessors) is not int or communication_multiprocessors < 1
         ):
@@ -303,11 +331,16 @@ class ShardingStrategy(ModelParallelStrategy):
         self._change_loops(self.lightning_module.trainer)
 
     def _check_communication(self) -> None:
-        """Refuse what is asked of NCCL where none communicates."""
-        if self._multiprocessors is None:
-            return
+        """Refuse what is asked of NCCL where none communicates, or say that it has no effect."""
         backend = self._get_process_group_backend()
-        if "nccl" not in backend:
+        if "nccl" in backend:
+            return
+        if self._flight_recorder is not None:  # of the run nothing depends on it
+            rank_zero_warn(
+                f"{type(self).__name__}(flight_recorder={str(self._flight_recorder)!r}) has no effect."
+                f" What records is NCCL's, and {backend} communicates here: a collective that hangs leaves no file."
+            )
+        if self._multiprocessors is not None:
             raise ValueError(
                 f"{type(self).__name__}(communication_multiprocessors={self._multiprocessors}) would have no effect."
                 f" It is about NCCL, and {backend} communicates here. Leave it out."

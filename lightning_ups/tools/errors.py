@@ -95,9 +95,18 @@ def shortened(error: BaseException) -> str | None:
 
 def unwrapped(error: BaseException) -> BaseException:
     """Return the error that was raised first, where the parser of the command line has wrapped it in its own."""
-    while (frames := _frames(error)) and _package(frames[-1][0]) == "jsonargparse" and error.__cause__ is not None:
-        error = error.__cause__
+    while (frame := _of_parser(error)) is not None and error.__cause__ is not None:
+        # Of a setting of several types the parser has tried each. Its cause is the first, which may be a `str` that
+        # nobody meant: what another package raised comes from the class that was being made.
+        tried = map(unwrapped, frame.f_locals.get("exceptions", ()))
+        error = next((each for each in tried if _of_parser(each) is None), error.__cause__)
     return error
+
+
+def _of_parser(error: BaseException) -> FrameType | None:
+    """Return the frame in which the parser has raised ``error``, or None if it has not."""
+    frames = _frames(error)
+    return frames[-1][0] if frames and _package(frames[-1][0]) == "jsonargparse" else None
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:

@@ -62,6 +62,46 @@ def test_what_is_no_number_of_multiprocessors_is_refused(strategy, number):
         strategy(communication_multiprocessors=number)
 
 
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
+    ("name", "number", "cure"),
+    [
+        ("sigterm_every", 0, "Give 1 or more"),
+        ("sigterm_every", 2.5, "Give 1 or more"),
+        ("replicate_size", 0, "Give 1 or more"),
+        ("timeout_minutes", -1, "Give more than 0"),
+    ],
+)
+def test_what_is_no_such_number_is_refused_at_once(strategy, name, number, cure):
+    with pytest.raises(ValueError, match=rf"{strategy.__name__}\({name}={number}\) is out of range.*{cure}"):
+        strategy(**{name: number})
+
+
+@pytest.mark.parametrize("name", ["prefetch", "tensor_parallel_size", "reshard_after_forward"])
+@pytest.mark.parametrize("number", [0, -1])
+def test_what_fsdp2_alone_counts_is_checked_too(name, number):
+    with pytest.raises(ValueError, match=rf"FSDP2Strategy\({name}={number}\) is out of range.*Give 1 or more"):
+        FSDP2Strategy(**{name: number})
+
+
+def spread(tmp_path):
+    trainer(tmp_path, strategy=FSDP2Strategy(reshard_after_forward=3), devices=2).fit(Net(), loader())
+
+
+def test_what_cannot_be_spread_evenly_is_refused(ranks, tmp_path):
+    with pytest.raises(
+        AssertionError, match=r"(?s)=3\) is no part of 2, over which.*Use one of 1, 2, or True or False"
+    ):
+        ranks(spread, tmp_path)
+
+
+def test_a_recorder_of_what_is_not_there_says_so(tmp_path):
+    strategy = FSDP2Strategy(flight_recorder=tmp_path / "hangs")
+    with pytest.warns(UserWarning, match=r"flight_recorder=.*has no effect.*NCCL's.*gloo communicates"):
+        trainer(tmp_path, strategy=strategy, epochs=1).fit(Net(), loader())
+    assert not (tmp_path / "hangs").exists()
+
+
 def test_what_is_asked_of_nccl_is_refused_where_there_is_none(tmp_path):
     strategy = FSDP2Strategy(communication_multiprocessors=8)
     with pytest.raises(ValueError, match=r"=8\) would have no effect.*about NCCL, and gloo communicates.*Leave it out"):

@@ -111,6 +111,19 @@ def test_what_the_parser_has_wrapped():
     assert shortened(error) is None
 
 
+@pytest.mark.parametrize("kind", [str | Callback, Callback | str | None, list[str | Callback] | Callback])
+def test_what_a_class_raised_of_the_types_that_a_setting_may_have(kind):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=kind)
+    path = "lightning_ups.callbacks.ActivationCheckpoint"
+    config = parser.parse_object({"callback": {"class_path": path, "init_args": {"every_k": 0}}})
+    error = caught(parser.instantiate_classes, config)
+    text = shortened(error)
+    assert text is not None, "the parser had another type in mind"
+    assert "every_k=0" in text
+    assert "every_k=0" in str(unwrapped(error))
+
+
 def test_what_is_not_wrapped_stays():
     error = caught(Trainer, accelerator="cpu", devices=1, precision="nonsense")
     assert unwrapped(error) is error
