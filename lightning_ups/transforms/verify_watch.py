@@ -86,9 +86,7 @@ class Watch:
     def _begin(self) -> None:
         self._step = Step()
         self._calls: dict[str, int] = {}
-        self._awaited: dict[
-            str, list[Place]
-        ] = {}  # calls whose backward is to come, the last first
+        self._awaited: dict[str, list[Place]] = {}  # calls whose backward is to come, the last first
 
     def take_input(self, x: Tensor, name: str) -> Tensor:
         """Take down the input of a block, and return the one that it gets, in memory of its own."""
