@@ -2,14 +2,16 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import islice
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._pytree import tree_map
@@ -55,9 +57,26 @@ def fake_step(twin: LightningModule, batch: Any) -> None:
     batch = tree_map(lambda leaf: _fake(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     indexed = is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2)
     try:
+        if not twin.automatic_optimization:
+            _let_step(twin)
         twin.training_step(batch, *((0,) if indexed else ()))
-    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, MisconfigurationException) as error:
         raise ValueError(_refusal(twin, error)) from error
+
+
+def _let_step(twin: LightningModule) -> None:
+    """Give ``twin`` what manual optimization asks for: optimizers of its own, which step nothing."""
+    optimizers, schedulers, _ = _configure_optimizers(twin.configure_optimizers() or [])  # type: ignore[arg-type]
+    for optimizer in optimizers:
+        for name in ("toggle_model", "sync_gradients"):  # which Lightning adds
+            vars(optimizer)[name] = lambda *_, **__: nullcontext()
+    plain = [each["scheduler"] if isinstance(each, dict) else each for each in schedulers]
+    names = ("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
+    vars(twin).update(
+        dict.fromkeys(names, _nothing),
+        optimizers=lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers,
+        lr_schedulers=lambda: plain[0] if len(plain) == 1 else plain or None,
+    )
 
 
 def _fake(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -65,7 +84,7 @@ def _fake(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _refusal(module: LightningModule, error: Exception) -> str:
-    reason = (str(error) or repr(error)).splitlines()[0]
+    reason = (str(error) or repr(error)).splitlines()[0].rstrip(".")
     return (
         f"{type(module).__name__}.training_step could not run without values: {reason}."
         " It looks at what a tensor holds, or at something that is there only within fit."

@@ -10,16 +10,17 @@ import torch
 
 from lightning_ups._compat.fake import fake_step, fake_twin
 from lightning_ups._compat.te import engine, why_not
-from lightning_ups.order import Stage
+from lightning_ups.order import Stage, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.tools.trial import StepClock, Trial
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice, best_recipe
 from lightning_ups.transforms.advise_engine import ENGINE, engine_layers, engine_recipe, is_engine, read_first
-from lightning_ups.transforms.advise_shapes import Layer, layers_of, names_of, products_of
+from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, names_of, products_of
 from lightning_ups.transforms.advise_table import Table, Timer, cache_path, obtain_table, where
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.float8 import Recipe, fitting_linears
+from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.te import TEConversion
 
 __all__ = ["TRIES", "advise", "own_options", "show"]
@@ -42,6 +43,7 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument("--steps", type=int, help=f"steps in bfloat16 to time a whole one by; {STEPS} on a GPU")
     parser.add_argument("--table", type=Path, help="a file of times from another run, instead of timing anything")
     parser.add_argument("--head", action="store_true", help="consider layers outside the blocks too")
+    parser.add_argument("--tokens", type=int, help="how many rows linear layers get; what a step with a batch shows")
     parser.add_argument("--dry", action="store_true", help="only list the products that a step has, on any machine")
     own, rest = parser.parse_known_args(argv)
     return vars(own), rest
@@ -79,6 +81,7 @@ def advise(
     steps: int | None = None,
     table: Path | None = None,
     head: bool = False,
+    tokens: int | None = None,
     dry: bool = False,
     timer: Timer | None = None,
 ) -> list[Advice]:
@@ -91,6 +94,8 @@ def advise(
         steps: For how many steps to train in bfloat16, to time a whole one. None: some on a GPU, else none.
         table: A file of times. None: the user's cache, and what it lacks is timed.
         head: Consider layers outside the blocks too.
+        tokens: How many rows linear layers get. None: as the run's precision says, or what a step with the first batch
+            shows.
         dry: Print the products, and time none.
         timer: Times a product. None: on the device.
 
@@ -107,7 +112,7 @@ def advise(
             " Run it there; or bring the times from there by --table FILE; or see the products alone by --dry."
         )
     names = [*_possible(trial, recipes or _wanted(trial, device), device=device, here=can_time)]
-    considered = _layers(trial, names, head=head)
+    considered = _layers(trial, names, head=head, tokens=tokens or getattr(trial.precision, "tokens", None))
     if not considered:
         raise ValueError(
             f"No linear layer of {type(trial.module).__name__} can compute in float8."
@@ -187,22 +192,21 @@ def _known(device: torch.device) -> Sequence[str]:
     return RECIPES
 
 
-def _layers(trial: Trial, names: Sequence[str], *, head: bool) -> dict[str, list[Layer]]:
+def _layers(trial: Trial, names: Sequence[str], *, head: bool, tokens: int | None) -> dict[str, list[Layer]]:
     """Return what a step multiplies in the layers that each recipe would compute; those that have none are left out."""
-    batch = trial.batch()
+    batch = trial.batch()  # which builds the module, too
     plans = {name: _engine_plan(trial, name, head=head) for name in names if is_engine(name)}
+    precise = _in_float32(trial)
     fitting = {
         name: [*read_first(plans[name]).values()]
         if is_engine(name)
-        else [*fitting_linears(trial.module, **_selection(trial, name, head=head))]
+        else [n for n in fitting_linears(trial.module, **_selection(trial, name, head=head)) if n not in precise]
         for name in names
     }
     linears = dict.fromkeys(linear for found in fitting.values() for linear in found)
     if not linears:
         return {}
-    with fake_twin(trial.module) as twin:
-        fakes: dict[str, Any] = {name: twin.get_submodule(name) for name in linears}
-        called = layers_of(fakes, lambda: fake_step(twin, batch))
+    called = _called(trial, linears, batch) if tokens is None else _given(trial, linears, tokens)
     trial.module.trainer = None
     layers = {name: [layer for layer in called if layer.name in fitting[name]] for name in names}
     for name, plan in plans.items():
@@ -213,11 +217,29 @@ def _layers(trial: Trial, names: Sequence[str], *, head: bool) -> dict[str, list
     return {name: found for name, found in layers.items() if found}
 
 
+def _called(trial: Trial, linears: Iterable[str], batch: Any) -> list[Layer]:
+    with fake_twin(trial.module) as twin:
+        fakes: dict[str, Any] = {name: twin.get_submodule(name) for name in linears}
+        return layers_of(fakes, lambda: fake_step(twin, batch))
+
+
+def _given(trial: Trial, linears: Iterable[str], tokens: int) -> list[Layer]:
+    modules: dict[str, Any] = {name: trial.module.get_submodule(name) for name in linears}
+    return [Layer(name, {Product(tokens, m.in_features, m.out_features): 1}) for name, m in modules.items()]
+
+
 def _engine_plan(trial: Trial, recipe: str, *, head: bool) -> TEConversion:
     asked = trial.precision
     chosen = copy(asked) if isinstance(asked, TEPrecision) else TEPrecision()
     chosen.recipe, chosen.head = cast("Any", engine_recipe(recipe)), head or chosen.head
     return chosen.planned(trial.module)
+
+
+def _in_float32(trial: Trial) -> set[str]:
+    policy = policy_of(trial.precision)
+    kept = kept_in_float32(trial.module, policy.in_float32) if policy is not None and policy.in_float32 else {}
+    parts = within(kept.values())
+    return {name for name, module in trial.module.named_modules() if module in parts}
 
 
 def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:

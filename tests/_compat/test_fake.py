@@ -60,6 +60,54 @@ def test_a_step_that_looks_at_values_says_what_to_give():
         fake_step(twin, data())
 
 
+class Manual(Net):
+    """Steps two optimizers itself, as a GAN does, with everything that Lightning offers for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            self.toggle_optimizer(optimizer)
+            with second.toggle_model(sync_grad=True):
+                loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in (self.layers, self.head)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+
+
+def test_manual_optimization():
+    module, called = Manual(), []
+    with fake_twin(module) as twin:
+        twin.head.register_forward_hook(lambda *_: called.append(1))
+        fake_step(twin, data())
+    assert len(called) == 2
+    assert "optimizers" not in vars(module)
+
+
+class Alone(Manual):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().step()
+        assert self.lr_schedulers() is None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_manual_optimization_by_one_optimizer():
+    with fake_twin(Alone()) as twin:
+        fake_step(twin, data())
+
+
 class Counting(Dataset):
     def __init__(self):
         self.asked = []

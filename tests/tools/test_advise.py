@@ -107,6 +107,32 @@ def test_dry_lists_the_products_on_any_machine(capsys):
     ]
 
 
+class Looking(Wide):
+    """Cannot run without values."""
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) if batch.sum().item() else None
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [({}, {"tokens": 64}), ({"plugins": [Float8Precision(tokens=64, emulate=True)]}, {})],
+    ids=["option", "precision"],
+)
+def test_rows_can_be_given_where_no_step_shows_them(asked, options, capsys):
+    with pytest.raises(ValueError, match=r"Looking.training_step could not run without values.*tokens="):
+        show(trial(Looking()), dry=True)
+    assert show(trial(Looking(), **asked), dry=True, **options) == 0
+    assert "64 x 16 x 32" in capsys.readouterr().out
+
+
+def test_what_computes_in_float32_is_not_considered(capsys):
+    assert show(trial(plugins=[Float8Precision(in_float32=["blocks.*.1"], emulate=True)]), dry=True) == 0
+    out = capsys.readouterr().out
+    assert "blocks.*.3" in out
+    assert "blocks.*.1" not in out
+
+
 def test_a_module_without_a_fitting_layer_says_what_to_try():
     with pytest.raises(ValueError, match=r"No linear layer of Toy can compute in float8.*--head"):
         show(trial(Toy()), dry=True)
@@ -197,7 +223,14 @@ def test_options_of_its_own_are_taken_out():
         ["--config", "run.yaml", "--dry", "--recipes", "tensorwise", "rowwise", "--seed_everything=1"]
     )
     assert rest == ["--config", "run.yaml", "--seed_everything=1"]
-    assert own == {"recipes": ["tensorwise", "rowwise"], "steps": None, "table": None, "head": False, "dry": True}
+    assert own == {
+        "recipes": ["tensorwise", "rowwise"],
+        "steps": None,
+        "table": None,
+        "head": False,
+        "tokens": None,
+        "dry": True,
+    }
 
 
 def test_from_the_command_line(tmp_path, capsys, monkeypatch):
