@@ -8,7 +8,7 @@ moves the generator on.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -368,14 +368,10 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _children_first(module: nn.Module) -> Iterable[nn.Module]:
-    seen: set[nn.Module] = set()
-
-    def visit(inner: nn.Module) -> Iterator[nn.Module]:
-        if inner not in seen:
-            seen.add(inner)
-            for child in inner.children():
-                yield from visit(child)
-            yield inner
-
-    return visit(module)
+def _children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module

@@ -5,7 +5,7 @@ operation for each kind of layer runs in the context that the steps run in, and 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -58,23 +58,19 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
 
 
-def _with_policy(model: nn.Module, cast: torch.dtype | None) -> list[tuple[nn.Module, torch.dtype | None]]:
+def _with_policy(
+    module: nn.Module, policy: torch.dtype | None, seen: set[nn.Module] | None = None
+) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
     # FSDP2 casts by the policy of the nearest sharded module around the layer.
-    found: list[tuple[nn.Module, torch.dtype | None]] = []
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, policy: torch.dtype | None) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        if isinstance(module, FSDPModule):
-            policy = sharding_policy(module).param_dtype
-        found.append((module, policy))
-        for child in module.children():
-            visit(child, policy)
-
-    visit(model, cast)
-    return found
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    if isinstance(module, FSDPModule):
+        policy = sharding_policy(module).param_dtype
+    yield module, policy
+    for child in module.children():
+        yield from _with_policy(child, policy, seen)
 
 
 def _description(

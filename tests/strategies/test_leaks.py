@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -103,3 +103,32 @@ def on_ranks(tmp_path, strategy, plugins):
 def test_runs_on_two_ranks_leave_nothing(ranks, tmp_path, strategy, plugins):
     first, second = ranks(on_ranks, tmp_path, strategy, plugins)
     assert first == second
+
+
+class Holding(Callback):
+    """Counts the parameters as they were built that are there when training begins."""
+
+    def __init__(self, module):
+        self.built = [weakref.ref(parameter) for parameter in module.parameters()]
+        self.left = None
+
+    def on_train_start(self, *_):
+        self.left = sum(parameter() is not None for parameter in self.built)
+
+
+def whole_parameters_left(tmp_path, strategy):
+    warnings.simplefilter("ignore")
+    module = Wide()
+    holding = Holding(module)
+    lightning = trainer(tmp_path, strategy=STRATEGIES[strategy](), devices=2, epochs=1, callbacks=[holding])
+    gc.disable()  # their memory must not wait for that
+    try:
+        lightning.fit(module, DataLoader(torch.randn(16, 16), batch_size=16))
+    finally:
+        gc.enable()
+    return holding.left
+
+
+@pytest.mark.parametrize("strategy", ["full", "gradients", "copies", "simple"])
+def test_what_was_sharded_goes_when_it_is_and_not_when_garbage_is_collected(ranks, tmp_path, strategy):
+    assert ranks(whole_parameters_left, tmp_path, strategy) == 0
