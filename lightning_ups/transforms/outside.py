@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_ups._compat.fsdp import gather_with_root, held_parameters
+from lightning_ups.transforms.mesh import TENSOR
 
 __all__ = ["OutsideReads"]
 
@@ -124,6 +125,8 @@ class OutsideReads(TorchFunctionMode):
 
     def _translated(self, value: Any) -> Any:
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            if value.device_mesh.mesh_dim_names == (TENSOR,):
+                return value  # an activation, as a split product gives it to what comes next
             self.translates = True
             return value.full_tensor()
         if isinstance(value, tuple | list) and type(value) in (tuple, list):

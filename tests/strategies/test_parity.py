@@ -1,7 +1,12 @@
+import warnings
+
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from tests.strategies.cases import NAMES, on_ranks, simply_on_ranks, train
+from lightning_ups.strategies import FSDP2Strategy
+from tests.strategies.cases import CASES, NAMES, data, on_ranks, simply_on_ranks, train
+from tests.toys import trainer
 
 ONE_DEVICE = {}
 
@@ -133,6 +138,32 @@ def gpt_case(tmp_path, plan, ranks, model):
 def test_tensor_parallel_is_one_device(four_ranks, tmp_path, model, plan, replicate):
     strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": plan, "replicate_size": replicate}
     check(four_ranks(gpt_case, tmp_path, strategy, 4, model), expected(model, tmp_path, {}), rel=1e-5)
+
+
+def evaluations(tmp_path, model, strategy, devices):
+    """The loss of a validation before fit, of those in it, and of one after it."""
+    warnings.simplefilter("ignore")
+    module, losses = CASES[model](), []
+    module.on_validation_epoch_end = lambda: losses.append(module.trainer.callback_metrics["val_loss"].item())
+    loader = DataLoader(data(), batch_size=16)
+    lightning = trainer(tmp_path, strategy=strategy, devices=devices, epochs=2)
+    lightning.validate(module, loader, verbose=False)
+    lightning.fit(module, loader, loader)
+    lightning.validate(module, loader, verbose=False)
+    return losses
+
+
+def split_evaluations(tmp_path, model, plan):
+    strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
+    return evaluations(tmp_path, model, strategy, 2)
+
+
+@pytest.mark.parametrize(("model", "plan"), [("Gpt", "gpt"), ("Llama", "llama")])
+def test_tensor_parallel_evaluates_as_one_device(ranks, tmp_path, model, plan):
+    right = evaluations(tmp_path, model, "auto", 1)
+    assert len(right) == 5, "one before, one of the sanity check, two in fit, one after"
+    assert right[0] != right[-1]
+    assert ranks(split_evaluations, tmp_path, model, plan) == pytest.approx(right, rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", [{"meta_device": True}, {"meta_device": True, "offload": True}], ids=repr)
