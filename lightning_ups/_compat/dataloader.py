@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -29,13 +30,16 @@ class Follower(Protocol):
 
 
 class Followed:
-    """A loader that tells ``follower`` of every iterator, and watches whether its workers draw random numbers."""
+    """A loader that tells ``follower`` of every iterator, and watches whether its workers draw random numbers.
+
+    It does not hold the follower.
+    """
 
     def __init__(self, loader: DataLoader[Any], follower: Follower) -> None:
         self.loader, self._kind = loader, type(loader)
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
         self._drawn = None
-        loader.__class__ = _followed_class(self._kind, follower)
+        loader.__class__ = _followed_class(self._kind, ref(follower))
         if loader.num_workers > 0:
             self._drawn = torch.multiprocessing.get_context().RawValue("b", 0)
             loader.worker_init_fn = _MarkAtStart(self._init)
@@ -52,9 +56,11 @@ class Followed:
         self.loader.collate_fn, self.loader.worker_init_fn = self._collate, self._init
 
 
-def _followed_class(kind: type[DataLoader[Any]], follower: Follower) -> type[DataLoader[Any]]:
+def _followed_class(kind: type[DataLoader[Any]], follower: ref[Follower]) -> type[DataLoader[Any]]:
+    # Weak: a class is always in a cycle, and with the follower the loader and its dataset would live as long.
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        return follower.iterate(lambda: kind.__iter__(self))
+        told = follower()
+        return kind.__iter__(self) if told is None else told.iterate(lambda: kind.__iter__(self))
 
     def index_sampler(self: DataLoader[Any]) -> Any:
         sampler = kind._index_sampler.fget(self)  # type: ignore[attr-defined]
@@ -65,11 +71,12 @@ def _followed_class(kind: type[DataLoader[Any]], follower: Follower) -> type[Dat
 
 
 class _FollowedSampler:
-    def __init__(self, sampler: Any, follower: Follower) -> None:
+    def __init__(self, sampler: Any, follower: ref[Follower]) -> None:
         self._sampler, self._follower = sampler, follower
 
     def __iter__(self) -> Iterator[Any]:
-        return self._follower.indices(self._sampler)
+        told = self._follower()
+        return iter(self._sampler) if told is None else told.indices(self._sampler)
 
     def __len__(self) -> int:
         return len(self._sampler)

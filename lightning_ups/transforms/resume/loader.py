@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
+from weakref import ref
 
 from torch.utils.data import DataLoader
 
@@ -81,13 +82,14 @@ class FollowedLoader:
     """
 
     def __init__(self, loader: Any, listener: Listener) -> None:
-        self._inner, self._listener = _innermost(loader), listener
+        self._given, self._inner, self._listener = loader, _innermost(loader), listener
         self._stateful = hasattr(self._inner, "state_dict") and hasattr(self._inner, "load_state_dict")
         self._by_index = reads_by_index(self._inner)
         self._followed = Followed(self._inner, self) if isinstance(self._inner, DataLoader) else None
         self.generators = generators_of(self._inner)
-        self.stand_in = loader if self._followed is not None else _stand_in(loader, self)
-        self._iterator: _Iterator | None = None
+        # Weak, since it names this follower: in a cycle its workers would live until garbage is collected, and then be
+        # waited for.
+        self._iterator: ref[_Iterator] | None = None
         self._pending: dict[str, Any] | None = None  # a position to take up
         self._ended: dict[str, Any] | None = None  # the state at the end of an epoch
         self._unseed: dict[str, Any] | None = None  # generators as they were before workers were seeded
@@ -96,6 +98,11 @@ class FollowedLoader:
         self._digests: dict[int, int] = {}  # of batches whose indices were drawn, and that were not given yet
         self._current = _Position(0)
         self._positions: deque[_Position] = deque([self._current], maxlen=_REMEMBERED)
+
+    @property
+    def stand_in(self) -> Any:
+        """What stands for the loader: itself, if it is a DataLoader or names one."""
+        return self._given if self._followed is not None else _stand_in(self._given, self)
 
     @property
     def taking_up(self) -> bool:
@@ -109,7 +116,6 @@ class FollowedLoader:
 
     def release(self) -> None:
         """Give the loader back as it was."""
-        self._iterator = None  # which names this follower: its workers would live until garbage is collected
         if self._followed is not None:
             self._followed.release()
 
@@ -171,13 +177,14 @@ class FollowedLoader:
     def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return an iterator in the place of the one that ``make`` makes."""
         late = self._pending is not None or self._ended is not None or self._listener.waiting
-        self._iterator = _Iterator(self, (lambda: self._late(make)) if late else self._begun(make))
-        return self._iterator
+        iterator = _Iterator(self, (lambda: self._late(make)) if late else self._begun(make))
+        self._iterator = ref(iterator)
+        return iterator
 
     def make_iterator(self) -> None:
         """Make the iterator, if it is still to be made."""
-        if self._iterator is not None:
-            self._iterator.make()
+        if self._iterator is not None and (iterator := self._iterator()) is not None:
+            iterator.make()
 
     def _late(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if self._pending is not None:

@@ -1,6 +1,7 @@
 import gc
 import random
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -137,15 +138,58 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(num, bat
     assert len(left) == 48 - whole_batches * num * batch_size
 
 
+@pytest.fixture
+def no_collection():
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12 says so of forks
-def test_workers_stop_with_the_last_reference_once_it_is_released():
-    gc.disable()  # they must not wait for that
-    try:
-        resume = resumption()
-        _, _, iterator = epoch(DataLoader(range(20), batch_size=2, num_workers=1), take=2, resume=resume)
-        gone = weakref.ref(iterator.inner)
-        del iterator
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.usefixtures("no_collection")
+def test_workers_stop_with_the_last_reference(released):
+    resume = resumption()
+    _, _, iterator = epoch(DataLoader(range(20), batch_size=2, num_workers=1), take=2, resume=resume)
+    gone = weakref.ref(iterator.inner)
+    if released:
         resume.release()
-        assert gone() is None
-    finally:
-        gc.enable()
+    del iterator
+    assert gone() is None
+
+
+class Held(list):
+    """A dataset that weak references know."""
+
+
+class Stateful:
+    """A loader of a class of its own."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return map(torch.tensor, self.data)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "loader",
+    [DataLoader, partial(DataLoader, num_workers=1, persistent_workers=True), Stateful],
+    ids=["stock", "with workers that live on", "of another class"],
+)
+@pytest.mark.usefixtures("no_collection")
+def test_a_loader_goes_with_its_last_reference_once_it_is_released(loader):
+    data, resume = Held(range(3)), resumption()
+    gone = weakref.ref(data)
+    epoch(loader(data), take=3, resume=resume)
+    del data
+    assert gone() is not None
+    resume.release()
+    assert gone() is None

@@ -64,8 +64,6 @@ def test_workers_that_draw_are_told_by_the_second_batch(policy):
     match = "the workers of DataLoader of Drawing draw random numbers"
     with pytest.warns(UserWarning, match=match) if policy == "warn" else pytest.raises(ValueError, match=match):
         next(iterator)
-    for _ in iterator:
-        pass  # so that its worker ends; as garbage it would be waited for
 
 
 def test_a_process_that_is_new_draws_its_own_numbers():
