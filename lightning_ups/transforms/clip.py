@@ -35,9 +35,10 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all ``gradients`` together, in float32 on their device, equal on every rank.
+    """Return the norm of all ``gradients`` together, on their device, equal on every rank.
 
-    They may be whole, or sharded over one mesh or several: each group is reduced over its own mesh.
+    It is of float64 where they all are, and of float32 otherwise. They may be whole, or sharded over one mesh or
+    several: each group is reduced over its own mesh.
     """
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
@@ -47,7 +48,8 @@ def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor
     norms = [_norm(group, norm_type) for group in groups.values()]
     if not norms:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    dtype = torch.float64 if all(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type)
 
 
 def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
@@ -56,7 +58,8 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     if gradients[0].dtype in (torch.float32, torch.float64) or isinstance(gradients[0], DTensor):
         # For sharded ones torch would take them one by one, which on a GPU is a launch or two for each.
         together = True if gradients[0].device.type == "cuda" else None
-        return whole_of(get_total_norm(gradients, norm_type, foreach=together)).float()
+        norm = whole_of(get_total_norm(gradients, norm_type, foreach=together))
+        return norm if norm.dtype == torch.float64 else norm.float()
     # In the type of the gradients a norm of bfloat16 would have eight bits.
     norms = torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)

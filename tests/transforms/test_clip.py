@@ -43,6 +43,19 @@ def test_the_norm_of_low_precision_has_the_bits_of_float32():
     assert total_norm(mixed).item() == pytest.approx(exact.item(), rel=1e-6)
 
 
+def test_the_norm_of_double_precision_has_all_its_bits():
+    torch.manual_seed(0)
+    gradients = [torch.randn(1000, dtype=torch.float64) for _ in range(3)]
+    exact = torch.linalg.vector_norm(torch.cat(gradients))
+    norm = total_norm(gradients)
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-14)
+    scale_gradients(gradients, clip_coefficient(norm, max_norm=1.0))
+    assert torch.linalg.vector_norm(torch.cat(gradients)).item() == pytest.approx(
+        (exact / (exact + 1e-6)).item(), rel=1e-14
+    )
+    assert total_norm([*gradients, torch.randn(10)]).dtype == torch.float32
+
+
 def test_by_value():
     model = model_with_gradients()
     clip_by_value(gradients_of(model.parameters()), limit=0.01)
