@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.strategies.any_module import compare, draw, plainly
+from tests.strategies.any_module import compare, draw, made_much_of_rounding, plainly, train
 
 # Each was found by a seed, made smaller part by part, and differed, failed or hung.
 FOUND = {
@@ -31,6 +31,13 @@ FOUND = {
     "saved after a manual step": plainly(("bare", "nested"), manual="toggle", resume="own"),
     "a checkpoint of its own around what gets other types": plainly(("bare", "recomputed"), precision="bf16-mixed"),
     "read outside once it is unfrozen": plainly(("bare", "plain"), traits=[("penalty", 0, 0)], unfreeze=True),
+    "a list of state, resumed": plainly(("bare", "list"), optimizer="past", resume="own"),
+    "a list of state, resumed from the background": plainly(
+        ("bare", "list"), optimizer="past", resume="own", **{"async": True}
+    ),
+    "a list of state, resumed from DDP": plainly(("bare", "list"), optimizer="past", resume="from ddp"),
+    "a list of state, resumed under DDP": plainly(("bare", "list"), optimizer="past", resume="to ddp"),
+    "clipped in double precision": plainly(("bare", "list"), clip=0.1, double=True),
     "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
 }
 
@@ -54,6 +61,20 @@ def test_an_optimizer_that_needs_whole_parameters_is_right_or_says_so(ranks, tmp
 def test_types_that_only_autocast_mixes_are_named_with_a_cure(ranks, tmp_path):
     found = ranks(compare, plainly(("mixed", "list"), precision="bf16-mixed"), tmp_path)
     assert "Cast it there, as in x.to(self.weight.dtype)" in found
+
+
+def excused(drawn, path, wrong_by):
+    """Train under DDP; return whether a step that is wrong by so much would be taken for rounding."""
+    right = train(drawn, path, strategy="ddp_find_unused_parameters_true")
+    ours = {**right, "weights": {name: value * (1 + wrong_by) for name, value in right["weights"].items()}}
+    return made_much_of_rounding(drawn, path / "double", ours, right)
+
+
+def test_what_is_taken_for_rounding(ranks, tmp_path):
+    plain = plainly(("bare", "list"))
+    assert ranks(excused, plain, tmp_path, 1e-8)
+    assert not ranks(excused, plain, tmp_path, 1e-4)
+    assert not ranks(excused, plainly(("bare", "list"), precision="bf16-mixed"), tmp_path, 1e-8)
 
 
 @pytest.mark.parametrize("seed", [4, 7, 8, 11, 12, 14])

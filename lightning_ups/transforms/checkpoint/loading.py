@@ -242,18 +242,21 @@ def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(reading.module.named_parameters())
     sources: dict[str, Any] = {}
     targets: dict[str, Any] = {}
-    for name, entries in tree["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                sources[f"{name}.{key}"] = value
-                targets[f"{name}.{key}"] = empty_like_parameter(
-                    parameters[name], key=key, size=value.shape, dtype=value.dtype, form=""
-                )
-    read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
+
+    def note(value: Any, place: str, *, of: str, key: str) -> Any:
+        if isinstance(value, list):
+            return [note(inner, f"{place}.{index}", of=of, key=key) for index, inner in enumerate(value)]
+        if not isinstance(value, Tensor):
+            return value
+        sources[place] = value
+        targets[place] = empty_like_parameter(parameters[of], key=key, size=value.shape, dtype=value.dtype, form="")
+        return targets[place]  # read in place, below
+
     state = {
-        name: {key: targets.get(f"{name}.{key}", value) for key, value in entries.items()}
+        name: {key: note(value, f"{name}.{key}", of=name, key=key) for key, value in entries.items()}
         for name, entries in tree["state"].items()
     }
+    read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
     return {**tree, "state": state}
 
 

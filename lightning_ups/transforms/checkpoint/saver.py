@@ -4,7 +4,7 @@ import errno
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from typing_extensions import override
 
 from lightning_ups.transforms.checkpoint import folder
@@ -320,9 +321,36 @@ def _write_data(state: dict[str, Any], path: Path, *, group: dist.ProcessGroup |
 
 class _Planner(DefaultSavePlanner):
     @override
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        # DCP parts a list of tensors, and would pickle one of what stands for their shards.
+        parts = {".".join(map(str, path)): (path, value) for path, value in _parts((), state_dict)}
+        super().set_up_planner({name: value for name, (_, value) in parts.items()}, storage_meta, is_coordinator)
+        self.mappings = {name: path for name, (path, _) in parts.items()}
+
+    @override
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
         return value.local if isinstance(value, LocalShard) else super().lookup_object(index)
+
+
+def _parts(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _parts((*path, str(key)), inner)
+    elif isinstance(value, list) and _holds_tensors(value):
+        for index, inner in enumerate(value):
+            yield from _parts((*path, index), inner)
+    else:
+        yield path, value
+
+
+def _holds_tensors(values: list[Any]) -> bool:
+    return any(
+        isinstance(value, (Tensor, LocalShard, Mapping)) or (isinstance(value, list) and _holds_tensors(value))
+        for value in values
+    )
 
 
 def _cause(error: BaseException | None) -> str:

@@ -50,6 +50,8 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> Any:
+    if isinstance(value, list):  # such as LBFGS's of earlier directions
+        return [_global(inner, parameter, key, forms) for inner in value]
     if isinstance(value, Tensor) and value.is_sparse:
         return value.to_dense()  # files have no sparse tensors, and an optimizer goes on with a dense one
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
@@ -143,6 +145,8 @@ def restore_numbered(names: list[list[str]], numbered: Mapping[str, Any]) -> dic
 
 
 def _as_kept(value: Any, form: str | None) -> Any:
+    if isinstance(value, list):
+        return [_as_kept(inner, form) for inner in value]
     return value.to_local() if form == "local" and isinstance(value, DTensor) else value
 
 

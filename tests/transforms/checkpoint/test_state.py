@@ -101,5 +101,33 @@ def local_state():
     return type(state["m"]).__name__, torch.equal(state["m"], module.weight.to_local()), state["whole"].tolist()
 
 
+class LocalPast(LocalMomentum):
+    """Keeps several of them, in a list."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("past", []).append(p.to_local().clone())
+
+
+def local_list():
+    module = nn.Linear(2, 6, bias=False)
+    full = torch.arange(12.0).reshape(6, 2)
+    module.weight = nn.Parameter(distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    optimizer = LocalPast(module.parameters())
+    for _ in range(2):
+        optimizer.step()
+    saved = named_state(module, optimizer)
+    whole = [part.full_tensor().tolist() for part in saved["state"]["weight"]["past"]]
+    fresh = LocalPast(module.parameters())
+    restore(module, fresh, saved)
+    kept = [(type(part).__name__, part.tolist()) for part in fresh.state[module.weight]["past"]]
+    return whole == [full.tolist()] * 2 and kept == [("Tensor", full[:3].tolist())] * 2
+
+
+def test_a_list_of_state_of_the_local_part_too(ranks):
+    assert ranks(local_list)
+
+
 def test_state_of_the_local_part_is_sharded_in_a_checkpoint(ranks):
     assert ranks(local_state) == ("Tensor", True, [1, 2, 3])
