@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
 from lightning_ups._compat.lightning import trainer_of
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
+from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
@@ -57,7 +58,7 @@ class Float8Precision(PolicyPrecision):
             gradients of weights stay in bfloat16; or ``"mxfp8"``, a scale for every 32 values, on Blackwell.
         include: Patterns of linear layers to convert. None: all in the blocks that repeat.
         exclude: Patterns of linear layers to leave.
-        head: Also convert linear layers outside the blocks, such as the head of a language model.
+        head: Also convert linear layers outside the blocks, such as the head of a language model. Not with ``include``.
         filter: ``"all"`` converts what it can; ``"auto"`` only what is faster so on this GPU: each shape is timed once,
             with its casts, and the times are kept for later runs. It may find that nothing is worth it.
         tokens: For ``"auto"``: how many rows linear layers get. None: what a training step with the first batch shows.
@@ -105,6 +106,8 @@ class Float8Precision(PolicyPrecision):
                 " It says whether all layers are converted that can be, or those that are faster so."
                 f" Use one of {get_args(Filter)}."
             )
+        check_head("Float8Precision", head=head, include=include)
+        check_timed("Float8Precision", filter=filter, tokens=tokens, table=table)
         self.filter: Filter = filter
         self.tokens, self.table = tokens, table
         self.timer: Timer | None = None  # None: on the device

@@ -27,6 +27,7 @@ from lightning_ups._compat.te import (
     why_not,
 )
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
 from lightning_ups.transforms.advise_engine import engine_layers, engine_name, modules_of, read_first
@@ -67,7 +68,7 @@ class TEPrecision(PolicyPrecision):
         margin: Of ``"delayed"``: powers of two that scales stay below.
         include: Patterns of linear layers and norms to convert. None: all in the blocks that repeat.
         exclude: Patterns of those to leave.
-        head: Also convert what is outside the blocks, such as the head of a language model.
+        head: Also convert what is outside the blocks, such as the head of a language model. Not with ``include``.
         norms: Also convert norms that are in no fusion.
         fuse: Whether norms are computed within the products that read them, and feed-forward networks as one, in
             blocks that are known: our GPT's and transformers' Llama, Mistral and Qwen2. ``"auto"`` leaves out, under a
@@ -121,8 +122,11 @@ class TEPrecision(PolicyPrecision):
         _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
         _check_known("fuse", fuse, get_args(Fuse))
         _check_known("filter", filter, get_args(Filter))
+        check_head("TEPrecision", head=head, include=include)
+        check_timed("TEPrecision", filter=filter, tokens=tokens, table=table)
         _check_filter(filter, recipe, fp8_attention=fp8_attention)
-        _check_recipe(recipe, number_format, amax_history, amax_compute, margin, fp8_attention=fp8_attention)
+        _check_recipe(recipe, amax_history, amax_compute, margin, fp8_attention=fp8_attention)
+        _check_in_float8(recipe, number_format=number_format, evaluate=evaluate, fp8_attention=fp8_attention)
         self.recipe: Recipe | None = recipe
         self.number_format, self.margin = number_format, margin
         self.amax_history, self.amax_compute = amax_history or 1024, amax_compute or "max"
@@ -458,7 +462,6 @@ def _check_known(name: str, value: str | None, known: tuple[str | None, ...]) ->
 
 def _check_recipe(
     recipe: str | None,
-    number_format: str | None,
     history: int | None,
     compute: str | None,
     margin: int,
@@ -478,15 +481,19 @@ def _check_recipe(
             " It counts the steps whose maxima the scales come from."
             " Use 1 or more; 16 and 1024 are common."
         )
-    if recipe is None and (number_format is not None or fp8_attention):
-        raise ValueError(
-            "TEPrecision(recipe=None) is given with a setting of float8."
-            " Without a recipe everything is computed in bfloat16."
-            " Choose a recipe, or leave number_format and fp8_attention out."
-        )
     if fp8_attention and recipe == "block":
         raise ValueError(
             "TEPrecision(recipe='block', fp8_attention=True) cannot be."
             " Transformer Engine has no float8 attention with scales by blocks."
             " Use recipe='current' or 'delayed', or fp8_attention=False."
+        )
+
+
+def _check_in_float8(recipe: str | None, **settings: Any) -> None:
+    if recipe is None and (given := {name: value for name, value in settings.items() if value}):
+        name, value = next(iter(given.items()))
+        raise ValueError(
+            f"TEPrecision(recipe=None, {name}={value!r}) is given with a setting of float8."
+            " Without a recipe everything is computed in bfloat16."
+            " Choose a recipe, or leave number_format, evaluate and fp8_attention out."
         )

@@ -610,8 +610,8 @@ class TestErrors:
             ({"amax_history": 16}, r"recipe='current'\) is given with amax_history=16.*leave amax_history out"),
             ({"recipe": "block", "margin": 1}, r"given with margin=1.*leave margin out"),
             ({"recipe": "delayed", "amax_history": 0}, "amax_history=0.*1 or more"),
-            ({"recipe": None, "number_format": "e4m3"}, r"recipe=None\).*leave number_format and fp8_attention out"),
-            ({"recipe": None, "fp8_attention": True}, r"recipe=None\).*Choose a recipe"),
+            ({"recipe": None, "number_format": "e4m3"}, r"=None, number_format='e4m3'\).*leave number_format"),
+            ({"recipe": None, "fp8_attention": True}, r"recipe=None, fp8_attention=True\).*Choose a recipe"),
             ({"recipe": "block", "fp8_attention": True}, "scales by blocks.*or fp8_attention=False"),
         ],
     )

@@ -116,7 +116,7 @@ class Looking(Wide):
 
 @pytest.mark.parametrize(
     ("asked", "options"),
-    [({}, {"tokens": 64}), ({"plugins": [Float8Precision(tokens=64, emulate=True)]}, {})],
+    [({}, {"tokens": 64}), ({"plugins": [Float8Precision(filter="auto", tokens=64, emulate=True)]}, {})],
     ids=["option", "precision"],
 )
 def test_rows_can_be_given_where_no_step_shows_them(asked, options, capsys):

@@ -1,0 +1,43 @@
+"""Checking settings of precisions that would have no effect beside others."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["check_head", "check_timed"]
+
+
+def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
+    """Refuse ``head`` beside ``include``, which names what is converted wherever it is.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if head and include is not None:
+        raise ValueError(
+            f"{of}(include={[*include]!r}, head=True) says twice what is converted."
+            " head adds what is outside the blocks to what is in them, and include names all there is to convert."
+            " Add the names outside the blocks to include, or leave one of the two out."
+        )
+
+
+def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path | None) -> None:
+    """Refuse a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at beside another.
+
+    Raises:
+        ValueError: If either is given.
+    """
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise ValueError(
+            f"{of}(tokens={tokens!r}) is no number of rows."
+            " It is how many rows linear layers multiply at once: mostly batch size times sequence length."
+            " Give a whole number of 1 or more, or leave it out: a step with the first batch shows it."
+        )
+    given = {name: value for name, value in (("tokens", tokens), ("table", table)) if value is not None}
+    if filter != "auto" and given:
+        name, value = next(iter(given.items()))
+        shown = str(value) if isinstance(value, Path) else value
+        raise ValueError(
+            f"{of}(filter={filter!r}, {name}={shown!r}) would not look at {name}."
+            " Only filter='auto' decides by times of products, and it alone asks how large they are."
+            f" Use filter='auto', or leave {name} out."
+        )
