@@ -6,12 +6,24 @@ import sys
 
 import pytest
 
+# Triton makes an index of an array with one element, which numpy refuses from 2.4 on.
+_INDEX = """
+import triton.runtime.interpreter as interpreter
+
+def _patched(tensor, scope, plain=interpreter._patch_lang_tensor):
+    plain(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+if hasattr(interpreter, "_LangPatchScope"):
+    interpreter._patch_lang_tensor = _patched
+"""
+
 
 def assert_equal_interpreted(code):
     """Run ``code``, which prints "equal" if it gets to its end; without Triton the test is skipped."""
     pytest.importorskip("triton")
     ran = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", _INDEX + code],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -1,6 +1,7 @@
 """Torchao's linear layers, made to take what torch's own take, and to say what they cannot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -8,7 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-__all__ = ["adapted", "in_high_precision", "once_differentiable"]
+from lightning_ups.transforms.float8_product import FastSums, can_multiply, product
+
+__all__ = ["adapted", "cast_by_kernels", "in_high_precision", "once_differentiable"]
+
+_by_kernels = False
+
+
+@contextmanager
+def cast_by_kernels() -> Iterator[None]:
+    """Let layers with one scale for each matrix cast by kernels of ours, while the context is open, where they can.
+
+    How fast that is has not been measured yet: `benchmarks/float8.py` asks for it.
+    """
+    global _by_kernels
+    before, _by_kernels = _by_kernels, True
+    try:
+        yield
+    finally:
+        _by_kernels = before
 
 
 def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
@@ -28,6 +47,8 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
         def forward(self, input: Tensor) -> Tensor:
             if by_rows:
                 input = input.contiguous()
+            elif _by_kernels and (output := _with_kernels(self, input)) is not None:
+                return output
             if torch.compiler.is_compiling():  # where there is no second derivative anyway
                 return super().forward(input) if by_rows else _as_matrix(super().forward, input)
             if input.numel() == 0:
@@ -49,6 +70,18 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
 
 def _remade(by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module:  # noqa: FBT001
     return adapted(make(*arguments), by_rows=by_rows)
+
+
+def _with_kernels(layer: Any, input: Tensor) -> Tensor | None:
+    sums = layer.linear_mm_config
+    values = input.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled() else input
+    if sums.output.emulate or not can_multiply(values, layer.weight):
+        return None
+    fast = FastSums(*(each.use_fast_accum for each in (sums.output, sums.grad_input, sums.grad_weight)))
+    output = product(values, layer.weight, fast)
+    if layer.bias is not None:
+        output = output + layer.bias.to(output.dtype)
+    return output if torch.compiler.is_compiling() else once_differentiable(output)
 
 
 def _as_matrix(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:

@@ -1,0 +1,123 @@
+"""Casts of a matrix to float8 by one scale, in the two orders that products read, as operators that a compiler keeps.
+
+Left to themselves compilers join such a cast with whatever makes the matrix, and look for its maximum by computing that
+once more. Here a matrix is read twice, at the pace of memory: for its maximum, and to be cast, in both orders at once.
+
+The values are those of torchao, bit for bit: ``largest / max(maximum, 1e-12)`` in float64 is the scale in float32.
+
+Shape suffixes: M rows of K values, R values of M rounded up to what the kernels of products take, P parts of a maximum.
+"""
+# ruff: noqa: N803, N806 (shape suffixes are capitals)
+
+import torch
+from torch import Tensor
+
+from lightning_ups._compat.custom_ops import define_operator
+from lightning_ups._compat.optional import has
+
+__all__ = ["INNER", "PARTS", "TYPES", "both_orders", "column_order", "largest_of", "maxima", "row_order"]
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+PARTS = 1024  # of a maximum; each program of a cast reads them all
+INNER = 16  # what the dimension that is summed over must be a multiple of
+LEAST = 1e-12
+
+
+def largest_of(dtype: torch.dtype) -> float:
+    """Return the largest value of a float8 type."""
+    return torch.finfo(dtype).max
+
+
+def _rounded_up(size: int) -> int:
+    return (size + INNER - 1) // INNER * INNER
+
+
+def _maxima(values_MK: Tensor) -> Tensor:
+    if _by_kernel(values_MK):
+        from lightning_ups.kernels.float8_casts_triton import launch_maxima
+
+        return launch_maxima(values_MK)
+    bits = values_MK.abs().max().view(torch.int16 if values_MK.dtype.itemsize == 2 else torch.int32)
+    return torch.cat([bits.to(torch.int32).view(1), bits.new_zeros(PARTS - 1, dtype=torch.int32)])
+
+
+def _cast(
+    values_MK: Tensor,
+    maxima_P: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows_MK, columns_KR, inverse = _places(values_MK, dtype, rows=rows, columns=columns)
+    if _by_kernel(values_MK):
+        from lightning_ups.kernels.float8_casts_triton import launch_cast
+
+        launch_cast(values_MK, maxima_P, rows_MK if rows else None, columns_KR if columns else None, inverse)
+        return rows_MK, columns_KR, inverse
+    largest = largest_of(dtype)
+    bits = maxima_P.max()
+    maximum = (bits.to(torch.int16) if values_MK.dtype.itemsize == 2 else bits).view(values_MK.dtype)
+    scale = (largest / maximum.to(torch.float64).clamp(min=LEAST)).to(torch.float32)
+    cast_MK = (values_MK.to(torch.float32) * scale).clamp(-largest, largest).to(dtype)
+    if rows:
+        rows_MK.copy_(cast_MK)
+    if columns:
+        columns_KR.view(torch.uint8).zero_()
+        columns_KR[:, : values_MK.shape[0]].copy_(cast_MK.t())
+    inverse.copy_(scale.reciprocal())
+    return rows_MK, columns_KR, inverse
+
+
+def _places(values_MK: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a cast is written to; what is not asked for is empty."""
+    num_rows, width = values_MK.shape
+    return (
+        values_MK.new_empty((num_rows, width) if rows else (0,), dtype=dtype),
+        values_MK.new_empty((width, _rounded_up(num_rows)) if columns else (0,), dtype=dtype),
+        values_MK.new_empty((), dtype=torch.float32),
+    )
+
+
+def _by_kernel(values_MK: Tensor) -> bool:
+    return values_MK.device.type == "cuda" and has("triton")
+
+
+def _rows(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows_MK, _, inverse = _cast(values_MK, maxima_P, dtype, rows=True, columns=False)
+    return rows_MK, inverse
+
+
+def _columns(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> Tensor:
+    return _cast(values_MK, maxima_P, dtype, rows=False, columns=True)[1]
+
+
+def _both(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return _cast(values_MK, maxima_P, dtype, rows=True, columns=True)
+
+
+def _fake_maxima(values_MK: Tensor) -> Tensor:
+    return values_MK.new_empty(PARTS, dtype=torch.int32)
+
+
+def _fake_rows(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    rows_MK, _, inverse = _places(values_MK, dtype, rows=True, columns=False)
+    return rows_MK, inverse
+
+
+def _fake_columns(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    return _places(values_MK, dtype, rows=False, columns=True)[1]
+
+
+def _fake_both(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return _places(values_MK, dtype, rows=True, columns=True)
+
+
+maxima = define_operator(_maxima, name="float8_maxima", fake=_fake_maxima)
+"""Of `values_MK`: the bits of the largest magnitudes of its parts."""
+row_order = define_operator(_rows, name="float8_rows", fake=_fake_rows)
+"""Of `values_MK`, its maxima and a type of float8: the cast, and what its scale is undone by."""
+column_order = define_operator(_columns, name="float8_columns", fake=_fake_columns)
+"""Of the same: the cast, transposed, each row of that filled up with zeros."""
+both_orders = define_operator(_both, name="float8_both", fake=_fake_both)
+"""Of the same: all three, in one pass."""

@@ -1,0 +1,185 @@
+"""The kernels of `float8_casts`: one that looks for a maximum, one that casts tiles of a matrix."""
+# ruff: noqa: ANN001, ANN202, N803, N806 (Triton reads the kernel's annotations, and it is no function of Python's)
+# pyright: reportInvalidTypeForm=false
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import language as tl
+from lightning_ups.kernels.float8_casts import LEAST, PARTS, largest_of
+
+__all__ = ["Tiles", "launch_cast", "launch_maxima"]
+
+BLOCK, WARPS, STAGES = 4096, 4, 3
+
+
+class Tiles(NamedTuple):
+    """How a cast goes through a matrix.
+
+    Args:
+        rows: Of a tile.
+        columns: Of a tile.
+        warps: Of a program.
+        programs: How many there are for each multiprocessor: each makes one tile after another.
+        stages: Of loads that are under way.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    warps: int = 8
+    programs: int = 4
+    stages: int = 2
+
+
+def launch_maxima(values_MK: Tensor) -> Tensor:
+    """Return the bits of the largest magnitudes of parts of the matrix; those of NaN are larger than any."""
+    values = values_MK.contiguous()
+    maxima_P = values.new_empty(PARTS, dtype=torch.int32)
+    with _on(values):
+        _maxima()[(PARTS,)](
+            values,
+            maxima_P,
+            values.numel(),
+            PARTS=PARTS,
+            HALF=values.dtype.itemsize == 2,
+            BLOCK=BLOCK,
+            STAGES=STAGES,
+            num_warps=WARPS,
+        )
+    return maxima_P
+
+
+def launch_cast(
+    values_MK: Tensor,
+    maxima_P: Tensor,
+    rows_MK: Tensor | None,
+    columns_KR: Tensor | None,
+    inverse: Tensor,
+    *,
+    tiles: Tiles | None = None,
+) -> None:
+    """Write the cast in the orders that are given, and what undoes its scale."""
+    tiles = tiles or Tiles()
+    wanted = next(place for place in (rows_MK, columns_KR) if place is not None)
+    values = values_MK.contiguous()
+    num_rows, width = values.shape
+    length = num_rows if columns_KR is None else columns_KR.shape[1]
+    across = -(-width // tiles.columns)
+    count = -(-length // tiles.rows) * across
+    with _on(values):
+        _cast()[(max(1, min(count, tiles.programs * _multiprocessors(values.device))),)](
+            values,
+            maxima_P,
+            wanted if rows_MK is None else rows_MK,
+            wanted if columns_KR is None else columns_KR,
+            inverse,
+            num_rows,
+            width,
+            length,
+            across,
+            count,
+            LARGEST=largest_of(wanted.dtype),
+            LEAST=LEAST,
+            PARTS=PARTS,
+            HALF=values.dtype.itemsize == 2,
+            ROWS=rows_MK is not None,
+            COLUMNS=columns_KR is not None,
+            TILE_ROWS=tiles.rows,
+            TILE_COLUMNS=tiles.columns,
+            STAGES=tiles.stages,
+            num_warps=tiles.warps,
+        )
+
+
+def _on(values: Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device(values.device) if values.is_cuda else nullcontext()
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _maxima() -> Any:
+    return compiled(maxima_kernel, feature="the maximum of a matrix in one kernel")
+
+
+@cache
+def _cast() -> Any:
+    return compiled(cast_kernel, feature="a cast to float8 in one kernel")
+
+
+def maxima_kernel(
+    values,
+    maxima,
+    size,
+    PARTS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    part = tl.program_id(0)
+    # Magnitudes are in the order of their bits, and what is not a number comes last: a maximum of it is none.
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(part.to(tl.int64) * BLOCK, size, PARTS * BLOCK, num_stages=STAGES):
+        at = start + tl.arange(0, BLOCK)
+        found = tl.load(values + at, mask=at < size, other=0.0)
+        if HALF:
+            bits = found.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        else:
+            bits = found.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.maximum(largest, bits)
+    tl.store(maxima + part, tl.max(largest, axis=0))
+
+
+def cast_kernel(
+    values,
+    maxima,
+    rows,
+    columns,
+    inverse,
+    num_rows,
+    width,
+    length,
+    across,
+    count,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    PARTS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    bits = tl.max(tl.load(maxima + tl.arange(0, PARTS)), axis=0)
+    if HALF:
+        maximum = bits.to(tl.int16).to(values.dtype.element_ty, bitcast=True).to(tl.float64)
+    else:
+        maximum = bits.to(tl.float32, bitcast=True).to(tl.float64)
+    least = tl.full((), LEAST, tl.float64)
+    scale = (LARGEST / tl.where(maximum < least, least, maximum)).to(tl.float32)
+    first = tl.program_id(0)
+    if first == 0:
+        tl.store(inverse, (1.0 / scale.to(tl.float64)).to(tl.float32))
+    row = tl.arange(0, TILE_ROWS)[:, None]
+    column = tl.arange(0, TILE_COLUMNS)[None, :]
+    for tile in tl.range(first, count, tl.num_programs(0), num_stages=STAGES):
+        row_0, column_0 = (tile // across) * TILE_ROWS, (tile % across) * TILE_COLUMNS
+        inside = (column_0 + column) < width
+        here = ((row_0 + row) < num_rows) & inside
+        by_rows = row_0.to(tl.int64) * width + column_0
+        found = tl.load(values + by_rows + (row * width + column), mask=here, other=0.0).to(tl.float32) * scale
+        if ROWS:
+            tl.store(rows + by_rows + (row * width + column), found.to(rows.dtype.element_ty), mask=here)
+        if COLUMNS:
+            by_columns = column_0.to(tl.int64) * length + row_0
+            cast = found.to(columns.dtype.element_ty)
+            tl.store(columns + by_columns + (column * length + row), cast, mask=((row_0 + row) < length) & inside)

@@ -1,0 +1,106 @@
+"""A linear layer's three products in float8 by one scale for each matrix, cast by kernels of ours.
+
+What torchao computes, bit for bit, in a third of the operators: a graph of it is compiled sooner, and what a cast takes
+does not depend on what the compiler joins it with. A cast of what comes in serves both products that read it, in the
+order that each wants: for backward it is kept in place of the values, at half of their bytes.
+
+Shape suffixes: M rows, of K values each, to N; R is M rounded up to what products take.
+"""
+# ruff: noqa: N803, N806 (shape suffixes are capitals)
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ups.kernels.float8_casts import TYPES, both_orders, column_order, maxima, row_order
+
+__all__ = ["FastSums", "can_multiply", "product"]
+
+_FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # gradients want range, and values precision
+
+
+class FastSums(NamedTuple):
+    """In which products sums may have fewer bits than float32 has, which is faster."""
+
+    output: bool
+    input_gradient: bool
+    weight_gradient: bool
+
+
+def can_multiply(values: Tensor, weight: Any) -> bool:
+    """Return whether `product` is for these: plain tensors with values in them, or a weight gathered in float8."""
+    return _is_plain(values) and values.numel() > 0 and (_is_cast(weight) or _is_plain(weight))
+
+
+def product(values: Tensor, weight: Tensor, fast: FastSums) -> Tensor:
+    """Return ``values`` times the transposed ``weight``, with gradients in float8 too."""
+    values_MK = values.reshape(-1, values.shape[-1]).contiguous()
+    keeps = torch.is_grad_enabled() and weight.requires_grad
+    output_MN: Tensor = _Product.apply(values_MK, weight, fast, keeps)
+    return output_MN.reshape(*values.shape[:-1], weight.shape[0])
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in TYPES
+
+
+def _is_cast(weight: Any) -> bool:
+    return type(weight).__name__ == "Float8TrainingTensor" and type(weight._data) is Tensor
+
+
+@torch.compiler.allow_in_graph
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_MK: Tensor, weight: Any, fast: FastSums, keeps: bool) -> Tensor:  # noqa: FBT001
+        maxima_P, columns_KR = maxima(values_MK), None
+        if keeps:
+            rows_MK, columns_KR, inverse = both_orders(values_MK, maxima_P, _FORWARD)
+        else:
+            rows_MK, inverse = row_order(values_MK, maxima_P, _FORWARD)
+        if _is_cast(weight):
+            weight_maxima_P, rows_NK, weight_inverse = None, weight._data, weight._scale.reciprocal()
+        else:
+            weight_maxima_P = maxima(weight)
+            rows_NK, weight_inverse = row_order(weight, weight_maxima_P, _FORWARD)
+        ctx.save_for_backward(columns_KR, inverse, weight, weight_maxima_P, weight_inverse)
+        ctx.fast = fast
+        return _multiply(rows_MK, rows_NK, inverse, weight_inverse, values_MK.dtype, fast=fast.output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        columns_KR: Tensor | None
+        columns_KR, inverse, weight, weight_maxima_P, weight_inverse = ctx.saved_tensors
+        gradient_MN, fast = gradients[0].contiguous(), ctx.fast
+        dtype, maxima_P = gradient_MN.dtype, maxima(gradient_MN)
+        input_gradient_MK = weight_gradient_NK = columns_NR = None
+        if columns_KR is None:
+            rows_MN, gradient_inverse = row_order(gradient_MN, maxima_P, _BACKWARD)
+        else:
+            rows_MN, columns_NR, gradient_inverse = both_orders(gradient_MN, maxima_P, _BACKWARD)
+        if ctx.needs_input_grad[0]:
+            if weight_maxima_P is None:
+                columns_KN = weight._data.t().contiguous()
+            else:
+                columns_KN = column_order(weight, weight_maxima_P, _FORWARD)
+            input_gradient_MK = _multiply(
+                rows_MN, columns_KN, gradient_inverse, weight_inverse, dtype, fast=fast.input_gradient
+            )
+        if columns_NR is not None and columns_KR is not None:
+            weight_gradient_NK = _multiply(
+                columns_NR, columns_KR, gradient_inverse, inverse, dtype, fast=fast.weight_gradient
+            )
+        return input_gradient_MK, weight_gradient_NK, None, None
+
+
+def _multiply(
+    left_AC: Tensor, right_BC: Tensor, left_inverse: Tensor, right_inverse: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    return torch._scaled_mm(
+        left_AC,
+        right_BC.t(),
+        scale_a=left_inverse,
+        scale_b=right_inverse,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
