@@ -236,11 +236,6 @@ class MemoryForensics(Callback):
         return Planner(
             asked,
             fake_batch(self._batch, mode=None),
-            settings={
-                name: getattr(trainer.strategy, attribute)
-                for name, attribute in _SETTINGS.items()
-                if hasattr(trainer.strategy, attribute)
-            },
             microbatches=trainer.accumulate_grad_batches,
             device=kind,
         )
@@ -265,14 +260,6 @@ _PARTS = {  # the innermost counts
     "validation_step": "in the validation",
     "_engine_run_backward": "in the backward pass",
     "step": "in the optimizer",
-}
-_SETTINGS = {
-    "sharding": "sharding",
-    "replicate_size": "replicate_size",
-    "reshard_after_forward": "_reshard",
-    "offload": "_offload",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "tensor_parallel_plan": "_plan",
 }
 
 

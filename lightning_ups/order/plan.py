@@ -64,7 +64,7 @@ class Planner:
         run: What is asked for.
         batch: What ``training_step`` is given on one device.
         settings: Of the strategy: ``sharding``, ``reshard_after_forward``, ``replicate_size``, ``offload``,
-            ``tensor_parallel_size``, ``tensor_parallel_plan``.
+            ``tensor_parallel_size``, ``tensor_parallel_plan``. None: as the strategy of ``run`` says.
         optimizers: Makes the optimizer in place of ``configure_optimizers``.
         microbatches: Batches in an optimizer step.
         device: The kind of GPU; None: not known, so that nothing can be said to fit.
@@ -82,7 +82,8 @@ class Planner:
     ) -> None:
         self.run, self.batch, self.device = run, batch, device
         self.samples, self.tokens = batch_size(batch), sequence_length(batch)
-        self._settings, self._optimizers, self._microbatches = settings or {}, optimizers, microbatches
+        self._settings = run.strategy.settings if settings is None else settings
+        self._optimizers, self._microbatches = optimizers, microbatches
         self._steps: dict[Any, Step] = {}
 
     @property

@@ -286,6 +286,16 @@ class ShardingStrategy(ModelParallelStrategy):
             self, save=save, async_save=async_save, weights_only=weights_only, on_unreplayable=on_unreplayable
         )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How the module is divided now, under the names of the arguments; what it takes of memory follows from it."""
+        return {
+            "sharding": self.sharding,
+            "replicate_size": self.replicate_size,
+            "offload": self._offload,
+            "tensor_parallel_size": self.tensor_parallel_size,
+        }
+
     # What a subclass says
 
     @abstractmethod

@@ -239,6 +239,11 @@ class SimpleFSDPStrategy(ShardingStrategy):
         self._proven = False
 
     @property
+    @override
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, "reshard_after_forward": self._reshard}
+
+    @property
     def _gathering(self) -> Gathering:
         assert self.lightning_module is not None
         done = parametrised(self.lightning_module)

@@ -1,4 +1,5 @@
 import gc
+import re
 
 import pytest
 import torch
@@ -213,13 +214,16 @@ def test_a_run_that_cannot_be_counted_says_so(tmp_path):
     assert "What the run needs could not be counted: Odd cannot be rehearsed" in str(error)
 
 
-def test_under_fsdp2_the_plan_is_of_the_module_as_it_was_built(tmp_path, ranks):
-    text = ranks(_sharded, str(tmp_path))
-    assert "By plan, this run needs " in text
-    assert "optimizer state" in text.split("By plan")[1]
+def test_under_fsdp2_the_plan_is_of_the_module_as_it_was_built_and_of_how_it_is_sharded(tmp_path, ranks):
+    kept = {}
+    for sharding in ("full", "none"):
+        text = ranks(_sharded, str(tmp_path), sharding)
+        assert "By plan, this run needs " in text
+        kept[sharding] = float(re.search(r"([0-9.]+) MiB optimizer state", text.split("By plan")[1])[1])
+    assert kept["none"] == pytest.approx(2 * kept["full"], rel=0.05)
 
 
-def _sharded(folder):
+def _sharded(folder, sharding):
     forensics.Planner.variants = lambda self: iter(())
     error = fit(
         MemoryForensics(),
@@ -227,7 +231,7 @@ def _sharded(folder):
         folder=folder,
         plugins=[BF16Precision()],
         devices=2,
-        strategy=FSDP2Strategy(),
+        strategy=FSDP2Strategy(sharding=sharding),
     )
     return str(error)
 
@@ -264,16 +268,3 @@ def test_nothing_stays_on_the_module(tmp_path):
 def test_every_is_checked():
     with pytest.raises(ValueError, match=r"Use 1 or more\.$"):
         MemoryForensics(every=0)
-
-
-def test_the_plan_is_told_of_every_setting_that_the_strategy_has():
-    strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt")
-    settings = {name: getattr(strategy, attribute) for name, attribute in forensics._SETTINGS.items()}
-    assert settings == {
-        "sharding": "full",
-        "replicate_size": 1,
-        "reshard_after_forward": True,
-        "offload": False,
-        "tensor_parallel_size": 2,
-        "tensor_parallel_plan": "gpt",
-    }

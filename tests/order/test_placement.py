@@ -29,3 +29,23 @@ def test_where_parameters_are(strategy, shards, ours):
 def test_a_strategy_that_is_compiled_with_the_model_says_so():
     assert Placement.of(SimpleFSDPStrategy).whole_graph
     assert Placement.of(SimpleFSDPStrategy()).whole_graph
+
+
+SHARDED = {
+    "sharding": "full",
+    "replicate_size": 1,
+    "reshard_after_forward": True,
+    "offload": False,
+    "tensor_parallel_size": 1,
+}
+
+
+def test_a_strategy_that_is_made_says_how_it_divides_the_module():
+    split = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt")
+    assert Placement.of(split).settings == SHARDED | {"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}
+    assert Placement.of(SimpleFSDPStrategy(sharding="gradients")).settings == SHARDED | {
+        "sharding": "gradients",
+        "reshard_after_forward": False,
+    }
+    assert Placement.of(FSDP2Strategy).settings == {}
+    assert Placement.of(DDPStrategy()).settings == {}
