@@ -33,8 +33,9 @@ _NAME = "scaled_dot_product_attention"
 def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     """Let ``F.scaled_dot_product_attention`` run by ``backends`` while the context is open, compiled code included.
 
-    One backend does what is asked or raises, as in `attention`. Of several, each call takes the first that can;
-    with ``"auto"`` at the end, the fastest that can. Contexts nest, and the inner one counts.
+    One backend does what is asked or raises, as in `attention`: also for tensors without heads or with more leading
+    axes, and for a single head of keys, which torch itself gives to its slowest kernel. Of several, each call takes the
+    first that can; with ``"auto"`` at the end, the fastest that can. Contexts nest, and the inner one counts.
 
     The function is replaced in ``torch.nn.functional`` and in every module that holds it by its name, and put back
     afterwards; compiled code is guarded by which function it found, so it is compiled anew and never stale. A
@@ -109,6 +110,13 @@ def _routed(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    named = "auto" not in priority
+    if named and (seen := _with_heads(q_BHSD, k_BKTD, v_BKTD, attn_mask)) is not None:
+        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        out = _routed(priority, *seen[:3], attn_mask=seen[3], enable_gqa=enable_gqa, **options)
+        return out.reshape(*q_BHSD.shape[:-1], out.shape[-1])
+    if named and _shares_one_head(q_BHSD, k_BKTD, v_BKTD):
+        enable_gqa = True
     plain = q_BHSD.dim() == k_BKTD.dim() == v_BKTD.dim() == 4 and not q_BHSD.is_nested and q_BHSD.device.type != "meta"
     if (
         not plain
@@ -141,6 +149,30 @@ def _routed(
     else:
         out = attention_forward(q, k, v, None, q.shape[1], is_causal, 0, 0.0, float(factor), name)[0]
     return out.transpose(1, 2)
+
+
+def _with_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """Return views [batch, heads, seq, dim] of tensors with other leading axes, for which torch has the slowest kernel.
+
+    None: they have these axes, or torch's own function is to say what it makes of them.
+    """
+    axes, lead = q.dim(), q.shape[:-2]
+    if axes in (0, 1, 4) or q.is_nested or k.shape[:-2] != lead or v.shape[:-2] != lead:
+        return None
+    if axes > 4:
+        if mask is not None and mask.dim() > 2:
+            return None
+        return (*(tensor.flatten(0, axes - 4) for tensor in (q, k, v)), mask)  # type: ignore[return-value]
+    if axes == 2:
+        return q[None, None], k[None, None], v[None, None], mask
+    return q[:, None], k[:, None], v[:, None], mask[:, None] if mask is not None and mask.dim() == 3 else mask
+
+
+def _shares_one_head(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    # Torch broadcasts a single head of keys, unasked.
+    return q.dim() == k.dim() == v.dim() == 4 and not q.is_nested and k.shape[1] == v.shape[1] == 1 < q.shape[1]
 
 
 def _regular(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None) -> bool:

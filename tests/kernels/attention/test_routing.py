@@ -147,6 +147,38 @@ def test_an_explicit_choice_does_not_fall_back():
         model(*inputs(), mask, causal=False)
 
 
+@pytest.mark.parametrize("lead", [(), (3,), (2, 2, 3)], ids=str)
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+def test_other_leading_axes_do_not_make_it_fall_back(fa4_on_cpu, backend, lead):
+    def run():
+        tensors = [torch.randn(*lead, 24, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+        tensors = [tensor.requires_grad_() for tensor in tensors]
+        out = model(*tensors, gqa=False)
+        out.square().sum().backward()
+        return [out.detach(), *(tensor.grad for tensor in tensors)]
+
+    wanted = run()
+    with routed_attention(backend):
+        assert worst(run(), wanted) < 1e-5
+        assert ran(run) >= {OPERATOR if backend == "fa4" else CPU_FLASH}
+
+
+def test_a_single_head_of_keys_does_not_make_it_fall_back(fa4_on_cpu):
+    q, k, v = torch.randn(2, 4, 24, 16), torch.randn(2, 1, 24, 16), torch.randn(2, 1, 24, 16)
+    wanted = model(q, k, v, gqa=False)
+    with routed_attention("fa4"):
+        assert ran(model, q, k, v, gqa=False) == {OPERATOR}
+        torch.testing.assert_close(model(q, k, v, gqa=False), wanted)
+
+
+def test_a_mask_goes_with_other_leading_axes():
+    q, k, v = (torch.randn(3, 24, 16) for _ in range(3))
+    for mask in (torch.rand(24, 24) > 0.3, torch.rand(3, 24, 24) > 0.3):
+        wanted = model(q, k, v, mask, causal=False, gqa=False)
+        with routed_attention("math"):
+            torch.testing.assert_close(model(q, k, v, mask, causal=False, gqa=False), wanted)
+
+
 def test_of_several_the_first_that_can():
     with routed_attention(["fa4", "cudnn", "flash", "math"]):
         assert ran(model, *inputs()) == {CPU_FLASH}
