@@ -65,7 +65,7 @@ def linear_cross_entropy(
         hidden: [..., dim], what the head would be given.
         weight: [vocab, dim], the head's weight; whole: call this inside the forward of the module that owns it where
             that is sharded.
-        targets: [...] int64, the right class of each row.
+        targets: [...] whole numbers, the right class of each row.
         ignore_index: Rows with this target have no loss.
         z_loss: Adds so much times the squared log-sum-exp of each row's logits, which keeps them from drifting.
         softcap: Bend logits to ``softcap * tanh(logit / softcap)``.
@@ -88,7 +88,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
-        TypeError: If the weight is sharded.
+        TypeError: If the weight is sharded, or the targets are no whole numbers.
     """
     _validate(hidden, weight, targets, reduction=reduction, chunk=chunk, backend=backend)
     if backend == "reference":
@@ -485,6 +485,12 @@ def _validate(
             f" {tuple(targets.shape)}."
             " They are [..., dim], [vocab, dim] and [...]."
             " Pass the weight of nn.Linear as it is, and one class for each row of hidden."
+        )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
+        raise TypeError(
+            f"linear_cross_entropy was given targets of {str(targets.dtype).removeprefix('torch.')}."
+            " A target is the number of the row's class."
+            " Use targets.long()."
         )
     for name, value, known in (("reduction", reduction, Reduction), ("backend", backend, Backend)):
         if value not in get_args(known):

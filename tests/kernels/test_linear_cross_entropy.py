@@ -558,6 +558,12 @@ def test_what_does_not_fit_is_refused(tensors, options, cure):
         linear_cross_entropy(*tensors, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_targets_are_whole_numbers(dtype):
+    with pytest.raises(TypeError, match=r"Use targets\.long\(\)"):
+        linear_cross_entropy(H, W, T.to(dtype))
+
+
 def with_a_sharded_weight():
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(TypeError, match="full_tensor"):
