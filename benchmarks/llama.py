@@ -12,11 +12,12 @@ wait before the last; a run's figure is the median over its steps, a side's the 
 the spread. Beside it stands the same of the means, which see what a median does not: the steps at which a loss is read.
 With several GPUs a step is as slow as on its slowest rank.
 
-`ours` is a stock Trainer with our plugins, logger and progress bar on; on several GPUs `ours, ...` takes otherwise
-what communication needs of them. `bare` is a loop by hand with the same settings and without a Trainer;
-`bare, torch alone` has nothing of ours but the model. `stock` is Lightning as most use it: bf16-mixed, plain AdamW;
-`stock, compiled` compiles the LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles
-each block. `torchtitan` is its own trainer in its best setting, run by bench_titan.sh.
+`ours` is a stock Trainer with our plugins, logger and progress bar on; on several GPUs `ours, ...` takes otherwise what
+communication needs of them, and `ours, cast by kernels` casts otherwise where a row is in float8. `bare` is a loop by
+hand with the same settings and without a Trainer; `bare, torch alone` has nothing of ours but the model. `stock` is
+Lightning as most use it: bf16-mixed, plain AdamW; `stock, compiled` compiles the LightningModule; on several GPUs
+`stock` shards by hand in configure_model and compiles each block. `torchtitan` is its own trainer in its best setting,
+run by bench_titan.sh.
 """
 
 import argparse
@@ -54,6 +55,7 @@ from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.clip import clip_coefficient, total_norm
 from lightning_ups.transforms.float8 import convert_to_float8
+from lightning_ups.transforms.float8_layers import cast_by_kernels
 
 ON_GPU = torch.cuda.is_available()
 BACKEND = "inductor" if ON_GPU else "aot_eager"
@@ -487,6 +489,12 @@ def ours_copied_within(row: Row) -> None:
         ours(row)
 
 
+def ours_cast_by_kernels(row: Row) -> None:
+    """Run ours with casts to float8 by kernels of ours, and not by the compiler's."""
+    with cast_by_kernels():
+        ours(row)
+
+
 OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy says, or could, of it
     "ours, copied within": ours_copied_within,
     "ours, 8 multiprocessors": partial(ours, communication_multiprocessors=8),
@@ -494,6 +502,7 @@ OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy s
 }
 SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,
+    "ours, cast by kernels": ours_cast_by_kernels,
     **OF_COMMUNICATION,
     "bare": bare,
     "bare, graphs": partial(bare, graphs=True),
@@ -668,7 +677,7 @@ def first_norm(said: str) -> float | None:
 
 
 READS = {
-    **dict.fromkeys(("ours", *OF_COMMUNICATION), "logger and bar, when it is there"),
+    **dict.fromkeys(("ours", "ours, cast by kernels", *OF_COMMUNICATION), "logger and bar, when it is there"),
     "torchtitan": "its own metrics, at once",
     "bare": "printed ten steps later",
     "bare, graphs": "printed ten steps later",

@@ -1,4 +1,51 @@
-"""A plugin for runs that may be cut off: ``pytest -p tests.told_at_once`` prints each failure when it happens."""
+"""A plugin for runs that may be cut off: ``pytest -p tests.told_at_once`` prints each failure when it happens.
+
+Tests that run for long are named while they do, so that one that hangs is known when the run is ended, and the slowest
+are named with their times when they end.
+"""
+
+import threading
+import time
+
+LONG_S = 45.0
+
+_begun: dict[str, float] = {}  # when each test began that runs now, on whatever worker
+_ended = threading.Event()
+
+
+def running_long(now, *, begun=_begun, long_s=LONG_S):
+    """Return lines about tests that run for long, the longest first."""
+    return [
+        f"RUNNING for {now - at:.0f} s: {test}"
+        for test, at in sorted(begun.items(), key=lambda item: item[1])
+        if now - at >= long_s
+    ]
+
+
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):  # the one that hears of all tests
+        threading.Thread(target=_watch, daemon=True).start()
+
+
+def pytest_sessionfinish():
+    _ended.set()
+
+
+def _watch():
+    while not _ended.wait(LONG_S):
+        for line in running_long(time.monotonic()):
+            print(f"\n{line}", flush=True)  # noqa: T201
+
+
+def pytest_runtest_logstart(nodeid):
+    _begun[nodeid] = time.monotonic()
+
+
+def pytest_runtest_logfinish(nodeid):
+    now = time.monotonic()
+    took = now - _begun.pop(nodeid, now)
+    if took >= LONG_S:
+        print(f"\nTOOK {took:.0f} s: {nodeid}", flush=True)  # noqa: T201
 
 
 def pytest_runtest_logreport(report):

@@ -1,0 +1,173 @@
+"""Casts to float8 on this GPU: what their kernels move a second, by size of their tiles, beside the compiler's.
+
+    python benchmarks/float8_casts.py --output benchmarks/results/DATE_float8_casts
+
+Matrices are those of the 1.5 B GPT (16384 rows), of 8 B, and of ViT-L. `maxima` reads a matrix; `rows` and `columns`
+read it and write one byte a value, `both` two. A figure is the median of seven times the mean of 20 launches, between
+CUDA events, of a recording that is replayed: the host has no part in it. TB/s counts what has to be moved, once. Of
+each kernel the quickest setting comes first, and all are kept. `inductor` is what `torch.compile` makes of the same by
+torch's operators: the maximum, and a cast in both orders. `host` has the microseconds that an operator takes of the
+host, called 2000 times on a small matrix.
+
+Without a GPU the tiny cases run by the specification, which tries the script out.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from cases import main
+from torch import Tensor
+
+from lightning_ups.kernels.float8_casts import both_orders, column_order, largest_of, maxima, row_order
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+FORM = torch.float8_e4m3fn
+SHAPES = (
+    ((16384, 2048), (16384, 8192), (16384, 4096), (16384, 14336), (25216, 1024), (25216, 4096), (8192, 2048))
+    if ON_GPU
+    else ((32, 48),)
+)
+LAUNCHES, ROUNDS = 20, 7
+BYTES = {"maxima": 2, "rows": 3, "columns": 3, "both": 4, "inductor": 6}
+TILES = tuple(
+    (rows, columns, warps, programs, stages)
+    for rows, columns, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 128, 4), (256, 64, 8))
+    for programs, stages in ((2, 2), (4, 1), (4, 3), (8, 2), (64, 1))
+)
+BLOCKS = tuple(itertools.product((2048, 4096, 8192), (4, 8), (1, 3)))
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """Return how long the device takes for a call."""
+    if not ON_GPU:
+        began = time.perf_counter()
+        call()
+        return (time.perf_counter() - began) * 1e3
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(LAUNCHES):
+            call()
+    times = []
+    for _ in range(ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / LAUNCHES)
+    return statistics.median(times)
+
+
+def matrix(shape: tuple[int, int]) -> Tensor:
+    """Return random values of a matrix."""
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def quickest(kind: str, ways: Mapping[str, Callable[[Tensor], Any]]) -> dict[str, Any]:
+    """Time ``ways`` of doing the same for each shape, and return all of them, the quickest of each shape by name."""
+    found: dict[str, Any] = {}
+    for shape in SHAPES:
+        values, times = matrix(shape), dict[str, float]()
+        for name, way in ways.items():
+            try:
+                times[name] = milliseconds(partial(way, values))
+            except Exception as error:  # noqa: BLE001  (a tile that does not fit, in whatever words)
+                print(f"{shape} {name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
+        order = sorted(times, key=lambda name: times[name])
+        speeds = {name: round(BYTES[kind] * values.numel() / times[name] / 1e9, 3) for name in order}
+        print(f"{kind} {shape}: {speeds}", flush=True)
+        found[f"{shape[0]}x{shape[1]}"] = {"ms": round(times[order[0]], 4), "TB_s": speeds}
+    first = next(iter(found.values()))
+    return {"kind": kind, "TB_s": next(iter(first["TB_s"].values())), "of": next(iter(first["TB_s"])), "shapes": found}
+
+
+def maxima_by_blocks() -> dict[str, Any]:
+    """Time the look for a maximum, by size of its blocks."""
+    if not ON_GPU:
+        return quickest("maxima", {"reference": maxima})
+
+    from lightning_ups.kernels import float8_casts_triton as kernels
+
+    def way(values: Tensor, block: int, warps: int, stages: int) -> Tensor:
+        kernels.BLOCK, kernels.WARPS, kernels.STAGES = block, warps, stages
+        return kernels.launch_maxima(values)
+
+    plain = (kernels.BLOCK, kernels.WARPS, kernels.STAGES)
+    blocks = dict.fromkeys((plain, *BLOCKS))
+    return quickest("maxima", {str(b): partial(way, block=b[0], warps=b[1], stages=b[2]) for b in blocks})
+
+
+def casts_by_tiles(kind: str) -> dict[str, Any]:
+    """Time a cast, by size of its tiles."""
+    operator = {"rows": row_order, "columns": column_order, "both": both_orders}[kind]
+    if not ON_GPU:
+        return quickest(kind, {"reference": lambda values: operator(values, maxima(values), FORM)})
+
+    from lightning_ups.kernels import float8_casts, float8_casts_triton
+    from lightning_ups.kernels.float8_casts_triton import Tiles
+
+    found: dict[int, Tensor] = {}  # the maxima of a matrix, which are no part of a cast
+
+    def way(values: Tensor, tiles: Tiles) -> Any:
+        if values.data_ptr() not in found:
+            found.clear()
+            found[values.data_ptr()] = maxima(values)
+        places = float8_casts._places(values, FORM, rows=kind != "columns", columns=kind != "rows")
+        rows, columns = (None if place.numel() == 0 else place for place in places[:2])
+        float8_casts_triton.launch_cast(values, found[values.data_ptr()], rows, columns, places[2], tiles=tiles)
+        return places
+
+    sizes = dict.fromkeys((tuple(Tiles()), *TILES))
+    return quickest(kind, {str(size): partial(way, tiles=Tiles(*size)) for size in sizes})
+
+
+def by_inductor() -> dict[str, Any]:
+    """Time the maximum and the cast in both orders by what `torch.compile` makes of torch's operators."""
+    largest = largest_of(FORM)
+
+    def cast(values: Tensor) -> tuple[Tensor, Tensor]:
+        scale = (largest / values.abs().max().to(torch.float64).clamp(min=1e-12)).to(torch.float32)
+        rows = (values.to(torch.float32) * scale).to(FORM)
+        return rows, rows.t().contiguous()
+
+    return quickest("inductor", {"compiled": torch.compile(cast, dynamic=False) if ON_GPU else cast})
+
+
+def on_the_host() -> dict[str, Any]:
+    """Time what an operator takes of the host, in microseconds."""
+    values, count = matrix((64, 64)), 2000 if ON_GPU else 5
+    known = maxima(values)
+    calls: Iterable[tuple[str, Callable[[], Any]]] = (
+        ("maxima", lambda: maxima(values)),
+        ("both", lambda: both_orders(values, known, FORM)),
+    )
+    found: dict[str, Any] = {"kind": "host"}
+    for name, call in calls:
+        call()
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        found[f"{name}_us"] = round((time.perf_counter() - began) / count * 1e6, 2)
+    return found
+
+
+CASES: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "maxima": maxima_by_blocks,
+    **{kind: partial(casts_by_tiles, kind) for kind in ("both", "rows", "columns")},
+    "inductor": by_inductor,
+    "host": on_the_host,
+}
+
+if __name__ == "__main__":
+    main(CASES, columns=("TB_s", "of", "maxima_us", "both_us"))

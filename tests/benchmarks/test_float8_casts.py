@@ -1,0 +1,32 @@
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("case", ["maxima", "both", "rows", "columns", "inductor"])
+def test_a_case_has_a_speed_for_each_shape(import_benchmark, monkeypatch, case):
+    script = import_benchmark("float8_casts")
+    monkeypatch.setattr(script, "SHAPES", ((32, 48), (16, 16)))
+    found = script.CASES[case]()
+    assert [*found["shapes"]] == ["32x48", "16x16"]
+    for shape in found["shapes"].values():
+        (least,) = (ways for ways in [shape["TB_s"].values()])
+        assert shape["ms"] > 0
+        assert [*least] == sorted(least, reverse=True)
+
+
+def test_the_hosts_share_is_timed(import_benchmark):
+    found = import_benchmark("float8_casts").CASES["host"]()
+    assert min(found["maxima_us"], found["both_us"]) > 0
+
+
+def test_what_does_not_fit_is_left_out(import_benchmark, monkeypatch, capsys):
+    script = import_benchmark("float8_casts")
+    monkeypatch.setattr(script, "SHAPES", ((32, 48),))
+
+    def too_large(values):
+        raise RuntimeError("out of resource: shared memory")
+
+    found = script.quickest("rows", {"large": too_large, "small": lambda values: values + 1})
+    assert found["of"] == "small"
+    assert "large: RuntimeError: out of resource" in capsys.readouterr().out
