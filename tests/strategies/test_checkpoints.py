@@ -281,21 +281,44 @@ def test_a_full_disk_stops_the_run_at_the_next_save(ranks, tmp_path):
     assert last == "epoch=0.ckpt"
 
 
-def averaged_and_resumed(path):
+def ema():
+    return EMAWeightAveraging(decay=0.5)
+
+
+def averaged_and_resumed(path, options):
     found = []
     for resumed_from in (None, path / "whole" / "epoch=1.ckpt"):
-        model, average = Net(), EMAWeightAveraging(decay=0.5)
+        model = Net()
         folder = "resumed" if resumed_from else "whole"
-        arguments = {"ckpt_path": resumed_from, "folder": folder, "callbacks": [average]}
-        losses = fit(path, strategy=FSDP2Strategy(), model=model, **arguments)
+        arguments = {"ckpt_path": resumed_from, "folder": folder, "callbacks": [ema()]}
+        losses = fit(path, strategy=FSDP2Strategy(**options), model=model, **arguments)
         weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
         found.append((losses, weights))
     (whole, averages), (resumed, again) = found
     return whole[-len(resumed) :] == resumed, all(torch.equal(averages[name], again[name]) for name in averages)
 
 
-def test_averaged_weights_are_resumed_where_they_were(ranks, tmp_path):
-    assert ranks(averaged_and_resumed, tmp_path) == (True, True)
+@pytest.mark.parametrize("save", ["sharded", "full"])
+def test_averaged_weights_are_resumed_where_they_were(ranks, tmp_path, save):
+    assert ranks(averaged_and_resumed, tmp_path, {"save": save}) == (True, True)
+
+
+def averaged_from_one_device(path):
+    model = Net()
+    fit(path, strategy=FSDP2Strategy(), ckpt_path=path / "one.ckpt", model=model, callbacks=[ema()])
+    return {name: weight.full_tensor().tolist() for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_averaged_weights_of_one_device_are_resumed_on_two(ranks, tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="one", enable_version_counter=False)
+    run_of(tmp_path, epochs=1, callbacks=[saver, ema()]).fit(Net(), loader(8))
+    rest = Net()
+    options = {"callbacks": [ema()], "enable_checkpointing": False}
+    run_of(tmp_path, **options).fit(rest, loader(8), ckpt_path=tmp_path / "one.ckpt")
+    averages = ranks(averaged_from_one_device, tmp_path)
+    for name, weight in rest.state_dict().items():
+        assert torch.allclose(torch.tensor(averages[name]), weight, rtol=1e-5, atol=1e-7), name
 
 
 class SaveInstead(Callback):

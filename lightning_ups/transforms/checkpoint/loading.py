@@ -1,6 +1,6 @@
 """Reading a checkpoint into a module and its optimizers, whoever wrote it and on however many ranks."""
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     for optimizer, numbered in zip(reading.optimizers, states, strict=False):
         tree = restore_numbered(parameter_names(reading.module, optimizer), numbered)
         restore(reading.module, optimizer, _laid_out(reading, tree))
-    return saved, left
+    return _divided(reading, saved), left
 
 
 def _load_module_from(reading: _Reading, saved: Mapping[str, Any]) -> None:
@@ -242,22 +242,28 @@ def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(reading.module.named_parameters())
     sources: dict[str, Any] = {}
     targets: dict[str, Any] = {}
-
-    def note(value: Any, place: str, *, of: str, key: str) -> Any:
-        if isinstance(value, list):
-            return [note(inner, f"{place}.{index}", of=of, key=key) for index, inner in enumerate(value)]
-        if not isinstance(value, Tensor):
-            return value
-        sources[place] = value
-        targets[place] = empty_like_parameter(parameters[of], key=key, size=value.shape, dtype=value.dtype, form="")
-        return targets[place]  # read in place, below
-
     state = {
-        name: {key: note(value, f"{name}.{key}", of=name, key=key) for key, value in entries.items()}
+        name: {
+            key: _room_for(value, f"{name}.{key}", sources, targets, like=parameters[name], key=key)
+            for key, value in entries.items()
+        }
         for name, entries in tree["state"].items()
     }
     read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
     return {**tree, "state": state}
+
+
+def _room_for(
+    value: Any, place: str, sources: dict[str, Any], targets: dict[str, Any], *, like: Tensor, key: str
+) -> Any:
+    """Return room for ``value``, to be read in place from ``sources`` into ``targets``; no tensor: itself."""
+    if isinstance(value, list):
+        return [_room_for(v, f"{place}.{i}", sources, targets, like=like, key=key) for i, v in enumerate(value)]
+    if not isinstance(value, Tensor):
+        return value
+    sources[place] = value
+    targets[place] = empty_like_parameter(like, key=key, size=value.shape, dtype=value.dtype, form="")
+    return targets[place]
 
 
 def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, metadata: Metadata) -> dict[str, Any]:
@@ -268,17 +274,39 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
     }
     if not entries:
         return rest
-    parameters = dict(reading.module.named_parameters())
+    parameters = dict(reading.module.named_parameters(remove_duplicate=False))
     targets: dict[str, Any] = {}
     for name, entry in entries.items():
-        like = next((p for n, p in parameters.items() if name.endswith("." + n) and p.shape == entry.size), None)
+        like = _namesake(parameters, name, entry.size)
         if like is None:
             targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
             targets[name] = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
     read_into(targets, reader, group=reading.group, weights_only=reading.weights_only)
-
     return put_back(rest, targets)
+
+
+def _divided(reading: _Reading, rest: dict[str, Any]) -> dict[str, Any]:
+    """Divide what a file has whole, such as averaged weights, as the parameter of its name is divided."""
+    parameters = dict(reading.module.named_parameters(remove_duplicate=False))
+    parameters = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    rest, sources = _without(
+        rest, lambda place, value: isinstance(value, Tensor) and _namesake(parameters, place, value.shape) is not None
+    )
+    targets: dict[str, Any] = {}
+    for place, value in sources.items():
+        like = _namesake(parameters, place, value.shape)
+        assert like is not None
+        targets[place] = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+    read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
+    return put_back(rest, {f"{SHARDED}.{place}": target for place, target in targets.items()})
+
+
+def _namesake(parameters: Mapping[str, Tensor], place: str, size: torch.Size) -> Tensor | None:
+    """Return the parameter that ``place``, somewhere in a checkpoint, ends with the name of, if it has that size."""
+    _, *parts = place.split(".")
+    names = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
+    return next((parameters[name] for name in names if name in parameters and parameters[name].shape == size), None)
 
 
 def put_back(value: Any, tensors: Mapping[str, Any]) -> Any:
@@ -294,23 +322,28 @@ def put_back(value: Any, tensors: Mapping[str, Any]) -> Any:
     return value
 
 
-def lifted(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
+def lifted(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part the DTensors from ``rest``, such as averaged weights that a callback keeps; `load` puts them back."""
-    found: dict[str, DTensor] = {}
+    return _without(rest, lambda _, value: isinstance(value, DTensor))
 
-    def take(value: Any, place: str) -> Any:
-        if isinstance(value, DTensor):
-            found[place] = value
-            return {SHARDED: place}
-        if isinstance(value, dict):
-            new = {key: take(inner, f"{place}.{key}" if place else str(key)) for key, inner in value.items()}
-            return new if any(new[key] is not value[key] for key in new) else value
-        if type(value) in (list, tuple):
-            items = [take(inner, f"{place}.{index}") for index, inner in enumerate(value)]
-            return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
-        return value
 
-    return take(rest, ""), found
+def _without(rest: dict[str, Any], taken: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part from ``rest`` what is ``taken``, told by its place and itself, and return both; by place what was taken."""
+    found: dict[str, Any] = {}
+    return _take(rest, "", taken, found), found
+
+
+def _take(value: Any, place: str, taken: Callable[[str, Any], bool], found: dict[str, Any]) -> Any:
+    if taken(place, value):
+        found[place] = value
+        return {SHARDED: place}
+    if isinstance(value, dict):
+        new = {key: _take(inner, f"{place}.{key}" if place else str(key), taken, found) for key, inner in value.items()}
+        return new if any(new[key] is not value[key] for key in new) else value
+    if type(value) in (list, tuple):
+        items = [_take(inner, f"{place}.{index}", taken, found) for index, inner in enumerate(value)]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return value
 
 
 def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:

@@ -196,6 +196,32 @@ def test_between_one_device_and_two_ranks(ranks, tmp_path):
         assert values == pytest.approx(expected, rel=1e-5)
 
 
+def what_is_kept_of(path):
+    model = tied(trained(seed=9, mesh=init_device_mesh("cpu", (2,)))[0])
+    kept = load(path, module=model, optimizers=[])[0]["kept"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    alike = {name: value.placements == parameters[name].placements for name, value in kept["average"].items()}
+    values = {name: value.full_tensor() for name, value in kept["average"].items()}
+    return alike, values, kept["others"]
+
+
+def tied(model):
+    model.again = model.first
+    return model
+
+
+def test_what_a_file_keeps_under_the_name_of_a_sharded_parameter_comes_back_as_shards(ranks, tmp_path):
+    model = tied(trained()[0])
+    average = {name: torch.rand(p.shape) for name, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1}
+    others = {"first.weight": torch.rand(2), "norm.running_mean": torch.rand(3), "steps": [torch.ones(()), 3]}
+    kept = {"average": average, "others": others}
+    torch.save({"state_dict": model.state_dict(), "kept": kept}, tmp_path / "file")
+    alike, values, rest = ranks(what_is_kept_of, tmp_path / "file")
+    assert alike == dict.fromkeys(["first.weight", "second.weight", "again.weight"], True)
+    assert all(torch.equal(values[name], average[name]) for name in average)
+    assert str(rest) == str(others), "of another shape, no parameter, or no tensor"
+
+
 def test_a_copy_elsewhere_is_whole(tmp_path):
     path = sharded_file(tmp_path / "c", *trained())
     shutil.copytree(path, tmp_path / "elsewhere" / "d")
