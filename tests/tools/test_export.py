@@ -96,6 +96,7 @@ def test_transformers_loads_it_with_equal_logits(ranks, tmp_path, kind, shard):
         model, info = LlamaForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+    assert json.loads((output / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert torch.allclose(torch.tensor(logits(model)), torch.tensor(expected), rtol=0, atol=2e-6)
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["MODELS", "described"]
 
@@ -21,7 +22,7 @@ def described(module: nn.Module) -> dict[str, dict[str, str]]:
         if any(name.startswith(outer + ".") if outer else name for outer in found):
             continue
         if (config := _as_json(getattr(submodule, "config", None))) is not None and name:
-            kind = type(submodule)
+            kind = next(base for base in type(submodule).__mro__ if not issubclass(base, FSDPModule))  # as it was written
             found[name] = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config}
     return found
 
