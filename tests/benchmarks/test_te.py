@@ -39,12 +39,14 @@ def test_a_case_holds_at_a_tiny_size(te, case):
     assert found["ok"]
 
 
+@pytest.mark.slow  # each trains several times, which takes a GPU about a minute
 @pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("case", ["conversion", "recipes", "checkpoints", "recompute", "compiled", "attention"])
 def test_a_case_holds_on_a_gpu(case, tmp_path):
     run_case(case, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu(count=2, capability=(9, 0))
 @pytest.mark.parametrize("case", ["ddp", "fsdp2"])
 def test_a_case_holds_on_two_gpus(case, tmp_path):

@@ -60,6 +60,7 @@ def test_what_is_missing_is_said_before_anything_runs(script, monkeypatch):
     assert "needs torchao.float8: name others" in script.unmet(["rowwise"])
 
 
+@pytest.mark.slow  # each trains several times, which takes a GPU about a minute
 @pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "current", "block"])
 def test_a_recipe_is_green_and_a_fault_is_red_on_a_gpu(import_benchmark, recipe):
