@@ -22,7 +22,8 @@ def described(module: nn.Module) -> dict[str, dict[str, str]]:
         if any(name.startswith(outer + ".") if outer else name for outer in found):
             continue
         if (config := _as_json(getattr(submodule, "config", None))) is not None and name:
-            kind = next(base for base in type(submodule).__mro__ if not issubclass(base, FSDPModule))  # as it was written
+            # As it was written: FSDP2 gives each module that it shards a class of its own.
+            kind = next(base for base in type(submodule).__mro__ if not issubclass(base, FSDPModule))
             found[name] = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config}
     return found
 
