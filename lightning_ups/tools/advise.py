@@ -101,8 +101,14 @@ def advise(
 
     Raises:
         RuntimeError: If there is no GPU, and neither a table nor ``dry``.
-        ValueError: If no layer fits, or the step cannot run without values.
+        ValueError: If no layer fits, the step cannot run without values, or ``steps`` are too few.
     """
+    if steps is not None and steps != 0 and steps <= WARMUP:
+        raise ValueError(
+            f"advise was told to time a step by {steps} steps."
+            f" The first {WARMUP} compile, and are not timed."
+            f" Give --steps {STEPS} or so, or --steps 0 to do without the time of a whole step."
+        )
     device = torch.device("cuda", 0) if trial.run.accelerator == "cuda" else torch.device("cpu")
     can_time = device.type == "cuda" and torch.cuda.is_available()
     if not (dry or table or timer or can_time):

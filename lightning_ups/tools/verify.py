@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_ups._compat.inductor import eager_random_numbers
 from lightning_ups.order import Weights, policy_of
 from lightning_ups.order.policy import STOCK_POLICIES
-from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision
 from lightning_ups.tools.trial import Trial
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.float8 import fitting_linears
@@ -114,8 +114,14 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
         fault: A block and what to do to it in the configured training: for tests of this.
 
     Raises:
-        ValueError: If no step was taken, or how the precision rounds is not known.
+        ValueError: If no step is to be taken, or none was, or how the precision rounds is not known.
     """
+    if steps < 1:
+        raise ValueError(
+            f"verify was told to compare {steps} steps."
+            " What is compared are losses and gradients of each step of the optimizer."
+            " Give --steps 1 or more; 3 are enough for most."
+        )
     _check_known(trial.precision)
     references = _References(trial, steps=steps)
     plain = references.plain()
@@ -141,6 +147,12 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
 
 
 def _check_known(precision: Precision) -> None:
+    if isinstance(precision, BF16WeightsPrecision):
+        raise ValueError(
+            "verify has no reference for BF16WeightsPrecision."
+            " Its optimizer rounds weights by chance, and references have float32 weights, with nothing to round."
+            " Verify the same run with BF16Precision(), and an optimizer that does not round."
+        )
     if policy_of(precision) is None and not isinstance(precision, DoublePrecision):  # which rounds less than float32
         raise ValueError(
             f"verify does not know how {type(precision).__name__}, precision={precision.precision!r}, rounds."

@@ -93,6 +93,12 @@ def test_a_step_is_timed_by_training_in_bfloat16():
     assert {p.dtype for p in tried.module.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("steps", [-1, 5])
+def test_too_few_steps_to_time_one_by(steps):
+    with pytest.raises(ValueError, match=rf"by {steps} steps\. The first 5 compile.*--steps 0 to do without"):
+        advise.advise(trial(), recipes=["tensorwise"], steps=steps, timer=timer)
+
+
 def test_without_a_gpu_it_says_what_can_be_done():
     with pytest.raises(RuntimeError, match=r"advise finds no GPU here.*--table FILE.*--dry"):
         show(trial())

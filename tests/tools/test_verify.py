@@ -10,7 +10,7 @@ import torch
 from lightning_ups.__main__ import main
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.data import RandomTokens
-from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision
 from lightning_ups.tools.asked import run_of
 from lightning_ups.tools.trial import Trial
 from lightning_ups.tools.verify import Verdict, own_options, show, verify
@@ -238,6 +238,17 @@ def test_a_gradient_that_is_scaled_is_looked_for_in_a_block_that_has_one():
 def test_a_precision_whose_rounding_is_not_known_is_no_fault_of_the_run(precision):
     with pytest.raises(ValueError, match=rf"precision='{precision}', rounds.*Use one of \('32-true', 'bf16-mixed'\)"):
         verify(trial(num_layers=2, precision=precision))
+
+
+def test_weights_that_are_rounded_by_chance_have_no_reference():
+    with pytest.raises(ValueError, match=r"no reference for BF16WeightsPrecision.*the same run with BF16Precision\(\)"):
+        verify(trial(num_layers=2, plugins=[BF16WeightsPrecision()]))
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_no_step_is_none_to_compare(steps):
+    with pytest.raises(ValueError, match=rf"compare {steps} steps.*Give --steps 1 or more"):
+        verify(trial(num_layers=2), steps=steps)
 
 
 def test_more_bits_than_float32():
