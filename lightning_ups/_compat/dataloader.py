@@ -40,6 +40,8 @@ class Followed:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
         self._drawn = None
         loader.__class__ = _followed_class(self._kind, ref(follower))
+        if keeps_workers(loader):  # from before: their iterator has kept the sampler, which tells another, or nobody
+            loader._iterator._index_sampler = loader._index_sampler  # type: ignore[union-attr]
         if loader.num_workers > 0:
             self._drawn = torch.multiprocessing.get_context().RawValue("b", 0)
             loader.worker_init_fn = _MarkAtStart(self._init)

@@ -66,6 +66,22 @@ def test_what_was_read_ahead_is_read_again(depth, take):
     assert ([batch.tolist() for batch in iterator], torch.rand(()).item()) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12 says so of forks
+def test_workers_that_lived_before_do_not_begin_anew():
+    def make():
+        loader = DataLoader(range(12), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+        assert len([*loader]) == 6  # by the user, to look at the data, say
+        return loader
+
+    torch.manual_seed(1)
+    _, state, iterator = epoch(make(), take=2, resume=resumption())
+    expected = [batch.tolist() for batch in iterator]
+    later = resumption()
+    later.load([state], process=0)
+    _, _, iterator = epoch(make(), take=0, resume=later)
+    assert [batch.tolist() for batch in iterator] == expected
+
+
 def test_other_samples_than_before_are_found():
     torch.manual_seed(1)
     _, state, _ = epoch(DataLoader(range(20), batch_size=2, shuffle=True), take=3, resume=resumption())
