@@ -38,7 +38,7 @@ BYTES = {"maxima": 2, "rows": 3, "columns": 3, "both": 4, "inductor": 6}
 TILES = tuple(
     (rows, columns, warps, programs, stages)
     for rows, columns, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 128, 4), (256, 64, 8))
-    for programs, stages in ((2, 2), (4, 1), (4, 3), (8, 2), (64, 1))
+    for programs, stages in ((4, 1), (8, 1), (16, 1), (64, 1), (4, 3))
 )
 BLOCKS = tuple(itertools.product((2048, 4096, 8192), (4, 8), (1, 3)))
 

@@ -21,6 +21,9 @@ BLOCK, WARPS, STAGES = 4096, 4, 3
 class Tiles(NamedTuple):
     """How a cast goes through a matrix.
 
+    With one stage a tile is transposed as the multiprocessors do it best, by whole matrices of eight by eight; with more
+    it is read out of the loads' memory value by value. What waits for memory then are the other programs.
+
     Args:
         rows: Of a tile.
         columns: Of a tile.
@@ -29,11 +32,11 @@ class Tiles(NamedTuple):
         stages: Of loads that are under way.
     """
 
-    rows: int = 128
+    rows: int = 64
     columns: int = 128
-    warps: int = 8
-    programs: int = 4
-    stages: int = 2
+    warps: int = 4
+    programs: int = 8
+    stages: int = 1
 
 
 def launch_maxima(values_MK: Tensor) -> Tensor:
