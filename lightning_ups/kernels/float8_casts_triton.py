@@ -21,8 +21,8 @@ BLOCK, WARPS, STAGES = 4096, 4, 3
 class Tiles(NamedTuple):
     """How a cast goes through a matrix.
 
-    With one stage a tile is transposed as the multiprocessors do it best, by whole matrices of eight by eight; with more
-    it is read out of the loads' memory value by value. What waits for memory then are the other programs.
+    With one stage a tile is transposed as multiprocessors do it best, by matrices of eight by eight; with more it is
+    read out of the loads' memory value by value. What hides the wait for memory then are the other programs.
 
     Args:
         rows: Of a tile.
