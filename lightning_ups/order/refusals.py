@@ -77,6 +77,26 @@ REFUSALS = (
         ),
     ),
     Refusal(
+        what=lambda run: (
+            f"{run.strategy.name}(tensor_parallel_size={_split(run)}, replicate_size={_copies(run)}) is given"
+            f" for a run on {_devices(run)} {'device' if _devices(run) == 1 else 'devices'}."
+        ),
+        why="Every device has one place in the mesh, and all its rows are equally long.",
+        cure="Choose sizes whose product divides the number of devices.",
+        holds=lambda run: _devices(run) % (_split(run) * _copies(run)) != 0,
+    ),
+    Refusal(
+        what=lambda run: (
+            f"{run.strategy.name}(reshard_after_forward={run.strategy.settings['reshard_after_forward']}) is given"
+            f" where parameters are sharded over {_sharded_over(run)}."
+        ),
+        why="What was gathered stays spread over groups of so many devices, all of one size.",
+        cure="Use a number that divides it, or True or False.",
+        holds=lambda run: (
+            type(size := run.strategy.settings.get("reshard_after_forward")) is int and _sharded_over(run) % size != 0
+        ),
+    ),
+    Refusal(
         what=lambda run: f"{_whole(run)[0]} would compile whole models under {run.strategy.name}.",
         why="The strategy gathers parameters in hooks of each block, and these would break the one graph.",
         cure="Use scope='blocks'.",
@@ -238,6 +258,22 @@ def _has_masters(run: Run) -> bool:
     policy = policy_of(run.precision)
     lowered = policy is not None and policy.param is not None
     return lowered and getattr(run.precision, "weights", None) == "masters" and not run.strategy.shards
+
+
+def _devices(run: Run) -> int:
+    return run.num_devices * run.num_nodes
+
+
+def _split(run: Run) -> int:
+    return run.strategy.settings.get("tensor_parallel_size", 1)
+
+
+def _copies(run: Run) -> int:
+    return run.strategy.settings.get("replicate_size", 1)
+
+
+def _sharded_over(run: Run) -> int:
+    return max(_devices(run) // (_split(run) * _copies(run)), 1)
 
 
 def _is_sharded(run: Run) -> bool:

@@ -91,6 +91,19 @@ REFUSED = {
         run(strategy=FSDP2, precision=MixedPrecision("16-mixed", "cpu")),
         "precision='16-mixed' is given with FSDP2Strategy.*Use precision='bf16-mixed'",
     ),
+    "devices that are no mesh": (
+        run(
+            strategy=dataclasses.replace(FSDP2, settings={"tensor_parallel_size": 3, "replicate_size": 1}), num_nodes=4
+        ),
+        r"FSDP2Strategy\(tensor_parallel_size=3, replicate_size=1\) is given for a run on 8 devices.*product divides",
+    ),
+    "groups that are not of one size": (
+        run(
+            strategy=dataclasses.replace(FSDP2, settings={"reshard_after_forward": 4, "replicate_size": 2}),
+            num_devices=12,
+        ),
+        r"\(reshard_after_forward=4\) is given where parameters are sharded over 6\..*Use a number that divides it",
+    ),
     "no policy": (
         run(strategy=FSDP2, precision=HalfPrecision("bf16-true")),
         "HalfPrecision, precision='bf16-true', has no meaning under FSDP2Strategy.*Use one of .*bf16-mixed",
@@ -193,6 +206,13 @@ ALLOWED = {
     "activations of blocks, chosen": run(strategy=FSDP2, callbacks=(Compile(scope="auto"), ActivationOffload())),
     "activations of blocks": run(callbacks=(Compile(scope="blocks"), ActivationOffload())),
     "activations outside fit": run(callbacks=(Whole(), ActivationOffload()), training=False),
+    "devices that are a mesh": run(
+        strategy=dataclasses.replace(
+            FSDP2, settings={"tensor_parallel_size": 2, "replicate_size": 2, "reshard_after_forward": 2}
+        ),
+        num_devices=8,
+    ),
+    "gathered again": run(strategy=dataclasses.replace(FSDP2, settings={"reshard_after_forward": True}), num_devices=3),
     "one owner": run(callbacks=(Owner(),)),
 }
 

@@ -89,9 +89,8 @@ def spread(tmp_path):
 
 
 def test_what_cannot_be_spread_evenly_is_refused(ranks, tmp_path):
-    with pytest.raises(
-        AssertionError, match=r"(?s)=3\) is no part of 2, over which.*Use one of 1, 2, or True or False"
-    ):
+    text = r"(?s)\(reshard_after_forward=3\) is given where parameters are sharded over 2\..*that divides it, or True"
+    with pytest.raises(AssertionError, match=text):
         ranks(spread, tmp_path)
 
 
