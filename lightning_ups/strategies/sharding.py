@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.distributed import Backend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -341,8 +342,15 @@ class ShardingStrategy(ModelParallelStrategy):
         self._change_loops(self.lightning_module.trainer)
 
     def _check_communication(self) -> None:
-        """Refuse what is asked of NCCL where none communicates, or say that it has no effect."""
+        """Refuse a backend that is none, and what is asked of NCCL where it does not communicate, or say that."""
         backend = self._get_process_group_backend()
+        known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+        if not {part.rpartition(":")[2].lower() for part in backend.split(",")} <= {*known}:
+            raise ValueError(
+                f"{type(self).__name__}(process_group_backend={backend!r}) is not known to this torch."
+                " A backend is what devices communicate by, one for all, or one for each type of device."
+                f" Use one of {', '.join(known)}, or several, as in 'cpu:gloo,cuda:nccl'."
+            )
         if "nccl" in backend:
             return
         if self._flight_recorder is not None:  # of the run nothing depends on it
