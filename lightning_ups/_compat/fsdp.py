@@ -5,7 +5,7 @@ Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -76,11 +76,15 @@ def initialise(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
     for state in _states(root):
         for group in _groups(state):
-            types = {(held.orig_dtype, held.reduce_dtype) for held in group.fsdp_params}
-            if group._orig_dtype is None and len(types) == 1:  # all frozen now; a callback may unfreeze them
-                ((group._orig_dtype, group._reduce_dtype),) = types
+            _type_of_frozen(group)
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
+
+
+def _type_of_frozen(group: Any) -> None:
+    types = {(held.orig_dtype, held.reduce_dtype) for held in group.fsdp_params}
+    if group._orig_dtype is None and len(types) == 1:  # all frozen now; a callback may unfreeze them
+        ((group._orig_dtype, group._reduce_dtype),) = types
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +111,8 @@ def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> No
         if (original := originals.get(held.sharded_param)) is not None:
             _copy_attributes(original, held.sharded_param)
             if hooks := gradient_hooks(original):
-                held.init_unsharded_param = partial(_make_with_hooks, held, held.init_unsharded_param, hooks)
+                held.hang_hooks = partial(_hang_hooks, held, hooks)
+                held.to_unsharded = partial(_gather_with_hooks, held, held.to_unsharded)
 
 
 def _copy_attributes(source: Tensor, target: Tensor) -> None:
@@ -116,19 +121,28 @@ def _copy_attributes(source: Tensor, target: Tensor) -> None:
             setattr(target, name, value)
 
 
-def _make_with_hooks(held: Any, make: Callable[[], None], hooks: Iterable[Callable[[Tensor], Any]]) -> None:
-    before = getattr(held, "_unsharded_param", None)
-    make()
-    if held._unsharded_param is not before and held._unsharded_param.requires_grad:
+def _gather_with_hooks(held: Any, gather: Callable[[], None]) -> None:
+    gather()
+    held.hang_hooks()
+
+
+def _hang_hooks(held: Any, hooks: Sequence[Callable[[Tensor], Any]]) -> None:
+    gathered = held._unsharded_param
+    if not gathered.requires_grad:
+        return  # frozen, perhaps for now
+    there = gradient_hooks(gathered)
+    if not any(hook is other for hook in hooks for other in there):
         for hook in hooks:
-            held._unsharded_param.register_hook(hook)
+            gathered.register_hook(hook)
 
 
 def follow_requires_grad(root: FSDPModule) -> None:
     """Let what is gathered now require gradients as its shards do, which torch sees to at the next gather only."""
-    for _, shard, gathered, _, _ in held_parameters(root):
+    for _, shard, gathered, _, held in held_parameters(root):
         if gathered is not None:
             gathered.requires_grad_(shard.requires_grad)
+            if hasattr(held, "hang_hooks"):
+                held.hang_hooks()
 
 
 def begin_forward(root: FSDPModule) -> None:
@@ -323,6 +337,7 @@ def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:
         alone.wait_for_unshard()
     target.fsdp_params.append(handle)
     target._init_mp_dtypes()
+    _type_of_frozen(target)
     target._sharded_state = type(target._sharded_state).UNSHARDED
     return handle._unsharded_param
 

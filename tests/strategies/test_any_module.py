@@ -38,6 +38,16 @@ FOUND = {
     "a list of state, resumed from DDP": plainly(("bare", "list"), optimizer="past", resume="from ddp"),
     "a list of state, resumed under DDP": plainly(("bare", "list"), optimizer="past", resume="to ddp"),
     "clipped in double precision": plainly(("bare", "list"), clip=0.1, double=True),
+    "a hook for a gradient, unfrozen": plainly(("gradient hook", "plain"), unfreeze=True),
+    "a hook for a gradient, unfrozen while it is gathered": plainly(
+        ("gradient hook", "plain"), unfreeze=True, strategy={"sharding": "gradients"}
+    ),
+    "a hook for a gradient of what is read outside, unfrozen": plainly(
+        ("gradient hook", "plain"), traits=[("read", 0, 0)], unfreeze=True
+    ),
+    "read outside, unfrozen in another type": plainly(
+        ("bare", "list"), traits=[("read", 0, 0)], unfreeze=True, precision="bf16-mixed"
+    ),
     "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
 }
 
