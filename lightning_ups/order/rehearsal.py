@@ -88,6 +88,12 @@ def rehearse_run(
     Raises:
         Uncountable: If something cannot be rehearsed.
     """
+    if not run.module.automatic_optimization:
+        raise Uncountable(
+            f"{type(run.module).__name__} optimizes by itself (automatic_optimization=False), and cannot be rehearsed."
+            " What a step takes is counted from a loss that training_step returns, and here it makes its own steps."
+            " Measure one step instead: `fit` with fast_dev_run, and MemoryForensics among the callbacks."
+        )
     change, mode, ledger = change or Change(), fake_mode(), Ledger()
     with ExitStack() as stack, _explained(run):
         module, masters = _twin(run, mode, stack)
@@ -275,7 +281,7 @@ def _loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise Uncountable(
             f"training_step returned {type(output).__name__}, and no loss."
-            " What backward takes is counted from the loss; in manual optimization training_step makes its own steps."
+            " What backward takes is counted from the loss."
             " Measure one step instead: `fit` with fast_dev_run, and MemoryForensics among the callbacks."
         )
     return loss
