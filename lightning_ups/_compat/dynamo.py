@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -20,6 +21,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 __all__ = [
     "Compilation",
@@ -41,6 +43,7 @@ __all__ = [
     "is_static",
     "is_written_to",
     "load_artifacts",
+    "loggers_left_out",
     "mark",
     "num_graphs",
     "recompile_limit",
@@ -221,6 +224,38 @@ def ddp_splitting_off() -> Iterator[None]:
     """Keep Dynamo from splitting graphs at the borders of DDP's buckets while the context is open."""
     with dynamo.config.patch(optimize_ddp=False):
         yield
+
+
+@contextmanager
+def loggers_left_out(tell: Callable[[], None]) -> Iterator[None]:
+    """Let Dynamo leave out of graphs what a module writes to Python's loggers, which would end them.
+
+    Args:
+        tell: Called when it does so for the first time.
+    """
+    # Libraries add methods of theirs, as transformers does with `warning_once`.
+    methods = [method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LEVELS]
+    left_out = _LeftOut({*dynamo.config.ignore_logging_functions, *methods})
+    left_out.tell = tell
+    with dynamo.config.patch(ignore_logging_functions=left_out):
+        yield
+
+
+_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+class _LeftOut(set[Any]):
+    """Tells when something was found in it, once."""
+
+    tell: Callable[[], None] | None = None
+
+    @override
+    def __contains__(self, function: object) -> bool:
+        found = super().__contains__(function)
+        if found and self.tell is not None:
+            tell, self.tell = self.tell, None
+            tell()
+        return found
 
 
 def is_fake(value: Any) -> bool:

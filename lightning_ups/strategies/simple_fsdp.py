@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat import overlap
+from lightning_ups._compat.dynamo import loggers_left_out
 from lightning_ups._compat.partitioner import random_states_in_place
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
@@ -70,7 +71,7 @@ class _Graphs(Step):
                 else f"each parameter is gathered by itself: {why}",
                 overlap="blocks" if why is None else "none",
             )
-            with advice_for_one_graph(_PART):
+            with advice_for_one_graph(_PART), loggers_left_out(lambda: _tell_of_loggers(context.report)):
                 if self.compiles:
                     stack.enter_context(self._compiled(module, context))
                 yield
@@ -98,6 +99,15 @@ class _Graphs(Step):
             finally:
                 context.report.update(_PART, compiled=now.facts)
                 self.strategy._compiled = None
+
+
+def _tell_of_loggers(report: Report) -> None:
+    report.update(_PART, loggers_left_out=True)
+    rank_zero_warn(
+        "SimpleFSDPStrategy leaves out of its graph what a module writes to a logger in its forward."
+        " Python's logging would end the graph, and with it what hides communication."
+        " To read it, run a step with FSDP2Strategy."
+    )
 
 
 def _compilers(module: LightningModule) -> list[Any]:

@@ -1,3 +1,6 @@
+import logging
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -170,3 +173,32 @@ def test_ddp_splitting_is_put_back():
 def test_tree_map_reaches_tensors_in_any_container():
     tree = {"a": [torch.ones(2), 1], "b": (None, torch.ones(1))}
     assert dynamo.tree_map(lambda t: t.numel(), tree) == {"a": [2, 1], "b": (None, 1)}
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+@cache
+def warning_once(logger, text):
+    logger.warning(text)
+
+
+class Talking(nn.Module):
+    def forward(self, x):
+        LOGGER.warning("so many: %s", x.shape[0])
+        LOGGER.warning_once("as transformers writes")
+        return x.sin()
+
+
+def test_loggers_are_left_out_of_a_graph_and_that_is_told_once(monkeypatch):
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    told = []
+    torch.compiler.reset()
+    module, x = torch.compile(Talking(), backend="eager", fullgraph=True), torch.randn(3)
+    with dynamo.loggers_left_out(lambda: told.append(1)):
+        assert torch.equal(module(x), x.sin())
+        module(torch.randn(3, 3))
+    assert told == [1]
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Logger"):  # noqa: TID251
+        module(x)

@@ -1,5 +1,6 @@
 """What a user of SimpleFSDPStrategy meets: compilation, graphs, writes, precision, checkpoints, refusals."""
 
+import logging
 import warnings
 from functools import cache, partial
 
@@ -30,6 +31,7 @@ from tests.strategies.test_parity import check, expected
 from tests.toys import trainer
 
 PART = "SimpleFSDPStrategy"
+LOGGER = logging.getLogger(__name__)
 
 
 def loader(size=8):
@@ -130,6 +132,25 @@ def test_what_cannot_be_one_graph_is_an_error_in_the_first_step(ranks, tmp_path)
     assert "blocks=" not in text
     assert "on_failure" not in text
     assert text.endswith("or use FSDP2Strategy, under which blocks are compiled one by one.")
+
+
+def talks(module, *_):
+    LOGGER.warning("%s is called", type(module).__name__)
+
+
+def talking(tmp_path):
+    model, lightning = made(tmp_path, name="Gpt", epochs=1)
+    model.model.layers[0].register_forward_pre_hook(talks)
+    reports = []
+    model.on_train_end = lambda: reports.append(applied(lightning.strategy).report.parts)
+    lightning.fit(model, loader())
+    return reports[0]
+
+
+def test_what_a_module_writes_to_a_logger_does_not_end_the_graph(ranks, tmp_path):
+    parts = ranks(talking, tmp_path)
+    assert parts["Compile"]["graphs"] == 1
+    assert parts[PART]["loggers_left_out"]
 
 
 class PastForward(cases.Case):
