@@ -78,7 +78,8 @@ class BufferSync:
     """Gives every rank the first rank's buffers, those that change while the model trains, before each step.
 
     Running statistics of norms are known to change. Which others do is seen in the first step: all ranks agree on them
-    once, so that they later send the same without asking.
+    once, so that they later send the same without asking. What one module changes, every other of its class may change
+    in a later step, as one of several experts.
 
     Args:
         module: Holds the buffers.
@@ -110,16 +111,17 @@ class BufferSync:
     def _agree(self, buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Wait for the other ranks, once, and return what changed on any."""
         now = _versions(buffers)
-        known = {
-            f"{name}.{inner}".removeprefix(".")
-            for name, module in self._module.named_modules()
-            if isinstance(module, NormWithStatistics)
-            for inner, _ in module.named_buffers(recurse=False)
+        modules = dict(self._module.named_modules())
+        kinds = {name: (type(modules[name.rpartition(".")[0]]), name.rpartition(".")[2]) for name in buffers}
+        may_change = {
+            kind
+            for name, kind in kinds.items()
+            if issubclass(kind[0], NormWithStatistics) or now[name] != self._before.get(name)
         }
         names = [*buffers]
         if not names:
             return ()
-        changed = [name in known or now[name] != self._before.get(name) for name in names]
+        changed = [kinds[name] in may_change for name in names]
         device = next(iter(buffers.values())).device
         anywhere = torch.tensor(changed, dtype=torch.int32, device=device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)

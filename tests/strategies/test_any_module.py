@@ -48,6 +48,7 @@ FOUND = {
     "read outside, unfrozen in another type": plainly(
         ("bare", "list"), traits=[("read", 0, 0)], unfreeze=True, precision="bf16-mixed"
     ),
+    "a buffer that first changes in a later step": plainly(("rebound", "odd steps")),
     "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
 }
 
