@@ -361,6 +361,12 @@ class Experts(nn.Module):
         super().__init__()
         self.experts, self.calls = nn.ModuleList(Mlp() for _ in range(2)), 0
 
+    def get_extra_state(self):  # or a run that is resumed begins with the other one, as under DDP
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
     def forward(self, x):
         self.calls += self.training
         return self.experts[self.calls % 2](x)
