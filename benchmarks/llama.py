@@ -4,6 +4,7 @@
     python benchmarks/llama.py --row 8B-float8 --sides ours torchtitan --titan PATH_OF_ITS_RUNNER
     python benchmarks/llama.py --row tiny          # on a CPU, in a minute: tries it out
     python benchmarks/llama.py --row 1B-4 --rounds 0 --output DIR   # the table of what was kept there
+    python benchmarks/llama.py --row 8B --search --rounds 1 --output DIR   # torchtitan alone, by each of its settings
 
 Every side is a process of its own, in turn, A B A B, on the same machine. All of them train the same shape with
 float32 masters and moments, gradients clipped to a norm of 1 at each step, fused AdamW, random tokens, weights drawn as
@@ -543,6 +544,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", choices=rows(), required=True)
     parser.add_argument("--sides", nargs="*", choices=[*SIDES, "torchtitan"], help="only these")
+    parser.add_argument("--search", action="store_true", help="run torchtitan by each of its settings, and no other")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything: later runs are left out")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for one run")
@@ -553,7 +555,9 @@ def main() -> None:
     row = rows()[options.row]
     if options.side:
         work(SIDES[options.side], row)
-    sides = options.sides or row.sides
+    if options.search and options.sides:
+        parser.error("--search runs sides of its own: leave --sides out")
+    sides = [*titans(row)] if options.search else options.sides or row.sides
     if options.rounds and (lacks := unmet(row, options.row, sides, options.titan)):
         parser.error(lacks)
     if options.rounds:
@@ -569,10 +573,12 @@ def main() -> None:
 
 def unmet(row: Row, name: str, sides: Iterable[str], runner: Path) -> str | None:
     """Say what ``sides`` of ``row`` need and is not there."""
-    if "torchtitan" in sides and not (runner / "bench_titan.sh").is_file():
+    sides = list(sides)
+    asks_titan = any(map(is_titan, sides))
+    if asks_titan and not (runner / "bench_titan.sh").is_file():
         path = runner / "bench_titan.sh"
         return f"torchtitan runs by {path}, which does not exist: name the folder by --titan, or other --sides"
-    if "torchtitan" in sides and not row.titan:
+    if (asks_titan or not sides) and not row.titan:
         return f"there is no setting of torchtitan for row {name}: name other --sides"
     if (row.gpus == 1 or not ON_GPU) and (asked := [side for side in sides if side in OF_COMMUNICATION]):
         return f"side {asked[0]!r} is about what GPUs say to one another: name a row of several, on GPUs"
@@ -608,13 +614,13 @@ def run(name: str, sides: Iterable[str], options: argparse.Namespace) -> Iterabl
             if side in failed:
                 print(f"{side}, round {turn}: left out, it failed before", flush=True)
                 continue
-            if left < longest.get(side, first) + (RUNNER if side == "torchtitan" else 0):
+            if left < longest.get(side, first) + (RUNNER if is_titan(side) else 0):
                 print(f"{side}, round {turn}: left out, {left:.0f} s of the budget are left", flush=True)
                 continue
             began, limit = time.monotonic(), min(left, options.timeout)
             interrupted = None
             try:
-                result, text = titan(rows()[name], options, limit) if side == "torchtitan" else child(name, side, limit)
+                result, text = titan(side, rows()[name], options, limit) if is_titan(side) else child(name, side, limit)
             except Interrupted as error:
                 interrupted, text = error, error.said
                 result = {"error": "interrupted"}
@@ -638,9 +644,35 @@ def child(name: str, side: str, timeout: float) -> tuple[dict[str, Any], str]:
     return result_of(text), text
 
 
-def titan(row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[str, Any], str]:
+def titans(row: Row) -> dict[str, str]:
+    """Return the settings of torchtitan that its best is searched among, as it is told them; the last word counts."""
+    if not row.titan:
+        return {}
+    option, words = (
+        ("--single-gpu", ("amp", "fsdp")) if row.gpus == 1 else ("--reshard", ("default", "always", "never"))
+    )
+    return {
+        f"torchtitan, {kept} checkpointing, {option.strip('-')} {word}": f"--ac {kept} {option} {word}"
+        for kept in ("none", "selective", "full")
+        for word in words
+    }
+
+
+def is_titan(side: str) -> bool:
+    """Return whether torchtitan runs this side."""
+    return side.split(",")[0] == "torchtitan"
+
+
+def titan(side: str, row: Row, options: argparse.Namespace, timeout: float) -> tuple[dict[str, Any], str]:
     """Run torchtitan by its runner."""
-    words = [*row.titan.split(), "--local-batch-size", str(row.batch), "--steps", str(row.steps)]
+    words = [
+        *row.titan.split(),
+        *titans(row).get(side, "").split(),
+        "--local-batch-size",
+        str(row.batch),
+        "--steps",
+        str(row.steps),
+    ]
     words += ["--warmup", str(row.warmup), "--log-freq", "10"]
     if row.float8:
         words += ["--float8", "tensorwise", *(["--float8-filter", ""] if row.head else [])]
@@ -707,12 +739,19 @@ def table(name: str, results: Sequence[Mapping[str, Any]]) -> str:
         spread = (max(runs) - min(runs)) / median
         cells = (f"{median:.0f}", f"{spread:.1%}", f"{last['mfu']} %", last["peak_gib"], last["norm_first"])
         mean = f"{statistics.median(means[side]):.0f}" if side in means else ""
-        cells += (ratio_of(speeds, side), mean, ratio_of(means, side), READS[side])
+        cells += (ratio_of(speeds, side), mean, ratio_of(means, side))
+        cells += (READS["torchtitan" if is_titan(side) else side],)
         lines.append(f"| {side} | {' | '.join(map(str, cells))} |")
     norms = [last["norm_first"] for last in kept.values() if last["norm_first"]]
     if len(norms) > 1:
         apart = max(norms) / min(norms) - 1
         lines.append(f"\nThe first norms are {apart:.2%} apart{'' if apart < 0.01 else ': the sides differ'}.")
+    if searched := {side: statistics.median(speeds[side]) for side in titans(row) if side in speeds}:
+        best = max(searched, key=lambda side: searched[side])
+        lines.append(f"\nThe best of {len(searched)} of {len(titans(row))} settings: {best}.")
+        if "torchtitan" in speeds:
+            share = statistics.median(speeds["torchtitan"]) / searched[best]
+            lines.append(f"What stands for torchtitan in this row has {share:.3f} of its speed.")
     if "ours" in speeds and row.against in speeds:
         ratio = statistics.median(speeds["ours"]) / statistics.median(speeds[row.against])
         verdict = "reached" if ratio >= row.goal else "missed"

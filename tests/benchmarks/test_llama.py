@@ -230,6 +230,37 @@ def test_nothing_begins_that_the_budget_does_not_allow(llama, tmp_path, monkeypa
     assert capsys.readouterr().out.count("left out, 60 s of the budget are left") == 8
 
 
+def test_a_search_runs_torchtitan_by_each_of_its_settings(llama, tmp_path, monkeypatch, capsys):
+    speed = TITAN.replace(
+        '"tok_s_gpu": 60000.0', '"tok_s_gpu": \'$(case "$*" in *selective*never*) echo 700;; *) echo 600;; esac)\''
+    )
+    (tmp_path / "bench_titan.sh").write_text(speed)
+    monkeypatch.setattr(llama, "unmet_gpus", lambda *_, **__: None)
+    words = ["--row", "8B", "--search", "--rounds", "1", "--output", str(tmp_path / "out"), "--titan", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["llama.py", *words])
+    monkeypatch.setattr(llama, "RUNNER", 1)
+    llama.main()
+    results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [one["side"] for one in results] == [*llama.titans(llama.rows()["8B"])]
+    assert len(results) == 9
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "--ac none --reshard never --ac selective --reshard always --local-batch-size 2" in log
+    assert "The best of 9 of 9 settings: torchtitan, selective checkpointing, reshard never." in capsys.readouterr().out
+
+
+def test_on_one_gpu_there_is_no_reshard_to_search(llama, monkeypatch, capsys):
+    assert len(llama.titans(llama.rows()["1B-4"])) == 6
+    assert not any("reshard" in words for words in llama.titans(llama.rows()["1B-4"]).values())
+    shown = llama.table(
+        "1B-4", [result("torchtitan", 99), result("torchtitan, none checkpointing, single-gpu amp", 100)]
+    )
+    assert "What stands for torchtitan in this row has 0.990 of its speed." in shown
+    monkeypatch.setattr(sys, "argv", ["llama.py", "--row", "150M-4", "--search"])
+    with pytest.raises(SystemExit):
+        llama.main()
+    assert "there is no setting of torchtitan for row 150M-4" in capsys.readouterr().err
+
+
 def test_torchtitan_begins_only_with_the_time_that_its_runner_keeps_for_itself(llama, tmp_path, monkeypatch, capsys):
     (tmp_path / "bench_titan.sh").write_text(TITAN)
     monkeypatch.setattr(llama, "child", lambda name, side, timeout: (result(side, 100), ""))
