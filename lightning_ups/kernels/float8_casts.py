@@ -37,8 +37,10 @@ def _maxima(values_MK: Tensor) -> Tensor:
         from lightning_ups.kernels.float8_casts_triton import launch_maxima
 
         return launch_maxima(values_MK)
-    bits = values_MK.abs().max().view(torch.int16 if values_MK.dtype.itemsize == 2 else torch.int32)
-    return torch.cat([bits.to(torch.int32).view(1), bits.new_zeros(PARTS - 1, dtype=torch.int32)])
+    half = values_MK.dtype.itemsize == 2
+    bits = values_MK.abs().max().view(torch.int16 if half else torch.int32).to(torch.int32)
+    magnitude = bits & (0x7FFF if half else 0x7FFFFFFF)  # what is not a number has a sign, which a maximum may keep
+    return torch.cat([magnitude.view(1), bits.new_zeros(PARTS - 1)])
 
 
 def _cast(

@@ -30,7 +30,8 @@ class FastSums(NamedTuple):
 
 def can_multiply(values: Tensor, weight: Any) -> bool:
     """Return whether `product` is for these: plain tensors with values in them, or a weight gathered in float8."""
-    return _is_plain(values) and values.numel() > 0 and (_is_cast(weight) or _is_plain(weight))
+    whole = type(weight._data) is Tensor if _is_cast(weight) else _is_plain(weight)
+    return whole and _is_plain(values) and values.numel() > 0
 
 
 def product(values: Tensor, weight: Tensor, fast: FastSums) -> Tensor:
@@ -46,7 +47,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _is_cast(weight: Any) -> bool:
-    return type(weight).__name__ == "Float8TrainingTensor" and type(weight._data) is Tensor
+    return type(weight).__name__ == "Float8TrainingTensor"  # whatever is in it while a graph is made
 
 
 @torch.compiler.allow_in_graph

@@ -54,6 +54,16 @@ def test_what_is_no_number_is_seen_in_all_of_the_matrix(value):
     assert not inverse.isfinite()
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (16, 32), (512, 16)])
+def test_what_is_no_number_may_be_negative(shape, dtype):  # as 0 times infinity is on many processors
+    x = values(shape, dtype)
+    x.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[0, 5] = -1
+    rows, inverse = row_order(x, maxima(x), E4M3)
+    assert inverse.isnan()
+    assert rows.float().isnan().all()
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_is_what_its_fake_says(name):
     x = values((40, 48), torch.bfloat16)

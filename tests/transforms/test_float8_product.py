@@ -190,7 +190,7 @@ def with_a_cast_weight(backend=None):
     layer._parameters["weight"] = cast
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     torch.compiler.reset()
-    output = layer(x) if backend is None else torch.compile(layer, backend=backend)(x)
+    output = layer(x) if backend is None else torch.compile(layer, backend=backend, fullgraph=True)(x)
     output.float().square().sum().backward()
     return [output.detach(), x.grad, weight.grad]
 
