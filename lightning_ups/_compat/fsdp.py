@@ -79,6 +79,7 @@ def initialise(root: FSDPModule) -> None:
             _type_of_frozen(group)
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
+                held.accumulate_unsharded_grad_if_needed = partial(_accumulate_in_one_type, held, group)
 
 
 def _type_of_frozen(group: Any) -> None:
@@ -95,6 +96,15 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _accumulate_if_gathered(held: Any) -> None:
     if hasattr(held, "_unsharded_param"):  # torch takes for granted that a block has run before the first backward ends
         type(held).to_accumulated_grad_if_needed(held)
+
+
+def _accumulate_in_one_type(held: Any, group: Any) -> None:
+    # Torch leaves in the type of the forward what only the last microbatch reached, and then reduces none of the group.
+    if held.unsharded_accumulated_grad is None and any(
+        h.unsharded_accumulated_grad is not None for h in group.fsdp_params
+    ):
+        _accumulate_if_gathered(held)
+    type(held).accumulate_unsharded_grad_if_needed(held)
 
 
 def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> None:

@@ -49,6 +49,9 @@ FOUND = {
         ("bare", "list"), traits=[("read", 0, 0)], unfreeze=True, precision="bf16-mixed"
     ),
     "a buffer that first changes in a later step": plainly(("rebound", "odd steps")),
+    "experts that only the last microbatch reaches": plainly(
+        ("bare", "plain"), ("experts", "sequential"), accumulate=2, precision="bf16-mixed"
+    ),
     "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
 }
 
