@@ -151,7 +151,7 @@ header p{{color:var(--soft);margin:4px 0 0}}
 .change{{background:var(--box);border-left:4px solid var(--k1);border-radius:6px;padding:2px 16px 6px;margin-top:24px}}
 .change h2{{margin:10px 0 0}}
 .change p{{margin:6px 0}}
-.charts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(340px,1fr));gap:20px}}
+.charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(340px,1fr));gap:20px}}
 figure{{margin:0;min-width:0}}
 figcaption{{font-weight:600;margin-bottom:4px}}
 svg{{width:100%;height:auto;display:block}}
@@ -165,6 +165,8 @@ polyline{{fill:none;stroke-width:1.8;stroke-linejoin:round}}
 table{{border-collapse:collapse;width:100%}}
 th,td{{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;font-weight:400}}
 th{{color:var(--soft)}}
+th,td:not(:last-child){{overflow-wrap:normal}}
+@media(max-width:600px){{table{{font-size:13px}}th,td{{padding-right:8px}}}}
 .pass{{color:var(--good);font-weight:600}}
 .fail{{color:var(--bad);font-weight:600}}
 .open,.none{{color:var(--soft)}}
