@@ -16,6 +16,7 @@ from lightning_ups.kernels.float8_casts import LEAST, PARTS, largest_of
 __all__ = ["Tiles", "launch_cast", "launch_maxima"]
 
 BLOCK, WARPS, STAGES = 4096, 4, 3
+FAR = 2**31  # an offset that 32 bits do not hold
 
 
 class Tiles(NamedTuple):
@@ -92,6 +93,7 @@ def launch_cast(
             HALF=values.dtype.itemsize == 2,
             ROWS=rows_MK is not None,
             COLUMNS=columns_KR is not None,
+            IS_FAR=max(tiles.rows * width, tiles.columns * length) >= FAR,
             TILE_ROWS=tiles.rows,
             TILE_COLUMNS=tiles.columns,
             STAGES=tiles.stages,
@@ -158,6 +160,7 @@ def cast_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_FAR: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -174,6 +177,8 @@ def cast_kernel(
         tl.store(inverse, (1.0 / scale.to(tl.float64)).to(tl.float32))
     row = tl.arange(0, TILE_ROWS)[:, None]
     column = tl.arange(0, TILE_COLUMNS)[None, :]
+    if IS_FAR:  # from one side of a tile to the other
+        row, column = row.to(tl.int64), column.to(tl.int64)
     for tile in tl.range(first, count, tl.num_programs(0), num_stages=STAGES):
         row_0, column_0 = (tile // across) * TILE_ROWS, (tile % across) * TILE_COLUMNS
         inside = (column_0 + column) < width

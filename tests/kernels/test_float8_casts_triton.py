@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_ups.kernels import float8_casts_triton as kernels
 from lightning_ups.kernels.float8_casts import TYPES, both_orders, column_order, maxima, row_order
 from tests.interpreted import assert_equal_interpreted
 from tests.kernels.test_float8_casts import E4M3, E5M2, SHAPES, assert_same, values
@@ -32,8 +33,11 @@ for dtype, form in ((torch.bfloat16, E4M3), (torch.float32, E5M2), (torch.float1
         for rows, columns in ((True, True), (True, False), (False, True)):
             found = module._places(x, form, rows=rows, columns=columns)
             places = [place if wanted else None for place, wanted in zip(found, (rows, columns))]
-            kernels.launch_cast(x, maxima, *places, found[2], tiles=kernels.Tiles(rows=32, columns=64))
-            assert_same(found, module._cast(x, maxima, form, rows=rows, columns=columns))
+            for kernels.FAR in (2**31, 0):
+                for place in found:
+                    place.fill_(3.0)
+                kernels.launch_cast(x, maxima, *places, found[2], tiles=kernels.Tiles(rows=32, columns=64))
+                assert_same(found, module._cast(x, maxima, form, rows=rows, columns=columns))
 x = values((4, 16), torch.bfloat16)
 for value in (float("nan"), float("inf"), -float("inf")):
     x[1, 3] = value
@@ -48,6 +52,15 @@ print("equal")
 
 def test_the_interpreted_kernels_do_what_the_reference_does():
     assert_equal_interpreted(INTERPRETED)
+
+
+@pytest.mark.parametrize(("num_rows", "is_far"), [(2**24 - 16, False), (2**24, True)])
+def test_offsets_within_a_tile_of_a_tall_matrix_are_long(monkeypatch, num_rows, is_far):
+    told = {}
+    monkeypatch.setattr(kernels, "_cast", lambda: {(8,): lambda *_, **options: told.update(options)})
+    x = torch.empty(num_rows, 128, device="meta", dtype=torch.bfloat16)
+    kernels.launch_cast(x, maxima(x), *both_orders(x, maxima(x), E4M3), tiles=kernels.Tiles(columns=128))
+    assert told["IS_FAR"] == is_far
 
 
 @pytest.mark.gpu(capability=(8, 9))
