@@ -531,7 +531,8 @@ def _predictions(found: Mapping[str, Any]) -> list[str]:
             if len(apart) == len(predicted) or max(apart, default=0) > 0.05
             else None
         )
-        better = None if gains["auto"] is None else min(base, steps["tensorwise"] or base) / steps["auto"] - 1
+        known = [step for step in (base, steps["tensorwise"], steps["auto"]) if step]
+        better = min(known[:2]) / known[2] - 1 if len(known) == 3 else None
         cells = (predicted["tensorwise"], gains["tensorwise"], predicted["auto"], gains["auto"])
         shown = [*map(_percent, cells), "" if near is None else str(near), _percent(better), _percent(gains["kernels"])]
         lines.append(f"| {model} | {' | '.join(shown)} |")

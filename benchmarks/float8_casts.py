@@ -84,10 +84,14 @@ def quickest(kind: str, ways: Mapping[str, Callable[[Tensor], Any]]) -> dict[str
                 times[name] = milliseconds(partial(way, values))
             except Exception as error:  # noqa: BLE001  (a tile that does not fit, in whatever words)
                 print(f"{shape} {name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
+        if not times:
+            continue
         order = sorted(times, key=lambda name: times[name])
         speeds = {name: round(BYTES[kind] * values.numel() / times[name] / 1e9, 3) for name in order}
         print(f"{kind} {shape}: {speeds}", flush=True)
         found[f"{shape[0]}x{shape[1]}"] = {"ms": round(times[order[0]], 4), "TB_s": speeds}
+    if not found:
+        raise SystemExit(f"No way of {kind} ran: what each said stands above.")
     first = next(iter(found.values()))
     return {"kind": kind, "TB_s": next(iter(first["TB_s"].values())), "of": next(iter(first["TB_s"])), "shapes": found}
 

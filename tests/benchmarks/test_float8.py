@@ -64,12 +64,14 @@ def test_the_kernels_cast_where_they_are_asked_for(float8, monkeypatch, tmp_path
 
 def test_the_table_has_what_is_measured_so_far(float8):
     said = {"gain_all": 0.1, "gain_auto": 0.1}
-    found = {"predict_1B": said, "predict_vit": said, "predict_mixed": said}
+    found = {f"predict_{model}": said for model in float8.MODELS}
     for name, step in {"bf16": 110.0, "tensorwise": 100.0, "auto": 101.0, "kernels": 88.0}.items():
         found[f"measure_1B_{name}"] = {"step_ms": step}
+    found |= {"measure_150M_bf16": {"step_ms": 100.0}, "measure_150M_auto": {"step_ms": 100.0}}
     found |= {"measure_vit_bf16": {"step_ms": 100.0}, "measure_vit_tensorwise": {"step_ms": 125.0}}
     assert float8._predictions(found)[2:] == [
         "| 1B | +10.0% | +10.0% | +10.0% | +8.9% | True | -1.0% | +25.0% |",
+        "| 150M | +10.0% |  | +10.0% | +0.0% | False |  |  |",
         "| vit | +10.0% | -20.0% | +10.0% |  | False |  |  |",
         "| mixed | +10.0% |  | +10.0% |  |  |  |  |",
     ]

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -30,3 +31,18 @@ def test_what_does_not_fit_is_left_out(import_benchmark, monkeypatch, capsys):
     found = script.quickest("rows", {"large": too_large, "small": lambda values: values + 1})
     assert found["of"] == "small"
     assert "large: RuntimeError: out of resource" in capsys.readouterr().out
+
+
+def test_a_shape_that_nothing_fits_leaves_the_others(import_benchmark, monkeypatch):
+    script = import_benchmark("float8_casts")
+    monkeypatch.setattr(script, "SHAPES", ((32, 48), (16, 16)))
+
+    def only_small(values):
+        if values.numel() > 16 * 16:
+            raise torch.OutOfMemoryError("no room")
+        return values + 1
+
+    assert [*script.quickest("rows", {"way": only_small})["shapes"]] == ["16x16"]
+    monkeypatch.setattr(script, "SHAPES", ((32, 48),))
+    with pytest.raises(SystemExit, match="No way of rows ran"):
+        script.quickest("rows", {"way": only_small})
