@@ -4,6 +4,7 @@ Tests that run for long are named while they do, so that one that hangs is known
 are named with their times when they end.
 """
 
+import os
 import threading
 import time
 
@@ -24,17 +25,19 @@ def running_long(now, *, begun=_begun, long_s=LONG_S):
 
 def pytest_sessionstart(session):
     if not hasattr(session.config, "workerinput"):  # the one that hears of all tests
-        threading.Thread(target=_watch, daemon=True).start()
+        # While a test runs, what is printed is taken for its own: this is where it went before.
+        shown = os.fdopen(os.dup(1), "w")
+        threading.Thread(target=_watch, args=(shown,), daemon=True).start()
 
 
 def pytest_sessionfinish():
     _ended.set()
 
 
-def _watch():
+def _watch(shown):
     while not _ended.wait(LONG_S):
-        for line in running_long(time.monotonic()):
-            print(f"\n{line}", flush=True)  # noqa: T201
+        for line in running_long(time.monotonic(), long_s=LONG_S):
+            print(f"\n{line}", file=shown, flush=True)
 
 
 def pytest_runtest_logstart(nodeid):
