@@ -90,8 +90,9 @@ def _rows(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tens
     return rows_MK, inverse
 
 
-def _columns(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> Tensor:
-    return _cast(values_MK, maxima_P, dtype, rows=False, columns=True)[1]
+def _columns(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    _, columns_KR, inverse = _cast(values_MK, maxima_P, dtype, rows=False, columns=True)
+    return columns_KR, inverse
 
 
 def _both(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,8 +108,9 @@ def _fake_rows(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple
     return rows_MK, inverse
 
 
-def _fake_columns(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
-    return _places(values_MK, dtype, rows=False, columns=True)[1]
+def _fake_columns(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    _, columns_KR, inverse = _places(values_MK, dtype, rows=False, columns=True)
+    return columns_KR, inverse
 
 
 def _fake_both(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
@@ -120,6 +122,6 @@ maxima = define_operator(_maxima, name="float8_maxima", fake=_fake_maxima)
 row_order = define_operator(_rows, name="float8_rows", fake=_fake_rows)
 """Of `values_MK`, its maxima and a type of float8: the cast, and what its scale is undone by."""
 column_order = define_operator(_columns, name="float8_columns", fake=_fake_columns)
-"""Of the same: the cast, transposed, each row of that filled up with zeros."""
+"""Of the same: the cast, transposed, each row of that filled up with zeros, and what its scale is undone by."""
 both_orders = define_operator(_both, name="float8_both", fake=_fake_both)
 """Of the same: all three, in one pass."""

@@ -64,14 +64,14 @@ class _Product(torch.autograd.Function):
         else:
             weight_maxima_P = maxima(weight)
             rows_NK, weight_inverse = row_order(weight, weight_maxima_P, _FORWARD)
-        ctx.save_for_backward(columns_KR, inverse, weight, weight_maxima_P, weight_inverse)
+        ctx.save_for_backward(columns_KR, inverse, weight, weight_maxima_P)  # casts of weights are made again
         ctx.fast = fast
         return _multiply(rows_MK, rows_NK, inverse, weight_inverse, values_MK.dtype, fast=fast.output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         columns_KR: Tensor | None
-        columns_KR, inverse, weight, weight_maxima_P, weight_inverse = ctx.saved_tensors
+        columns_KR, inverse, weight, weight_maxima_P = ctx.saved_tensors
         gradient_MN, fast = gradients[0].contiguous(), ctx.fast
         dtype, maxima_P = gradient_MN.dtype, maxima(gradient_MN)
         input_gradient_MK = weight_gradient_NK = columns_NR = None
@@ -81,9 +81,9 @@ class _Product(torch.autograd.Function):
             rows_MN, columns_NR, gradient_inverse = both_orders(gradient_MN, maxima_P, _BACKWARD)
         if ctx.needs_input_grad[0]:
             if weight_maxima_P is None:
-                columns_KN = weight._data.t().contiguous()
+                columns_KN, weight_inverse = weight._data.t().contiguous(), weight._scale.reciprocal()
             else:
-                columns_KN = column_order(weight, weight_maxima_P, _FORWARD)
+                columns_KN, weight_inverse = column_order(weight, weight_maxima_P, _FORWARD)
             input_gradient_MK = _multiply(
                 rows_MN, columns_KN, gradient_inverse, weight_inverse, dtype, fast=fast.input_gradient
             )

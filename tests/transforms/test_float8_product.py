@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups.transforms.float8 import convert_to_float8
 from lightning_ups.transforms.float8_layers import cast_by_kernels
+from lightning_ups.transforms.recompute import recompute
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 OURS = torch.ops.lightning_ups
@@ -153,6 +154,14 @@ def test_a_graph_has_fewer_than_half_of_the_operators_and_casts_a_shared_input_o
     assert forward[OURS.float8_both.default] == 2  # of gate and up together, and of down
     assert forward[OURS.float8_rows.default] == 3  # weights
     assert backward[OURS.float8_both.default] == 3
+    assert backward[OURS.float8_columns.default] == 3
+
+
+def test_what_is_recomputed_casts_no_weight_in_the_order_of_forward():
+    net = converted()
+    with cast_by_kernels(), recompute([net], save="matmuls"):
+        _, backward = graphs_of(net)
+    assert backward[OURS.float8_rows.default] == 0
     assert backward[OURS.float8_columns.default] == 3
 
 
