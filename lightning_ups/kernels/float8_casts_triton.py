@@ -22,9 +22,9 @@ FAR = 2**31  # an offset that 32 bits do not hold
 class Tiles(NamedTuple):
     """How a cast goes through a matrix.
 
-    With one stage Triton 3.6 transposes a tile of values of two bytes, for sm_90, by matrices of eight by eight, whatever
-    its size; with more it reads a tile of 128 rows out of the loads' memory value by value, as it always does those of
-    float32. With one, what hides the wait for memory are the other programs.
+    With one stage Triton 3.6, for sm_90, transposes a tile of values of two bytes by matrices of eight by eight; with
+    more it reads a tile of 128 rows or more out of the loads' memory value by value. Those of float32 always go one by
+    one. With one stage, what hides the wait for memory are the other programs.
 
     Args:
         rows: Of a tile.
