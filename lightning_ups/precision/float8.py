@@ -20,7 +20,7 @@ from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
-from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
+from lightning_ups.transforms.advise_shapes import layers_of, layers_with_rows, products_of
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, roots
@@ -182,7 +182,7 @@ class Float8Precision(PolicyPrecision):
 
     def _advise(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> Advice:
         if self.tokens is not None:
-            layers = [Layer(name, {_product(self.tokens, linear): 1}) for name, linear in linears.items()]
+            layers = layers_with_rows(linears, self.tokens)
         else:
             batch = first_batch(module.trainer)
             with fake_twin(module) as twin:
@@ -302,10 +302,6 @@ def _warn_of_eager(run: Run) -> None:
             " Each cast is then kernels of its own, and takes more time than the product saves."
             " Add Compile() to the callbacks."
         )
-
-
-def _product(rows: int, linear: nn.Linear) -> Product:
-    return Product(rows, linear.in_features, linear.out_features)
 
 
 def _some(done: Float8Conversion) -> str:

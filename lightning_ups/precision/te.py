@@ -31,7 +31,7 @@ from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
 from lightning_ups.transforms.advise_engine import engine_layers, engine_name, modules_of, read_first
-from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, products_of
+from lightning_ups.transforms.advise_shapes import Layer, layers_of, layers_with_rows, products_of
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
@@ -254,8 +254,7 @@ class TEPrecision(PolicyPrecision):
     def _layers(self, module: LightningModule, plan: TEConversion) -> tuple[list[Layer], dict[str, str]]:
         linears: dict[str, Any] = {name: module.get_submodule(name) for name in read_first(plan).values()}
         if self.tokens is not None:
-            calls = {n: {Product(self.tokens, m.in_features, m.out_features): 1} for n, m in linears.items()}
-            return engine_layers(plan, [Layer(name, called) for name, called in calls.items()])
+            return engine_layers(plan, layers_with_rows(linears, self.tokens))
         batch = first_batch(module.trainer)
         with fake_twin(module) as twin:
             fakes: Any = {name: twin.get_submodule(name) for name in linears}

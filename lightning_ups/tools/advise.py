@@ -16,7 +16,7 @@ from lightning_ups.tools.trial import StepClock, Trial
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice, best_recipe
 from lightning_ups.transforms.advise_engine import ENGINE, engine_layers, engine_recipe, is_engine, read_first
-from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, names_of, products_of
+from lightning_ups.transforms.advise_shapes import Layer, layers_of, layers_with_rows, names_of, products_of
 from lightning_ups.transforms.advise_table import Table, Timer, cache_path, obtain_table, where
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.float8 import Recipe, fitting_linears
@@ -231,7 +231,7 @@ def _called(trial: Trial, linears: Iterable[str], batch: Any) -> list[Layer]:
 
 def _given(trial: Trial, linears: Iterable[str], tokens: int) -> list[Layer]:
     modules: dict[str, Any] = {name: trial.module.get_submodule(name) for name in linears}
-    return [Layer(name, {Product(tokens, m.in_features, m.out_features): 1}) for name, m in modules.items()]
+    return layers_with_rows(modules, tokens)
 
 
 def _engine_plan(trial: Trial, recipe: str, *, head: bool) -> TEConversion:

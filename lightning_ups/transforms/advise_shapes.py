@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Layer", "Product", "layers_of", "names_of", "products_of"]
+__all__ = ["Layer", "Product", "layers_of", "layers_with_rows", "names_of", "products_of"]
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +80,11 @@ def layers_of(linears: Mapping[str, nn.Linear], step: Callable[[], Any]) -> list
             stack.callback(handle.remove)
         step()
     return [Layer(name, dict(counted)) for name, counted in calls.items() if counted]
+
+
+def layers_with_rows(linears: Mapping[str, nn.Linear], rows: int) -> list[Layer]:
+    """Return ``linears`` as if each were called once in a step, with so many ``rows``."""
+    return [Layer(name, {Product(rows, m.in_features, m.out_features): 1}) for name, m in linears.items()]
 
 
 def _count(into: "Counter[Product]") -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

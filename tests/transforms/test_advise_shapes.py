@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, names_of, products_of
+from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, layers_with_rows, names_of, products_of
 
 
 def test_rows_and_calls_of_each_layer():
@@ -18,6 +18,12 @@ def test_rows_and_calls_of_each_layer():
         Layer("b", {Product(15, 8, 4): 1, Product(5, 8, 4): 1}),
     ]
     assert not model["a"]._forward_pre_hooks
+
+
+def test_rows_that_are_given_are_those_of_one_call():
+    linears = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
+    seen = layers_of(linears, lambda: linears["down"](linears["up"](torch.empty(5, 4))))
+    assert layers_with_rows(linears, 5) == seen
 
 
 def test_shapes_are_counted_over_layers():
