@@ -1,12 +1,15 @@
 """Triton, which need not be installed: kernels are written as functions, and compiled once one of them is wanted."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from lightning_ups._compat.optional import require
 
-__all__ = ["compiled", "language"]
+__all__ = ["compiled", "language", "launching_on"]
 
 # What a module of kernels calls ``tl`` until one of them is compiled: as much as their annotations say of it.
 language: Any = SimpleNamespace(constexpr="constexpr")
@@ -23,3 +26,8 @@ def compiled(kernel: Callable[..., Any], *, feature: str, **options: Any) -> Any
     triton: Any = require("triton", requirement="triton", extra="all", feature=feature)
     kernel.__globals__["tl"] = triton.language
     return triton.jit(kernel, **options)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels are launched on ``device``; interpreted ones, on a CPU, need none."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -8,14 +8,12 @@ the blocks writes over, is read before all of them, with the barriers of the red
 # ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import compiled, launching_on
 from lightning_ups._compat.triton import language as tl
 from lightning_ups.kernels.cross_entropy_step import Settings
 
@@ -47,7 +45,7 @@ def launch(
     written = logits_CV if gradient_CV is None else gradient_CV
     width = min(_width(logits_CV), _width(written))
     block = min(block, 1 << max(width - 1, 1).bit_length())
-    with torch.cuda.device(logits_CV.device) if logits_CV.is_cuda else nullcontext():
+    with launching_on(logits_CV.device):
         _kernel()[(num_rows,)](
             logits_CV,
             written,

@@ -2,14 +2,13 @@
 # ruff: noqa: ANN001, ANN202, N803, N806 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import compiled, launching_on
 from lightning_ups._compat.triton import language as tl
 from lightning_ups.kernels.float8_casts import LEAST, PARTS, largest_of
 
@@ -45,7 +44,7 @@ def launch_maxima(values_MK: Tensor) -> Tensor:
     """Return the bits of the largest magnitudes of parts of the matrix; those of NaN are larger than any."""
     values = values_MK.contiguous()
     maxima_P = values.new_empty(PARTS, dtype=torch.int32)
-    with _on(values):
+    with launching_on(values.device):
         _maxima()[(PARTS,)](
             values,
             maxima_P,
@@ -76,7 +75,7 @@ def launch_cast(
     length = num_rows if columns_KR is None else columns_KR.shape[1]
     across = -(-width // tiles.columns)
     count = -(-length // tiles.rows) * across
-    with _on(values):
+    with launching_on(values.device):
         _cast()[(max(1, min(count, tiles.programs * _multiprocessors(values.device))),)](
             values,
             maxima_P,
@@ -100,10 +99,6 @@ def launch_cast(
             STAGES=tiles.stages,
             num_warps=tiles.warps,
         )
-
-
-def _on(values: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(values.device) if values.is_cuda else nullcontext()
 
 
 @cache

@@ -8,7 +8,6 @@ reads and writes whole vectors here; what it gained is in docs/log.md.
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_ups._compat.optional import has
-from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import compiled, launching_on
 from lightning_ups._compat.triton import language as tl
 
 __all__ = ["put_together"]
@@ -67,7 +66,7 @@ def _compiles(device: torch.device) -> bool:
 def launch(gradients: Sequence[Tensor], out: Tensor, world_size: int) -> None:
     """Do what `copy_together` does, by one kernel for each gradient."""
     rows, start = out.view(world_size, -1), 0
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with launching_on(out.device):
         for gradient in gradients:
             part = gradient.numel() // world_size
             if part:

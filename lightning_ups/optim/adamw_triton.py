@@ -8,14 +8,13 @@ when an address has changed, which with torch's caching allocator is seldom.
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.triton import compiled
+from lightning_ups._compat.triton import compiled, launching_on
 from lightning_ups._compat.triton import language as tl
 from lightning_ups.optim.adamw_step import Settings, Slot
 
@@ -41,7 +40,7 @@ class Launch:
         first = slots[0]
         self._find(slots, first.weight.device)
         device = first.weight.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with launching_on(device):
             _kernel()[(len(self._owners),)](
                 self._table,
                 len(slots),

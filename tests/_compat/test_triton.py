@@ -4,9 +4,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from lightning_ups._compat import optional
-from lightning_ups._compat.triton import compiled, language
+from lightning_ups._compat.triton import compiled, language, launching_on
 
 MODULE = """
 from lightning_ups._compat.triton import language as tl
@@ -47,3 +48,12 @@ def test_without_triton_the_feature_is_named(kernel, monkeypatch):
     monkeypatch.setattr(optional, "RequirementCache", lambda requirement: False)
     with pytest.raises(ModuleNotFoundError, match=r"^A kernel needs triton.*Run: pip install"):
         compiled(kernel, feature="A kernel")
+
+
+def test_kernels_are_launched_on_their_gpu_and_interpreted_ones_anywhere(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device", chosen.append)
+    launching_on(torch.device("cuda", 1))
+    with launching_on(torch.device("cpu")):
+        pass
+    assert chosen == [torch.device("cuda", 1)]
