@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import main
+from cases import by_kind, main
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
@@ -166,17 +166,13 @@ KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return medians, spreads and each kind's ratio to ``bare``."""
-    speeds: dict[str, list[float]] = {}
-    for result in results:
-        if "tok_s" in result:
-            speeds.setdefault(result["case"].rpartition(" ")[0], []).append(result["tok_s"])
     found: dict[str, Any] = {
         kind: {
             "median_tok_s": statistics.median(runs),
             "spread": round((max(runs) - min(runs)) / statistics.median(runs), 4),
             "runs": runs,
         }
-        for kind, runs in speeds.items()
+        for kind, runs in by_kind(results, "tok_s").items()
     }
     for kind in found.keys() - {"bare"} if "bare" in found else ():
         found[kind]["ratio_to_bare"] = round(found[kind]["median_tok_s"] / found["bare"]["median_tok_s"], 4)

@@ -1,39 +1,25 @@
 import csv
 import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.examples.commands import ROOT, run, said, said_by
 
-
-def run(*words, folder):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+QUICKSTART = "examples/quickstart.yaml"
 
 
 def figure(name, out):
-    return float(re.search(rf"^{name} +([\d.]+)", out, re.MULTILINE).group(1))
-
-
-def said_by_the_yaml(folder, *words):
-    return run("-m", "lightning_ups", "fit", "--config", str(ROOT / "examples/quickstart.yaml"), *words, folder=folder)
+    return float(said(name, out))
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """The quickstart as it stands, six steps long: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("quickstart")
-    words = ("--trainer.max_steps=6", "--trainer.val_check_interval=3", "--trainer.log_every_n_steps=2")
-    return folder, said_by_the_yaml(folder, *words, "--trainer.limit_val_batches=2", "--trainer.accelerator=cpu")
+    words = ("max_steps=6", "val_check_interval=3", "log_every_n_steps=2", "limit_val_batches=2", "accelerator=cpu")
+    return folder, said_by(QUICKSTART, *(f"--trainer.{word}" for word in words), folder=folder)
 
 
 def test_prints_loss_entropy_and_ratio(short):
@@ -46,8 +32,7 @@ def test_prints_loss_entropy_and_ratio(short):
 def test_prints_a_sample_and_where_everything_is(short):
     folder, out = short
     assert re.search(r"A sample, after 'def ':\n-{80}\ndef ", out)
-    checkpoint = re.search(r"^checkpoint +(\S+)", out, re.MULTILINE).group(1)
-    assert (folder / checkpoint).is_file()
+    assert (folder / said("checkpoint", out)).is_file()
     assert "tensorboard --logdir" in out
 
 
@@ -80,7 +65,7 @@ def test_from_python(tmp_path):
 @pytest.mark.timeout(900)
 def test_the_whole_quickstart_learns_in_time(tmp_path):
     start = time.monotonic()
-    out = said_by_the_yaml(tmp_path)
+    out = said_by(QUICKSTART, folder=tmp_path)
     assert figure("Ratio", out) <= 0.65  # the promise is 0.75
     if not os.environ.get("UPS_BUSY"):  # set it where other work has the cores
         assert time.monotonic() - start < 180
