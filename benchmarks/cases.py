@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,18 @@ from unittest.mock import patch
 
 from processes import Interrupted, finished, portable, result_of
 
-__all__ = ["add_to", "earlier", "environment", "keep", "left_on_device", "main", "prepare", "unloadable", "unmet_gpus"]
+__all__ = [
+    "add_to",
+    "by_kind",
+    "earlier",
+    "environment",
+    "keep",
+    "left_on_device",
+    "main",
+    "prepare",
+    "unloadable",
+    "unmet_gpus",
+]
 
 SETTINGS = ("UPS_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TRITON_", "NVTE_")  # variables that change what is measured
 PACKAGES = (
@@ -143,6 +154,15 @@ def earlier(path: Path) -> list[dict[str, Any]]:
         return found
     path.replace(path.with_suffix(".unreadable"))
     return []
+
+
+def by_kind(results: Iterable[Mapping[str, Any]], figure: str) -> dict[str, list[Any]]:
+    """Return a figure of all runs that have it, by their case without its last word, which counts turns."""
+    found: dict[str, list[Any]] = {}
+    for result in results:
+        if figure in result:
+            found.setdefault(result["case"].rpartition(" ")[0], []).append(result[figure])
+    return found
 
 
 def unmet_gpus(number: int, *, what: str) -> str | None:

@@ -9,7 +9,6 @@
     python benchmarks/float8.py --set predict-other --output OUT  # for two more; commit OUT now
     python benchmarks/float8.py --set measure-gpt --output OUT    # two of them: bfloat16, all in float8, filter: auto
     python benchmarks/float8.py --set measure-other --output OUT  # the other two
-    python benchmarks/float8.py --set kernels --output OUT        # all four in float8, cast by kernels of ours
     python benchmarks/float8.py --summary     --output OUT    # tables of whatever is in OUT
     python benchmarks/float8.py --set all --tiny --output OUT # the same code on a CPU, with made-up times of products
 
@@ -44,7 +43,6 @@ SETTINGS = {  # functions that return what holds while it is open
     "tuned": "lightning_ups._compat.inductor.tuned_blocks",
     "combined": "lightning_ups._compat.inductor.combined_kernels",
 }
-KERNELS = "lightning_ups.transforms.float8_layers.cast_by_kernels"
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
     "speed": lambda name: name.startswith("speed") and not name.endswith(tuple(SETTINGS)),
     "compiler": lambda name: name.startswith("speed") and name.endswith(tuple(SETTINGS)),
@@ -53,9 +51,8 @@ SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten 
     "recipes-te": lambda name: name.startswith("losses te "),
     "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
     "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
-    "measure-gpt": lambda name: name.startswith(("measure 1B", "measure 150M")) and not name.endswith("kernels"),
-    "measure-other": lambda name: name.startswith(("measure vit", "measure mixed")) and not name.endswith("kernels"),
-    "kernels": lambda name: name.startswith("measure") and name.endswith("kernels"),
+    "measure-gpt": lambda name: name.startswith(("measure 1B", "measure 150M")),
+    "measure-other": lambda name: name.startswith(("measure vit", "measure mixed")),
 }
 
 
@@ -102,10 +99,6 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
     for model in MODELS:
         for name in ("bf16", "tensorwise", "auto"):
             cases[f"measure {model} {name}"] = partial(measure, model, name, tiny=tiny, output=output)
-    for model in MODELS:
-        cases[f"measure {model} kernels"] = partial(
-            measure, model, "tensorwise", setting=KERNELS, tiny=tiny, output=output
-        )
     return cases
 
 
@@ -276,7 +269,14 @@ def predict(model: str, *, tiny: bool) -> dict[str, Any]:
     }
 
 
-def measure(model: str, name: str, *, tiny: bool, output: Path, setting: str | None = None) -> dict[str, Any]:
+def profile(model: str, name: str, *, tiny: bool, callback: Any) -> None:
+    """Train a model in one precision, compiled as it is measured, until a callback that looks on says to stop."""
+    module, data = _model(model, tiny=tiny)
+    chosen = precision(name, tiny=tiny)
+    _fit(module, data, chosen, steps=40, warmup=2, compiled=not tiny, looking_on=[callback])
+
+
+def measure(model: str, name: str, *, tiny: bool, output: Path) -> dict[str, Any]:
     """Return the time of a step of a model in one precision; only once there is a prediction of it."""
     if not _path(output, f"predict {model}").exists():
         raise SystemExit(
@@ -284,13 +284,13 @@ def measure(model: str, name: str, *, tiny: bool, output: Path, setting: str | N
         )
     module, data = _model(model, tiny=tiny)
     steps = 6 if tiny else 40
-    with nullcontext() if setting is None else resolve_name(setting)():
-        return _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 4, compiled=not tiny)
+    return _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 4, compiled=not tiny)
 
 
 def _fit(
-    module: Any, data: Any, chosen: Any, *, steps: int, warmup: int, compiled: bool, seed: int = 0
-) -> dict[str, Any]:
+    module: Any, data: Any, chosen: Any, *, steps: int, warmup: int, compiled: bool, seed: int = 0,
+    looking_on: Sequence[Any] = (),
+) -> dict[str, Any]:  # fmt: skip
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
@@ -309,7 +309,7 @@ def _fit(
     seed_everything(seed, verbose=False)
     trainer = Trainer(
         accelerator="cuda" if cuda else "cpu", devices=1, max_steps=steps, plugins=[chosen], logger=False,
-        callbacks=[*_compiled(chosen, compiled=compiled), clock, kept], enable_checkpointing=False,
+        callbacks=[*_compiled(chosen, compiled=compiled), clock, kept, *looking_on], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0,
     )  # fmt: skip
     with left_on_device(module):
@@ -510,17 +510,15 @@ def _bands(found: Mapping[str, Any]) -> list[str]:
 
 def _predictions(found: Mapping[str, Any]) -> list[str]:
     lines = [
-        "| model | predicted, all | measured | predicted, auto | measured | within 5 points | auto to the better"
-        " | cast by kernels, measured |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | predicted, all | measured | predicted, auto | measured | within 5 points | auto to the better |",
+        "|---|---|---|---|---|---|---|",
     ]
     for model in MODELS:
         said = found.get(f"predict_{model}")
         if said is None:
             continue
         steps = {
-            name: found.get(f"measure_{model}_{name}", {}).get("step_ms")
-            for name in ("bf16", "tensorwise", "auto", "kernels")
+            name: found.get(f"measure_{model}_{name}", {}).get("step_ms") for name in ("bf16", "tensorwise", "auto")
         }
         base = steps["bf16"]
         gains = {name: base / step - 1 if base and step else None for name, step in steps.items()}
@@ -534,7 +532,7 @@ def _predictions(found: Mapping[str, Any]) -> list[str]:
         known = [step for step in (base, steps["tensorwise"], steps["auto"]) if step]
         better = min(known[:2]) / known[2] - 1 if len(known) == 3 else None
         cells = (predicted["tensorwise"], gains["tensorwise"], predicted["auto"], gains["auto"])
-        shown = [*map(_percent, cells), "" if near is None else str(near), _percent(better), _percent(gains["kernels"])]
+        shown = [*map(_percent, cells), "" if near is None else str(near), _percent(better)]
         lines.append(f"| {model} | {' | '.join(shown)} |")
     return lines
 

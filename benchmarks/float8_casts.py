@@ -36,11 +36,11 @@ SHAPES = (
 LAUNCHES, ROUNDS = 20, 7
 BYTES = {"maxima": 2, "rows": 3, "columns": 3, "both": 4, "inductor": 6}
 TILES = tuple(
-    (rows, columns, warps, programs, stages)
-    for rows, columns, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 128, 4), (256, 64, 8))
+    (rows, columns, programs, stages)
+    for rows, columns in ((64, 64), (64, 128), (128, 64), (128, 128))
     for programs, stages in ((4, 1), (8, 1), (16, 1), (64, 1), (4, 3))
 )
-BLOCKS = tuple(itertools.product((2048, 4096, 8192), (4, 8), (1, 3)))
+BLOCKS = tuple(itertools.product((1024, 2048, 4096, 8192), (1, 3)))
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -103,13 +103,13 @@ def maxima_by_blocks() -> dict[str, Any]:
 
     from lightning_ups.kernels import float8_casts_triton as kernels
 
-    def way(values: Tensor, block: int, warps: int, stages: int) -> Tensor:
-        kernels.BLOCK, kernels.WARPS, kernels.STAGES = block, warps, stages
-        return kernels.launch_maxima(values)
+    def way(values: Tensor, block: int, stages: int) -> Tensor:
+        kernels.BLOCK, kernels.STAGES = block, stages
+        return maxima(values)
 
-    plain = (kernels.BLOCK, kernels.WARPS, kernels.STAGES)
+    plain = (kernels.BLOCK, kernels.STAGES)
     blocks = dict.fromkeys((plain, *BLOCKS))
-    return quickest("maxima", {str(b): partial(way, block=b[0], warps=b[1], stages=b[2]) for b in blocks})
+    return quickest("maxima", {str(b): partial(way, block=b[0], stages=b[1]) for b in blocks})
 
 
 def casts_by_tiles(kind: str) -> dict[str, Any]:
@@ -129,7 +129,8 @@ def casts_by_tiles(kind: str) -> dict[str, Any]:
             found[values.data_ptr()] = maxima(values)
         places = float8_casts._places(values, FORM, rows=kind != "columns", columns=kind != "rows")
         rows, columns = (None if place.numel() == 0 else place for place in places[:2])
-        float8_casts_triton.launch_cast(values, found[values.data_ptr()], rows, columns, places[2], tiles=tiles)
+        known = found[values.data_ptr()]
+        float8_casts_triton.cast_launch(values, known, rows, columns, places[2], tiles=tiles).run(values.device)
         return places
 
     sizes = dict.fromkeys((tuple(Tiles()), *TILES))

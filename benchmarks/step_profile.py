@@ -1,12 +1,14 @@
 """Where the milliseconds of a step go, each part beside what the hardware allows.
 
     python benchmarks/step_profile.py --row 1B-4 --output benchmarks/results/DATE_step_profile
+    python benchmarks/step_profile.py --model vit --precision tensorwise --output benchmarks/results/DATE_step_profile
+    python benchmarks/step_profile.py --row 1B-4-float8 --where-written --output benchmarks/results/DATE_step_profile
 
-Runs our side of a row of llama.py under torch's profiler for three steps, on one GPU or several, and sorts the kernels
-by name. Times of a part are the sum of its kernels; parts overlap where several streams work. `exposed communication`
-is the time in which nothing but communication runs, `idle` that in which nothing does. A roofline is the part's
-operations or bytes over what was measured of this chip alone (H200: 787 TFLOP/s of bf16 products, 1285 of float8, 550
-of attention, 4.25 TB/s); under the load of a whole step the clock is lower.
+Runs our side of a row of llama.py, on one GPU or several, or a model of float8.py under torch's profiler for three
+steps, and sorts the kernels by name. Times of a part are the sum of its kernels; parts overlap where several streams
+work. `exposed communication` is the time in which nothing but communication runs, `idle` that in which nothing does. A
+roofline is the part's operations or bytes over what was measured of this chip alone (H200: 787 TFLOP/s of bf16
+products, 1285 of float8, 550 of attention, 4.25 TB/s); under the load of a whole step the clock is lower.
 """
 
 import argparse
@@ -16,9 +18,11 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import float8
 import torch
 from cases import add_to, prepare, unloadable, unmet_gpus
 from lightning.pytorch import Callback, Trainer
@@ -27,6 +31,7 @@ from processes import Interrupted, finished
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
+from lightning_ups.kernels.float8_casts_triton import maxima_where_written
 from lightning_ups.models.gpt import GPT, SIZES
 
 STEPS = 3
@@ -113,16 +118,16 @@ def table(found: Mapping[str, float], least: Mapping[str, float]) -> str:
 class Profiled(Callback):
     """Lets torch's profiler run for STEPS steps after the warm-up."""
 
-    def __init__(self, row: Row, path: Path) -> None:
-        self._row, self._path = row, path
+    def __init__(self, first: int, path: Path) -> None:
+        self._first, self._path = first, path
         self._profile = profile(activities=[ProfilerActivity.CUDA])  # the host's own events would slow the host down
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self._row.warmup:
+        if trainer.global_step == self._first:
             torch.cuda.synchronize()
             self._profile.start()
-        if trainer.global_step == self._row.warmup + STEPS:
+        if trainer.global_step == self._first + STEPS:
             torch.cuda.synchronize()
             self._profile.stop()
             if trainer.is_global_zero:
@@ -130,56 +135,92 @@ class Profiled(Callback):
             trainer.should_stop = True
 
 
-def main() -> None:
-    """Profile one row and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", choices=rows(), required=True)
-    parser.add_argument("--output", type=Path, default=Path("runs/step_profile"))
-    parser.add_argument("--budget", type=float, default=300, help="seconds")
-    parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    row = rows()[options.row]
-    if options.trace:
-        added = Profiled(row, options.trace)
-        begin = Watch.on_train_batch_start
+def traced_row(row: Row, path: Path) -> None:
+    """Train our side of a row, and keep a trace of it."""
+    added = Profiled(row.warmup, path)
+    begin = Watch.on_train_batch_start
 
-        def on_train_batch_start(self: Watch, *arguments: Any, **named: Any) -> None:
-            added.on_train_batch_start(*arguments, **named)
-            begin(self, *arguments, **named)
+    def on_train_batch_start(self: Watch, *arguments: Any, **named: Any) -> None:
+        added.on_train_batch_start(*arguments, **named)
+        begin(self, *arguments, **named)
 
-        Watch.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
-        work(SIDES["ours"], row)
-    if lacks := unmet_gpus(row.gpus, what=f"row {options.row}"):
-        parser.error(lacks)
-    if row.float8 and (lacks := unloadable("torchao.float8", what=f"row {options.row}")):
-        parser.error(lacks)
-    prepare(parser, options.output)
+    Watch.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
+    work(SIDES["ours"], row)
+
+
+def traced(command: list[str], output: Path, *, name: str, budget: float, ranks: int) -> list[dict[str, Any]]:
+    """Return the events of a trace that ``command`` makes in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        command = [sys.executable, __file__, "--row", options.row, "--trace", str(path)]
         try:
-            said = finished(command, timeout=options.budget, ranks=row.gpus, environment=ALLOCATOR)
+            said = finished([*command, "--trace", str(path)], timeout=budget, ranks=ranks, environment=ALLOCATOR)
         except Interrupted as error:
-            add_to(options.output / "log.txt", f"===== {options.row}, interrupted\n{error.said}\n")
+            add_to(output / "log.txt", f"===== {name}, interrupted\n{error.said}\n")
             raise
-        add_to(options.output / "log.txt", f"===== {options.row}\n{said}\n")
+        add_to(output / "log.txt", f"===== {name}\n{said}\n")
         if not path.exists():
             sys.exit(f"no trace was made:\n{said[-3000:]}")
-        trace = json.loads(path.read_text())["traceEvents"]
-    found, least = split(spans_by_part(trace), steps=STEPS), rooflines(row)
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def main() -> None:
+    """Profile one row or model and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--row", choices=rows(), help="of llama.py")
+    what.add_argument("--model", choices=float8.MODELS, help="of float8.py")
+    parser.add_argument("--precision", default="bf16", help="as float8.py names it; for --model")
+    parser.add_argument("--where-written", action="store_true", help="find maxima of float8 where matrices are written")
+    parser.add_argument("--output", type=Path, default=Path("runs/step_profile"))
+    parser.add_argument("--budget", type=float, default=300, help="seconds")
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    row = rows()[options.row] if options.row else None
+    if options.trace:
+        with maxima_where_written() if options.where_written else nullcontext():
+            if row is not None:
+                traced_row(row, options.trace)
+            else:
+                callback = Profiled(5, options.trace)
+                float8.profile(options.model, options.precision, tiny=options.tiny, callback=callback)
+        return
+    name = options.row or f"{options.model}_{options.precision}"
+    ranks = row.gpus if row is not None else 1
+    if lacks := unmet_gpus(ranks, what=name if row is None else f"row {name}"):
+        parser.error(lacks)
+    in_float8 = row.float8 if row is not None else options.precision != "bf16"
+    if in_float8 and (lacks := unloadable("torchao.float8", what=name if row is None else f"row {name}")):
+        parser.error(lacks)
+    if options.where_written and not in_float8:
+        parser.error(
+            f"--where-written is about casts to float8, and {name} has none: leave it out, or name what is in float8"
+        )
+    prepare(parser, options.output)
+    words = ["--row", options.row] if options.row else ["--model", options.model, "--precision", options.precision]
+    words += [*(["--where-written"] if options.where_written else []), *(["--tiny"] if options.tiny else [])]
+    name += "_where_written" if options.where_written else ""
+    command = [sys.executable, __file__, *words]
+    trace = traced(command, options.output, name=name, budget=options.budget, ranks=ranks)
+    report(name, trace, rooflines(row) if row is not None else {}, options.output)
+
+
+def report(name: str, trace: list[dict[str, Any]], least: Mapping[str, float], output: Path) -> None:
+    """Print where the milliseconds of a trace go, and keep it."""
+    found = split(spans_by_part(trace), steps=STEPS)
     print(table(found, least))
     slowest: dict[str, list[float]] = {}
     for event in trace:
         if event.get("cat") == "kernel":
             slowest.setdefault(event["name"][:120], []).append(event["dur"] / 1e3 / STEPS)
-    kernels = sorted(((sum(times), len(times) // STEPS, name) for name, times in slowest.items()), reverse=True)
-    report = {"row": options.row, "ms": found, "roofline_ms": least, "kernels": kernels[:80]}
-    (options.output / f"{options.row}.json").write_text(json.dumps(report, indent=1) + "\n")
-    (options.output / f"{options.row}.md").write_text(table(found, least) + "\n")
-    with gzip.open(options.output / f"{options.row}.trace.json.gz", "wt") as file:
+    kernels = sorted(((sum(times), len(times) // STEPS, kernel) for kernel, times in slowest.items()), reverse=True)
+    kept = {"row": name, "ms": found, "roofline_ms": least, "kernels": kernels[:80]}
+    (output / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (output / f"{name}.md").write_text(table(found, least) + "\n")
+    with gzip.open(output / f"{name}.trace.json.gz", "wt") as file:
         json.dump([event for event in trace if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")], file)
-    for time, count, name in kernels[:15]:
-        print(f"{time:8.2f} ms in {count:4d}  {part_of(name):20s} {name}")
+    for time, count, kernel in kernels[:15]:
+        print(f"{time:8.2f} ms in {count:4d}  {part_of(kernel):20s} {kernel}")
 
 
 if __name__ == "__main__":

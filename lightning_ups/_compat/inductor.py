@@ -1,7 +1,7 @@
 """Settings of inductor that have no public name, each held while a context is open."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -84,13 +84,14 @@ def _evenly(splits: int, size: int) -> int:
 
 
 @contextmanager
-def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None]) -> Iterator[None]:
+def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None], *, sources: Sequence[str] = ()) -> Iterator[None]:
     """Let ``change`` work on graphs before inductor's own passes do, after a pass that is set already.
 
     Args:
         when: ``"joint"``: on graphs of forward and backward in one; ``"apart"``: on those of each.
         change: What alone decides on the result, by its module's code and that of `graph_nodes`: inductor's caches know
             it by that.
+        sources: Files of whatever else decides on it.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -107,7 +108,7 @@ def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None]) -> Iterator[
         def uuid(self) -> Any:
             if (others := known_by(before)) is None:
                 return None  # no caching, as without ours
-            return get_hash_for_files((source, graph_nodes.__file__)), change.__name__, others
+            return get_hash_for_files((source, graph_nodes.__file__, *sources)), change.__name__, others
 
     with _set(name, Pass()):
         yield

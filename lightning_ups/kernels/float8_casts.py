@@ -15,12 +15,24 @@ from torch import Tensor
 from lightning_ups._compat.custom_ops import define_operator
 from lightning_ups._compat.optional import has
 
-__all__ = ["INNER", "PARTS", "TYPES", "both_orders", "column_order", "largest_of", "maxima", "row_order"]
+__all__ = [
+    "HAS_KERNELS",
+    "INNER",
+    "PARTS",
+    "TYPES",
+    "both_orders",
+    "can_transpose",
+    "column_order",
+    "largest_of",
+    "maxima",
+    "row_order",
+]
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARTS = 1024  # of a maximum; each program of a cast reads them all
 INNER = 16  # what the dimension that is summed over must be a multiple of
 LEAST = 1e-12
+HAS_KERNELS = torch.version.hip is None and has("triton")  # AMD's GPUs have float8 types of their own
 
 
 def largest_of(dtype: torch.dtype) -> float:
@@ -34,9 +46,13 @@ def _rounded_up(size: int) -> int:
 
 def _maxima(values_MK: Tensor) -> Tensor:
     if _by_kernel(values_MK):
-        from lightning_ups.kernels.float8_casts_triton import launch_maxima
+        from lightning_ups.kernels.float8_casts_triton import maxima_launch
 
-        return launch_maxima(values_MK)
+        maxima_P = _fake_maxima(values_MK)
+        maxima_launch(values_MK.contiguous(), maxima_P).run(values_MK.device)
+        return maxima_P
+    if values_MK.numel() == 0:
+        return values_MK.new_zeros(PARTS, dtype=torch.int32)
     half = values_MK.dtype.itemsize == 2
     bits = values_MK.abs().max().view(torch.int16 if half else torch.int32).to(torch.int32)
     magnitude = bits & (0x7FFF if half else 0x7FFFFFFF)  # what is not a number has a sign, which a maximum may keep
@@ -51,11 +67,17 @@ def _cast(
     rows: bool,
     columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if columns and _by_kernel(values_MK) and not can_transpose(values_MK.dtype):
+        cast_MK, _, inverse = _cast(values_MK, maxima_P, dtype, rows=True, columns=False)
+        _, columns_KR, _ = _places(values_MK, dtype, rows=False, columns=True)
+        _transpose(cast_MK, columns_KR)
+        return cast_MK if rows else cast_MK.new_empty(0), columns_KR, inverse
     rows_MK, columns_KR, inverse = _places(values_MK, dtype, rows=rows, columns=columns)
     if _by_kernel(values_MK):
-        from lightning_ups.kernels.float8_casts_triton import launch_cast
+        from lightning_ups.kernels.float8_casts_triton import cast_launch
 
-        launch_cast(values_MK, maxima_P, rows_MK if rows else None, columns_KR if columns else None, inverse)
+        places = rows_MK if rows else None, columns_KR if columns else None, inverse
+        cast_launch(values_MK.contiguous(), maxima_P, *places).run(values_MK.device)
         return rows_MK, columns_KR, inverse
     largest = largest_of(dtype)
     bits = maxima_P.max()
@@ -65,10 +87,23 @@ def _cast(
     if rows:
         rows_MK.copy_(cast_MK)
     if columns:
-        columns_KR.view(torch.uint8).zero_()
-        columns_KR[:, : values_MK.shape[0]].copy_(cast_MK.t())
+        _transpose(cast_MK, columns_KR)
     inverse.copy_(scale.reciprocal())
     return rows_MK, columns_KR, inverse
+
+
+def _transpose(cast_MK: Tensor, columns_KR: Tensor) -> None:
+    num_rows = cast_MK.shape[0]
+    columns_KR.view(torch.uint8)[:, num_rows:].zero_()
+    columns_KR[:, :num_rows].copy_(cast_MK.t())
+
+
+def can_transpose(dtype: torch.dtype) -> bool:
+    """Return whether the kernel turns values of this type around right.
+
+    Those of four bytes Triton 3.6 mixes up on sm_90 on the way from the layout of loads to that of stores.
+    """
+    return dtype.itemsize == 2
 
 
 def _places(values_MK: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +117,7 @@ def _places(values_MK: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool)
 
 
 def _by_kernel(values_MK: Tensor) -> bool:
-    return values_MK.device.type == "cuda" and has("triton")
+    return values_MK.device.type == "cuda" and HAS_KERNELS
 
 
 def _rows(values_MK: Tensor, maxima_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

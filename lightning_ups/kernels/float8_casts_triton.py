@@ -1,20 +1,35 @@
 """The kernels of `float8_casts`: one that looks for a maximum, one that casts tiles of a matrix."""
-# ruff: noqa: ANN001, ANN202, N803, N806 (Triton reads the kernel's annotations, and it is no function of Python's)
+# ruff: noqa: ANN001, ANN202, N803 (Triton reads the kernel's annotations, and it is no function of Python's)
 # pyright: reportInvalidTypeForm=false
 
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from lightning_ups._compat.triton import compiled, launching_on
+from lightning_ups._compat.inductor import graph_pass
+from lightning_ups._compat.launches import Launch, Operator
+from lightning_ups._compat.triton import compiled
 from lightning_ups._compat.triton import language as tl
-from lightning_ups.kernels.float8_casts import LEAST, PARTS, largest_of
+from lightning_ups._compat.written_maxima import find_where_written
+from lightning_ups.kernels.float8_casts import (
+    LEAST,
+    PARTS,
+    both_orders,
+    can_transpose,
+    column_order,
+    largest_of,
+    maxima,
+    row_order,
+)
 
-__all__ = ["Tiles", "launch_cast", "launch_maxima"]
+__all__ = ["OPERATORS", "Tiles", "cast_launch", "maxima_launch", "maxima_where_written"]
 
-BLOCK, WARPS, STAGES = 4096, 4, 3
+BLOCK, STAGES = 2048, 3
 FAR = 2**31  # an offset that 32 bits do not hold
 
 
@@ -22,43 +37,37 @@ class Tiles(NamedTuple):
     """How a cast goes through a matrix.
 
     With one stage Triton 3.6, for sm_90, transposes a tile of values of two bytes by matrices of eight by eight; with
-    more it reads a tile of 128 rows or more out of the loads' memory value by value. Those of float32 always go one by
-    one. With one stage, what hides the wait for memory are the other programs.
+    more it reads a tile of 128 rows or more out of the loads' memory value by value. With one stage, what hides the
+    wait for memory are the other programs.
 
     Args:
         rows: Of a tile.
         columns: Of a tile.
-        warps: Of a program.
         programs: How many there are for each multiprocessor: each makes one tile after another.
         stages: Of loads that are under way.
     """
 
-    rows: int = 64
+    rows: int = 128
     columns: int = 128
-    warps: int = 4
-    programs: int = 8
+    programs: int = 64
     stages: int = 1
 
 
-def launch_maxima(values_MK: Tensor) -> Tensor:
-    """Return the bits of the largest magnitudes of parts of the matrix; those of NaN are larger than any."""
-    values = values_MK.contiguous()
-    maxima_P = values.new_empty(PARTS, dtype=torch.int32)
-    with launching_on(values.device):
-        _maxima()[(PARTS,)](
-            values,
-            maxima_P,
-            values.numel(),
-            PARTS=PARTS,
-            HALF=values.dtype.itemsize == 2,
-            BLOCK=BLOCK,
-            STAGES=STAGES,
-            num_warps=WARPS,
-        )
-    return maxima_P
+def maxima_launch(values_MK: Tensor, maxima_P: Tensor) -> Launch:
+    """Return what writes the bits of the largest magnitudes of parts of a matrix; those of NaN are larger than any."""
+    arguments = {
+        "values": values_MK,
+        "maxima": maxima_P,
+        "size": values_MK.numel(),
+        "PARTS": PARTS,
+        "HALF": values_MK.dtype.itemsize == 2,
+        "BLOCK": BLOCK,
+        "STAGES": STAGES,
+    }
+    return Launch(_maxima(), PARTS, arguments, written=("maxima",))
 
 
-def launch_cast(
+def cast_launch(
     values_MK: Tensor,
     maxima_P: Tensor,
     rows_MK: Tensor | None,
@@ -66,39 +75,78 @@ def launch_cast(
     inverse: Tensor,
     *,
     tiles: Tiles | None = None,
-) -> None:
-    """Write the cast in the orders that are given, and what undoes its scale."""
+) -> Launch:
+    """Return what writes the cast in the orders that are given, and what undoes its scale."""
     tiles = tiles or Tiles()
     wanted = next(place for place in (rows_MK, columns_KR) if place is not None)
-    values = values_MK.contiguous()
-    num_rows, width = values.shape
+    num_rows, width = values_MK.shape
     length = num_rows if columns_KR is None else columns_KR.shape[1]
     across = -(-width // tiles.columns)
     count = -(-length // tiles.rows) * across
-    with launching_on(values.device):
-        _cast()[(max(1, min(count, tiles.programs * _multiprocessors(values.device))),)](
-            values,
-            maxima_P,
-            wanted if rows_MK is None else rows_MK,
-            wanted if columns_KR is None else columns_KR,
-            inverse,
-            num_rows,
-            width,
-            length,
-            across,
-            count,
-            LARGEST=largest_of(wanted.dtype),
-            LEAST=LEAST,
-            PARTS=PARTS,
-            HALF=values.dtype.itemsize == 2,
-            ROWS=rows_MK is not None,
-            COLUMNS=columns_KR is not None,
-            IS_FAR=max(tiles.rows * width, tiles.columns * length) >= FAR,
-            TILE_ROWS=tiles.rows,
-            TILE_COLUMNS=tiles.columns,
-            STAGES=tiles.stages,
-            num_warps=tiles.warps,
-        )
+    arguments = {
+        "values": values_MK,
+        "maxima": maxima_P,
+        "rows": maxima_P if rows_MK is None else rows_MK,  # which nothing is then written to
+        "columns": maxima_P if columns_KR is None else columns_KR,
+        "inverse": inverse,
+        "num_rows": num_rows,
+        "width": width,
+        "length": length,
+        "across": across,
+        "count": count,
+        "LARGEST": largest_of(wanted.dtype),
+        "LEAST": LEAST,
+        "PARTS": PARTS,
+        "HALF": values_MK.dtype.itemsize == 2,
+        "ROWS": rows_MK is not None,
+        "COLUMNS": columns_KR is not None,
+        "IS_FAR": max(tiles.rows * width, tiles.columns * length) >= FAR,
+        "TILE_ROWS": tiles.rows,
+        "TILE_COLUMNS": tiles.columns,
+        "STAGES": tiles.stages,
+    }
+    written = (*(["rows"] if rows_MK is not None else []), *(["columns"] if columns_KR is not None else []), "inverse")
+    programs = max(1, min(count, tiles.programs * _multiprocessors(values_MK.device)))
+    return Launch(_cast(), programs, arguments, written)
+
+
+def _launch_of_maxima(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Launch:
+    return maxima_launch(inputs[0], outputs[0])
+
+
+def _launch_of_rows(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Launch:
+    return cast_launch(inputs[0], inputs[1], outputs[0], None, outputs[1])
+
+
+def _launch_of_columns(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Launch | None:
+    return cast_launch(inputs[0], inputs[1], None, *outputs) if can_transpose(inputs[0].dtype) else None
+
+
+def _launch_of_both(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Launch | None:
+    return cast_launch(inputs[0], inputs[1], *outputs) if can_transpose(inputs[0].dtype) else None
+
+
+OPERATORS = (
+    Operator(maxima, _launch_of_maxima),
+    Operator(row_order, _launch_of_rows),
+    Operator(column_order, _launch_of_columns),
+    Operator(both_orders, _launch_of_both),
+)
+"""What a compiled graph can launch itself."""
+
+
+@contextmanager
+def maxima_where_written() -> Iterator[None]:
+    """Let graphs that are compiled while the context is open find maxima in inductor's kernels that write matrices.
+
+    What lets graphs launch the operators is opened within.
+    """
+    with graph_pass("apart", _find_where_written, sources=(inspect.getfile(find_where_written),)):
+        yield
+
+
+def _find_where_written(graph: fx.Graph) -> None:
+    find_where_written(graph, maxima)
 
 
 @cache

@@ -29,8 +29,7 @@ def test_every_set_has_its_configurations(float8, tmp_path):
     names = [*float8._cases(tiny=True, output=tmp_path)]
     assert {name.split()[0] for name in names} == {"speed", "losses", "predict", "measure"}
     assert [name for name in names if name.startswith("losses bf16")] == [f"losses bf16 seed {i}" for i in range(3)]
-    assert len([name for name in names if name.startswith("measure")]) == 16
-    assert [name for name in names if float8.SETS["kernels"](name)] == [f"measure {m} kernels" for m in float8.MODELS]
+    assert len([name for name in names if name.startswith("measure")]) == 12
     parts = [sum(holds(name) for holds in float8.SETS.values()) for name in names]
     assert parts == [1] * len(names), "each belongs to one set"
     assert [name for name in names if float8.SETS["compiler"](name)] == [
@@ -51,29 +50,18 @@ def test_what_compiles_beside_a_precision_is_allowed_there(float8):
     assert float8._compiled(BF16Precision(), compiled=False) == []
 
 
-def test_the_kernels_cast_where_they_are_asked_for(float8, monkeypatch, tmp_path):
-    from lightning_ups.transforms import float8_layers
-
-    seen = []
-    monkeypatch.setattr(float8, "_fit", lambda *_, **__: seen.append(float8_layers._by_kernels))
-    (tmp_path / "predict_mixed.json").write_text("{}")
-    for name in ("measure mixed kernels", "measure mixed tensorwise"):
-        float8._cases(tiny=True, output=tmp_path)[name]()
-    assert seen == [True, False]
-
-
 def test_the_table_has_what_is_measured_so_far(float8):
     said = {"gain_all": 0.1, "gain_auto": 0.1}
     found = {f"predict_{model}": said for model in float8.MODELS}
-    for name, step in {"bf16": 110.0, "tensorwise": 100.0, "auto": 101.0, "kernels": 88.0}.items():
+    for name, step in {"bf16": 110.0, "tensorwise": 100.0, "auto": 101.0}.items():
         found[f"measure_1B_{name}"] = {"step_ms": step}
     found |= {"measure_150M_bf16": {"step_ms": 100.0}, "measure_150M_auto": {"step_ms": 100.0}}
     found |= {"measure_vit_bf16": {"step_ms": 100.0}, "measure_vit_tensorwise": {"step_ms": 125.0}}
     assert float8._predictions(found)[2:] == [
-        "| 1B | +10.0% | +10.0% | +10.0% | +8.9% | True | -1.0% | +25.0% |",
-        "| 150M | +10.0% |  | +10.0% | +0.0% | False |  |  |",
-        "| vit | +10.0% | -20.0% | +10.0% |  | False |  |  |",
-        "| mixed | +10.0% |  | +10.0% |  |  |  |  |",
+        "| 1B | +10.0% | +10.0% | +10.0% | +8.9% | True | -1.0% |",
+        "| 150M | +10.0% |  | +10.0% | +0.0% | False |  |",
+        "| vit | +10.0% | -20.0% | +10.0% |  | False |  |",
+        "| mixed | +10.0% |  | +10.0% |  |  |  |",
     ]
 
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F  # noqa: N812
 from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.models.hf_names import to_hf
 from lightning_ups.strategies import fsdp2
-from lightning_ups.transforms import float8_layers
 from lightning_ups.transforms.compile_frame import structure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -125,6 +124,7 @@ def test_a_runner_that_is_not_there_is_said_before_anything_runs(llama, tmp_path
         (["--row", "150M-4", "--sides", "torchtitan"], "there is no setting of torchtitan for row 150M-4"),
         (["--row", "1B-4-float8", "--sides", "bare, torch alone"], "is for one GPU and bfloat16"),
         (["--row", "1B-4", "--sides", "ours, copied within"], "side 'ours, copied within' is about what GPUs say"),
+        (["--row", "1B-4", "--sides", "ours, maxima where written"], "is about casts to float8: name a row in float8"),
         (["--row", "tiny", "--output", "{}/bench_titan.sh"], "cannot be written (File exists): name another folder"),
     ],
 )
@@ -280,14 +280,6 @@ def test_blocks_of_our_side_are_equal_to_compile(llama):
     assert len({structure(block) for block in module.model.layers}) == 1
     spreads = [block.ffn.down.weight.std().item() for block in module.model.layers]
     assert spreads == sorted(spreads, reverse=True), "they are drawn as before"
-
-
-@pytest.mark.parametrize("side", ["ours", "ours, cast by kernels"])
-def test_a_side_of_ours_says_what_casts(llama, monkeypatch, side):
-    told = []
-    monkeypatch.setattr(llama, "fitted", lambda *_, **__: told.append(float8_layers._by_kernels))
-    llama.SIDES[side](llama.rows()["tiny"])
-    assert told == [side == "ours, cast by kernels"]
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,23 @@ def held(shape, dtype, form, *, power=0):
     return (found * 2.0**power).to(dtype)
 
 
+def kernel_maxima(x):
+    found = x.new_empty(kernels.PARTS, dtype=torch.int32)
+    kernels.maxima_launch(x, found).run(x.device)
+    return found
+
+
 INTERPRETED = """
 import torch
 from lightning_ups.kernels import float8_casts as module, float8_casts_triton as kernels
 from tests.kernels.test_float8_casts import E4M3, E5M2, assert_same, values
-from tests.kernels.test_float8_casts_triton import held
+from tests.kernels.test_float8_casts_triton import held, kernel_maxima
 
 kernels.PARTS = module.PARTS = 4
 for dtype, form in ((torch.bfloat16, E4M3), (torch.float32, E5M2), (torch.float16, E4M3)):
     for shape, power in (((40, 48), -3), ((130, 144), 0), ((1, 16), 1)):
         x = held(shape, dtype, form, power=power)
-        maxima = kernels.launch_maxima(x)
+        maxima = kernel_maxima(x)
         assert maxima.max() == module._maxima(x).max()
         for rows, columns in ((True, True), (True, False), (False, True)):
             found = module._places(x, form, rows=rows, columns=columns)
@@ -36,15 +42,16 @@ for dtype, form in ((torch.bfloat16, E4M3), (torch.float32, E5M2), (torch.float1
             for kernels.FAR in (2**31, 0):
                 for place in found:
                     place.fill_(3.0)
-                kernels.launch_cast(x, maxima, *places, found[2], tiles=kernels.Tiles(rows=32, columns=64))
+                tiles = kernels.Tiles(rows=32, columns=64)
+                kernels.cast_launch(x, maxima, *places, found[2], tiles=tiles).run(x.device)
                 assert_same(found, module._cast(x, maxima, form, rows=rows, columns=columns))
 x = values((4, 16), torch.bfloat16)
 for value in (float("nan"), float("inf"), -float("inf")):
     x[1, 3] = value
-    assert kernels.launch_maxima(x).max() == module._maxima(x).max()
+    assert kernel_maxima(x).max() == module._maxima(x).max()
 x.zero_()
 found = module._places(x, E4M3, rows=True, columns=True)
-kernels.launch_cast(x, kernels.launch_maxima(x), *found)
+kernels.cast_launch(x, kernel_maxima(x), *found).run(x.device)
 assert_same(found, module._both(x, module._maxima(x), E4M3))
 print("equal")
 """
@@ -56,11 +63,10 @@ def test_the_interpreted_kernels_do_what_the_reference_does():
 
 @pytest.mark.parametrize(("num_rows", "is_far"), [(2**24 - 16, False), (2**24, True)])
 def test_offsets_within_a_tile_of_a_tall_matrix_are_long(monkeypatch, num_rows, is_far):
-    told = {}
-    monkeypatch.setattr(kernels, "_cast", lambda: {(8,): lambda *_, **options: told.update(options)})
+    monkeypatch.setattr(kernels, "_cast", lambda: None)
     x = torch.empty(num_rows, 128, device="meta", dtype=torch.bfloat16)
-    kernels.launch_cast(x, maxima(x), *both_orders(x, maxima(x), E4M3), tiles=kernels.Tiles(columns=128))
-    assert told["IS_FAR"] == is_far
+    launch = kernels.cast_launch(x, maxima(x), *both_orders(x, maxima(x), E4M3), tiles=kernels.Tiles(columns=128))
+    assert launch.arguments["IS_FAR"] == is_far
 
 
 @pytest.mark.gpu(capability=(8, 9))
