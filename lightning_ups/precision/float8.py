@@ -33,6 +33,7 @@ from lightning_ups.transforms.float8 import (
     convert_to_float8,
     fitting_linears,
     float8_linears,
+    why_none_fits,
 )
 from lightning_ups.transforms.float8_autocast import refused_autocast
 from lightning_ups.transforms.float8_gather import Scales
@@ -261,8 +262,14 @@ class Float8Precision(PolicyPrecision):
         if self._scales is not None:
             self._scales.refresh()
         advice = _advice_on_gathers() if self.gathers_float8 else nullcontext()
-        with advice, super().forward_context(), _autocast_as_torchao_asks(self.policy.param):
+        with advice, super().forward_context():
             yield
+
+    @override
+    def refusal(self, run: Run) -> str | None:
+        if run.accelerator == "cpu" and not self.emulate:
+            return _incapable("cpu")
+        return why_none_fits(run.module, **self._selection)
 
     def _check_device(self, module: nn.Module) -> None:
         trainer = trainer_of(module)
@@ -272,17 +279,21 @@ class Float8Precision(PolicyPrecision):
         found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         what = f"{device.type}" if found is None else f"{torch.cuda.get_device_name(device)}, capability {found}"
         if found is None or found < CAPABILITY:
-            raise RuntimeError(
-                f"Float8Precision cannot run on this device: {what}."
-                f" Products in float8 need a GPU of capability {CAPABILITY} or higher, such as H100, H200 or L40S."
-                " Use BF16Precision, or, to test, Float8Precision(emulate=True)."
-            )
+            raise RuntimeError(_incapable(what))
         if self.recipe == "mxfp8" and found < float8_mx.CAPABILITY:
             raise RuntimeError(
                 f"Float8Precision(recipe='mxfp8') cannot run on this device: {what}."
                 f" Products in MXFP8 need a GPU of capability {float8_mx.CAPABILITY} or higher, such as B200."
                 " Use recipe='tensorwise', or, to test, emulate=True."
             )
+
+
+def _incapable(device: str) -> str:
+    return (
+        f"Float8Precision cannot run on this device: {device}."
+        f" Products in float8 need a GPU of capability {CAPABILITY} or higher, such as H100, H200 or L40S."
+        " Use BF16Precision, or, to test, Float8Precision(emulate=True)."
+    )
 
 
 def _check_whole(module: nn.Module) -> None:
@@ -295,8 +306,10 @@ def _check_whole(module: nn.Module) -> None:
 
 
 def _warn_of_eager(run: Run) -> None:
+    from lightning_ups._compat.dynamo import compiled_by_itself  # the compiler, which torchao has imported by now
+
     compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
-    if run.training and not compiled:
+    if run.training and not compiled and not any(map(compiled_by_itself, run.module.modules())):
         rank_zero_warn(
             "Float8Precision trains a model that nothing compiles."
             " Each cast is then kernels of its own, and takes more time than the product saves."
@@ -322,16 +335,3 @@ def _advice_on_gathers() -> Iterator[None]:
                 " Set all_gather=False in Float8Precision, or exclude=[...] the layer."
             )
         raise
-
-
-@contextmanager
-def _autocast_as_torchao_asks(dtype: torch.dtype | None) -> Iterator[None]:
-    # Torchao asks whether CUDA's autocast is on, and for its type, wherever it runs; that type is float16 by default.
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", before[0] or torch.is_autocast_enabled("cpu"))
-    torch.set_autocast_dtype("cuda", dtype or before[1])
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])

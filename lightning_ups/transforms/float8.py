@@ -1,18 +1,21 @@
 """Matrix products of linear layers in float8, by torchao."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ups._compat.float8_graph import leaner_casts
 from lightning_ups._compat.inductor import eager_precision_casts
+from lightning_ups._compat.launches import launched_by_graphs
 from lightning_ups._compat.optional import require
+from lightning_ups.kernels import float8_casts, float8_casts_triton
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
 from lightning_ups.transforms.float8_layers import adapted
@@ -29,6 +32,7 @@ __all__ = [
     "fitting_linears",
     "float8_linears",
     "float8_swap",
+    "why_none_fits",
 ]
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
@@ -119,12 +123,7 @@ def convert_to_float8(
         module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size
     )
     if not fitting:
-        some = "; ".join(f"{name}: {why}" for name, why in [*reasons.items()][:4])
-        raise ValueError(
-            f"No linear layer of {type(module).__name__} can compute in float8."
-            f" {some or 'It has none'}."
-            " Name others by include=[...], or use BF16Precision."
-        )
+        raise ValueError(_none_fits(module, reasons))
     losing = {name: why for name, why in (losers or {}).items() if name in fitting}
     chosen = {name: linear for name, linear in fitting.items() if name not in losing}
     shared = _with_shared_weights(module, chosen) if all_gather else ()
@@ -159,6 +158,15 @@ def fitting_linears(
     return _choose(module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size)[0]
 
 
+def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
+    """Return why ``fitting_linears`` finds nothing in ``module``, or None if it finds something."""
+    try:
+        fitting, reasons, _ = _choose(module, **selection)
+    except ValueError as error:  # a pattern that matches nothing
+        return str(error)
+    return None if fitting else _none_fits(module, reasons)
+
+
 def check_recipe(recipe: str, *, all_gather: bool) -> None:
     """Refuse an unknown ``recipe``, and one whose weights cannot be gathered in float8.
 
@@ -182,6 +190,14 @@ def check_recipe(recipe: str, *, all_gather: bool) -> None:
 def float8_linears(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of ``module`` that compute in float8, without importing torchao."""
     return {name: m for name, m in module.named_modules() if _is_float8(m)}
+
+
+def _none_fits(module: nn.Module, reasons: Mapping[str, str]) -> str:
+    what = f"No linear layer of {type(module).__name__} can compute in float8."
+    if not reasons:
+        return f"{what} It has no nn.Linear, and other layers are not converted. Use BF16Precision."
+    some = "; ".join(f"{name}: {why}" for name, why in [*reasons.items()][:4])
+    return f"{what} {some}. Name others by include=[...], or use BF16Precision."
 
 
 def _choose(
@@ -220,6 +236,8 @@ def _unfit(linear: nn.Linear, recipe: Recipe, *, tensor_size: int) -> str | None
         return "has a forward of its own"
     if not isinstance(vars(linear)["_parameters"].get("weight"), nn.Parameter):
         return "its weight is made of others, by a parametrization, a norm of the weight or pruning"
+    if is_lazy(linear.weight):
+        return "its weight has no shape before the first batch"
     if linear.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"its weight is {str(linear.weight.dtype).removeprefix('torch.')}"
     multiple = _multiple(recipe)
@@ -269,8 +287,15 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
 def compiler_settings(recipe: str) -> AbstractContextManager[None]:
     """Return what holds, while it is open, the compiler's settings that ``recipe`` wants."""
     if recipe == "tensorwise":
-        return leaner_casts()
+        return _tensorwise_settings()
     return eager_precision_casts() if recipe in ("rowwise", "rowwise_with_gw_hp") else nullcontext()
+
+
+@contextmanager
+def _tensorwise_settings() -> Iterator[None]:
+    files = (float8_casts.__file__, float8_casts_triton.__file__)
+    with leaner_casts(), launched_by_graphs(float8_casts_triton.OPERATORS, sources=files):
+        yield
 
 
 def float8_swap(recipe: Recipe, *, all_gather: bool = False, emulate: bool = False) -> Callable[[nn.Linear], nn.Module]:

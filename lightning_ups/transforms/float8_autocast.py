@@ -6,31 +6,50 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["refused_autocast"]
 
 
 @contextmanager
 def refused_autocast(modules: Iterable[nn.Module], *, by: str, cure: str) -> Iterator[None]:
-    """Let a forward of one of ``modules`` raise if autocast is on, as long as this is open.
+    """Let a forward of one of ``modules`` raise if autocast is on, as long as this is open. One of a copy does not.
 
     Args:
         modules: Outermost modules: their hooks run outside of compiled code.
         by: Whose types an autocast would change.
         cure: What to do instead.
     """
-
-    def check(module: nn.Module, _: Any) -> None:
-        if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-            raise RuntimeError(
-                f"{type(module).__name__} was called within torch.autocast, and {by} has set its types already."
-                " A precision carries the whole policy; a second cast in every product would undo part of it."
-                f" {cure}"
-            )
-
-    handles = [module.register_forward_pre_hook(check) for module in modules]
+    checks = []
+    for module in modules:
+        check = _Check(by, cure)
+        check.handle = module.register_forward_pre_hook(check)
+        checks.append(check)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for check in checks:
+            check.handle.remove()
+
+
+class _Check:
+    """A hook whose copy does nothing, and takes itself off the copied module when that is first called."""
+
+    handle: RemovableHandle
+
+    def __init__(self, by: str, cure: str) -> None:
+        self.by, self.cure, self.copied = by, cure, False
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if self.copied:
+            if not torch.compiler.is_compiling():  # Dynamo cannot look at a handle
+                self.handle.remove()
+        elif any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+            raise RuntimeError(
+                f"{type(module).__name__} was called within torch.autocast, and {self.by} has set its types already."
+                " A precision carries the whole policy; a second cast in every product would undo part of it."
+                f" {self.cure}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "copied": True}

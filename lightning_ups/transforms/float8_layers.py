@@ -1,7 +1,6 @@
 """Torchao's linear layers, made to take what torch's own take, and to say what they cannot."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,25 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_ups._compat.autograd import in_torch_func
+from lightning_ups._compat.torch import is_exporting
 from lightning_ups.transforms.float8_product import FastSums, can_multiply, product
 
-__all__ = ["adapted", "cast_by_kernels", "in_high_precision", "once_differentiable"]
-
-_by_kernels = False
-
-
-@contextmanager
-def cast_by_kernels() -> Iterator[None]:
-    """Let layers with one scale for each matrix cast by kernels of ours, while the context is open, where they can.
-
-    How fast that is has not been measured yet: `benchmarks/float8.py` asks for it.
-    """
-    global _by_kernels
-    before, _by_kernels = _by_kernels, True
-    try:
-        yield
-    finally:
-        _by_kernels = before
+__all__ = ["adapted", "by_values", "in_high_precision", "in_type_of_autocast", "once_differentiable", "refuse_tracing"]
 
 
 def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
@@ -45,9 +30,13 @@ def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
 def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
     class Float8Linear(plain):  # pyright: ignore[reportGeneralTypeIssues]
         def forward(self, input: Tensor) -> Tensor:
+            refuse_tracing()
+            if input.is_nested:
+                return by_values(self, input)
+            input = in_type_of_autocast(input)
             if by_rows:
                 input = input.contiguous()
-            elif _by_kernels and (output := _with_kernels(self, input)) is not None:
+            elif (output := _with_kernels(self, input)) is not None:
                 return output
             if torch.compiler.is_compiling():  # where there is no second derivative anyway
                 return super().forward(input) if by_rows else _as_matrix(super().forward, input)
@@ -72,15 +61,50 @@ def _remade(by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module: 
     return adapted(make(*arguments), by_rows=by_rows)
 
 
+def refuse_tracing() -> None:
+    """Raise if what runs now becomes a program of its own, or `torch.func` computes through it.
+
+    Raises:
+        RuntimeError: If either is so.
+    """
+    if is_exporting() or torch.jit.is_tracing():
+        raise RuntimeError(
+            "A model is exported, by torch.export, torch.onnx or torch.jit, whose linear layers multiply in float8."
+            " Their casts are no operators that an exported program could have."
+            " Export after the fit, when layers are torch's own, or load the state dict into a module built anew."
+        )
+    if not torch.compiler.is_compiling() and in_torch_func():
+        raise RuntimeError(
+            "torch.func computes through a linear layer in float8, as vmap, grad, jvp and jacrev do."
+            " Products in float8 know backward alone, and no other transform."
+            " Leave these layers out, by exclude=[...] in the precision, or use BF16Precision."
+        )
+
+
+def by_values(layer: nn.Module, nested: Tensor) -> Tensor:
+    """Return what ``layer`` makes of a nested tensor, as `nn.TransformerEncoder` makes of padded ones to evaluate."""
+    if nested.layout is torch.jagged:
+        values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()  # type: ignore[operator]
+        return torch.nested.nested_tensor_from_jagged(layer(values), offsets=offsets, lengths=lengths)
+    parts = nested.unbind()
+    rows = layer(torch.cat(parts))
+    return torch.nested.as_nested_tensor([*rows.split([part.shape[0] for part in parts])])
+
+
+def in_type_of_autocast(value: Tensor) -> Tensor:
+    """Return ``value`` in the type of its device's autocast, if that is on; torchao asks for CUDA's on any device."""
+    device = value.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return value.to(torch.get_autocast_dtype(device)) if on else value
+
+
 def _with_kernels(layer: Any, input: Tensor) -> Tensor | None:
+    """Return the layer's output with casts by kernels of ours, or None where there are none."""
     sums = layer.linear_mm_config
-    values = input.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled() else input
-    if sums.output.emulate or not can_multiply(values, layer.weight):
+    if sums.output.emulate or not can_multiply(input, layer.weight):
         return None
     fast = FastSums(*(each.use_fast_accum for each in (sums.output, sums.grad_input, sums.grad_weight)))
-    output = product(values, layer.weight, fast)
-    if layer.bias is not None:
-        output = output + layer.bias.to(output.dtype)
+    output = product(input, layer.weight, layer.bias, fast)
     return output if torch.compiler.is_compiling() else once_differentiable(output)
 
 

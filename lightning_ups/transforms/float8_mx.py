@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_ups._compat.optional import require
-from lightning_ups.transforms.float8_layers import in_high_precision, once_differentiable
+from lightning_ups.transforms.float8_layers import (
+    by_values,
+    in_high_precision,
+    in_type_of_autocast,
+    once_differentiable,
+    refuse_tracing,
+)
 
 __all__ = ["CAPABILITY", "mx_linear_from"]
 
@@ -58,10 +64,10 @@ def _kind() -> tuple[Any, Any]:
         """Torchao's, for any number of rows and under autocast."""
 
         def forward(self, input: Tensor) -> Tensor:
-            x, weight = input, self.weight
-            if torch.is_autocast_enabled():
-                dtype = torch.get_autocast_dtype("cuda")
-                x, weight = x.to(dtype), weight.to(dtype)
+            refuse_tracing()
+            if input.is_nested:
+                return by_values(self, input)
+            x, weight = in_type_of_autocast(input), in_type_of_autocast(self.weight)
             eager = not torch.compiler.is_compiling()
             if eager and x.numel() == 0:
                 return in_high_precision(self, x)

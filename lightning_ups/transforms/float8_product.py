@@ -2,7 +2,9 @@
 
 What torchao computes, bit for bit, in a third of the operators: a graph of it is compiled sooner, and what a cast takes
 does not depend on what the compiler joins it with. A cast of what comes in serves both products that read it, in the
-order that each wants: for backward it is kept in place of the values, at half of their bytes.
+order that each wants: for backward it is kept in place of the values, at half of their bytes. The gradient of a bias is
+found after those of the products: then the compiler reads its gradient out of memory, where casts want it to be, and
+does not compute it a second time.
 
 Shape suffixes: M rows, of K values each, to N; R is M rounded up to what products take.
 """
@@ -12,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from lightning_ups.kernels.float8_casts import TYPES, both_orders, column_order, maxima, row_order
+from lightning_ups.kernels.float8_casts import HAS_KERNELS, TYPES, both_orders, column_order, maxima, row_order
 
 __all__ = ["FastSums", "can_multiply", "product"]
 
@@ -29,16 +32,21 @@ class FastSums(NamedTuple):
 
 
 def can_multiply(values: Tensor, weight: Any) -> bool:
-    """Return whether `product` is for these: plain tensors with values in them, or a weight gathered in float8."""
+    """Return whether `product` is for these: plain tensors with values in them, or a weight gathered in float8.
+
+    On a GPU it is slow without kernels.
+    """
+    if values.device.type == "cuda" and not HAS_KERNELS:
+        return False
     whole = type(weight._data) is Tensor if _is_cast(weight) else _is_plain(weight)
-    return whole and _is_plain(values) and values.numel() > 0
+    return whole and _is_plain(values) and guard_or_true(values.numel() > 0)
 
 
-def product(values: Tensor, weight: Tensor, fast: FastSums) -> Tensor:
-    """Return ``values`` times the transposed ``weight``, with gradients in float8 too."""
+def product(values: Tensor, weight: Tensor, bias: Tensor | None, fast: FastSums) -> Tensor:
+    """Return ``values`` times the transposed ``weight`` and ``bias``, with gradients in float8 too."""
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
     keeps = torch.is_grad_enabled() and weight.requires_grad
-    output_MN: Tensor = _Product.apply(values_MK, weight, fast, keeps)
+    output_MN: Tensor = _Product.apply(values_MK, weight, bias, fast, keeps)
     return output_MN.reshape(*values.shape[:-1], weight.shape[0])
 
 
@@ -53,7 +61,14 @@ def _is_cast(weight: Any) -> bool:
 @torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_MK: Tensor, weight: Any, fast: FastSums, keeps: bool) -> Tensor:  # noqa: FBT001
+    def forward(
+        ctx: Any,
+        values_MK: Tensor,
+        weight: Any,
+        bias_N: Tensor | None,
+        fast: FastSums,
+        keeps: bool,  # noqa: FBT001
+    ) -> Tensor:
         maxima_P, columns_KR = maxima(values_MK), None
         if keeps:
             rows_MK, columns_KR, inverse = both_orders(values_MK, maxima_P, _FORWARD)
@@ -65,8 +80,9 @@ class _Product(torch.autograd.Function):
             weight_maxima_P = maxima(weight)
             rows_NK, weight_inverse = row_order(weight, weight_maxima_P, _FORWARD)
         ctx.save_for_backward(columns_KR, inverse, weight, weight_maxima_P)  # casts of weights are made again
-        ctx.fast = fast
-        return _multiply(rows_MK, rows_NK, inverse, weight_inverse, values_MK.dtype, fast=fast.output)
+        ctx.fast, ctx.bias_dtype = fast, None if bias_N is None else bias_N.dtype
+        output_MN = _multiply(rows_MK, rows_NK, inverse, weight_inverse, values_MK.dtype, fast=fast.output)
+        return output_MN if bias_N is None else output_MN + bias_N.to(output_MN.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,7 +90,7 @@ class _Product(torch.autograd.Function):
         columns_KR, inverse, weight, weight_maxima_P = ctx.saved_tensors
         gradient_MN, fast = gradients[0].contiguous(), ctx.fast
         dtype, maxima_P = gradient_MN.dtype, maxima(gradient_MN)
-        input_gradient_MK = weight_gradient_NK = columns_NR = None
+        input_gradient_MK = weight_gradient_NK = bias_gradient_N = columns_NR = None
         if columns_KR is None:
             rows_MN, gradient_inverse = row_order(gradient_MN, maxima_P, _BACKWARD)
         else:
@@ -91,7 +107,9 @@ class _Product(torch.autograd.Function):
             weight_gradient_NK = _multiply(
                 columns_NR, columns_KR, gradient_inverse, inverse, dtype, fast=fast.weight_gradient
             )
-        return input_gradient_MK, weight_gradient_NK, None, None
+        if ctx.needs_input_grad[2]:
+            bias_gradient_N = gradient_MN.sum(0).to(ctx.bias_dtype)
+        return input_gradient_MK, weight_gradient_NK, bias_gradient_N, None, None
 
 
 def _multiply(

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from typing_extensions import override
 
+from lightning_ups._compat.tensors import gradient_hooks
 from lightning_ups._compat.torch import NormWithStatistics
 from lightning_ups.transforms.cast import cast_around
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, part_of
 from lightning_ups.transforms.replicated import give_first
-from lightning_ups.transforms.sharded_before import check_same, recall, refuse_lazy, remember
+from lightning_ups.transforms.sharded_before import check_same, recall, refuse_hooks_after, refuse_lazy, remember
 
 __all__ = [
     "Gathering",
@@ -194,6 +196,19 @@ class _Whole(Tensor):
     def grad(self, value: Tensor | None) -> None:  # type: ignore[override]
         self.shard.grad = value
 
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:  # type: ignore[override]
+        self.shard.requires_grad = value
+
+    @override
+    def requires_grad_(self, mode: bool = True) -> Self:
+        self.shard.requires_grad = mode
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parametrised:
@@ -304,6 +319,14 @@ def _check(model: nn.Module) -> None:
             " Conversion must come before sharding, and the strategy does it all in that order."
             " Take what shards it out of the module, or build the module anew and load a checkpoint."
         )
+    refuse_hooks_after(model)
+    if hooked := [name for name, p in model.named_parameters() if p.dim() > 0 and gradient_hooks(p)]:
+        raise ValueError(
+            f"{hooked[0]} has a hook for its gradient."
+            " The gradient is computed and reduced within a graph, which runs no hook of a parameter, so what the hook"
+            " does would be left undone."
+            " Do it in on_before_optimizer_step, or use FSDP2Strategy, which calls the hook."
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             raise ValueError(
@@ -317,6 +340,12 @@ def _check(model: nn.Module) -> None:
                 f"{name} has max_norm={module.max_norm}: it scales rows of its weight down within its forward."
                 " The weight is gathered from shards there, and the write would be lost with the copy."
                 " Leave max_norm out, and scale the rows in on_train_batch_end, where the weight is a shard."
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{name} has sparse=True: the gradient of its weight is a sparse tensor."
+                " The gradient of what was gathered is reduced by code that is compiled, which knows dense ones only."
+                " Leave sparse out, or use FSDP2Strategy, which keeps such a weight whole."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(

@@ -40,6 +40,15 @@ def fit(tmp_path, precision, *, model=None, **options):
     return model
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_what_is_recomputed_has_the_types_of_forward_under_autocast(tmp_path, recipe):
+    losses = [
+        fit(tmp_path, Float8Precision(recipe=recipe, emulate=True, weights="autocast"), callbacks=callbacks).losses
+        for callbacks in ([], [ActivationCheckpoint(save="nothing")])
+    ]
+    assert torch.equal(*map(torch.stack, losses))
+
+
 @pytest.mark.parametrize("weights", ["masters", "autocast"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
 def test_it_trains_near_bfloat16_and_leaves_a_plain_float32_module(tmp_path, recipe, weights):
@@ -330,5 +339,8 @@ def test_products_that_nothing_compiles_are_warned_of():
         return run_of(Wide(), DEFAULTS | {"accelerator": "cpu"}, callbacks)
 
     _warn_of_eager(run(Compile(backend="eager")))
+    model = Wide()
+    model.layers[0].compile(backend="eager")
+    _warn_of_eager(run_of(model, DEFAULTS | {"accelerator": "cpu"}, ()))
     with pytest.warns(UserWarning, match=r"nothing compiles.*Add Compile\(\) to the callbacks"):
         _warn_of_eager(run())

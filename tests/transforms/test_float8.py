@@ -214,9 +214,14 @@ def test_a_batch_of_no_multiple_of_sixteen_tokens_trains():
 def test_nothing_to_convert_says_why_and_what_to_do():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(
-        ValueError, match=r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16.*BF16Precision"
+        ValueError, match=r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16.*include.*BF16Precision"
     ):
         convert_to_float8(model, recipe="tensorwise", emulate=True)
+
+
+def test_a_model_without_linear_layers_is_not_told_to_name_some():
+    with pytest.raises(ValueError, match=r"in float8\. It has no nn\.Linear, .*not converted\. Use BF16Precision\.$"):
+        convert_to_float8(nn.Sequential(nn.Conv1d(4, 4, 1)), recipe="tensorwise", emulate=True)
 
 
 def test_a_pattern_that_matches_nothing_says_what_would():
@@ -264,3 +269,9 @@ def test_kernels_compiled_later_store_right_bytes():
 
     convert_to_float8(Model(), recipe="tensorwise", emulate=True)
     assert _inductor_patch._PATCHED
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_layer_is_left_and_named():
+    done = convert_to_float8(nn.Sequential(nn.Linear(16, 32), nn.LazyLinear(16)), recipe="rowwise", include=["*"])
+    assert (done.converted, done.skipped) == (("0",), {"1": "its weight has no shape before the first batch"})

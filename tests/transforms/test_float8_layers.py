@@ -81,6 +81,49 @@ def test_a_second_derivative_is_refused_and_never_missing(recipe):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_may_be_nested(recipe, layout):
+    found = []
+    for nested in (True, False):
+        net, parts = converted(recipe), [values(5, 32).requires_grad_(), values(9, 32)[5:].requires_grad_()]
+        x = torch.nested.as_nested_tensor(parts, layout=layout) if nested else torch.cat(parts)
+        result = net(x)
+        assert (result + net(x)).is_nested is nested  # with the very rows of the first
+        rows = torch.cat(result.unbind()) if nested else result
+        rows.float().square().sum().backward()
+        found.append([rows.detach(), net[0].weight.grad, *(part.grad for part in parts)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def exported(net, x):
+    torch.export.export(net, (x,))
+
+
+def exported_by_dynamo(net, x):
+    torch.export.export(net, (x,), strict=True)
+
+
+def traced(net, x):
+    torch.jit.trace(net, (x,))
+
+
+@pytest.mark.parametrize("export", [exported, exported_by_dynamo, traced])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_that_is_exported_says_what_to_export(recipe, export):
+    with pytest.raises(Exception, match=r"exported.*Export after the fit.*state dict into a module"):
+        export(converted(recipe), values(32, 32))
+
+
+@pytest.mark.parametrize("through", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_func_through_a_layer_says_what_to_leave_out(recipe, through):
+    with pytest.raises(RuntimeError, match=r"torch.func computes through.*exclude=.*BF16Precision"):
+        through(converted(recipe))(values(2, 32, 32))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_input_may_be_named(recipe):
     layer = converted(recipe)[0]

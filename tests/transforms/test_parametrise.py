@@ -397,10 +397,15 @@ def impossible(name):
         model = nn.ModuleDict({"lstm": nn.LSTM(2, 2)})
     elif name == "norm of rows":
         model = nn.ModuleDict({"table": nn.Embedding(4, 2, max_norm=1.0)})
+    elif name == "sparse gradients":
+        model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)})
     elif name == "lazy":
         model = nn.Sequential(nn.LazyLinear(2))
     elif name == "script":
         model = nn.ModuleDict({"traced": torch.jit.script(nn.Linear(2, 2))})
+    elif name in ("hook", "hook after"):
+        weight = (model := Net()).first.weight
+        weight.register_hook(torch.sign) if name == "hook" else weight.register_post_accumulate_grad_hook(print)
     else:
         model = Net()
         done(model)
@@ -416,6 +421,9 @@ def impossible(name):
 TEXTS = {
     "recurrent": "lstm is a recurrent layer",
     "norm of rows": "table has max_norm=1.0: it scales rows",
+    "sparse gradients": "table has sparse=True",
+    "hook": "first.weight has a hook for its gradient",
+    "hook after": "first.weight has a hook that runs when its gradient has been accumulated",
     "lazy": "has no shape yet",
     "script": "is a module of TorchScript",
     "settings": "param_dtype=None, and this run asks for param_dtype=torch.bfloat16",
@@ -428,6 +436,24 @@ TEXTS = {
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_is_refused(ranks, name):
     assert TEXTS[name] in ranks(impossible, name)
+
+
+def frozen_within():
+    model = Net()
+    gathering = done(model).gathering
+    seen = []
+    with gathering.reading(whole=True):
+        seen.append(model.first.weight.requires_grad)
+        with torch.no_grad():
+            model.first.weight.requires_grad = False
+        seen.append(model.first.weight.requires_grad)
+        model.first.bias.requires_grad_(False).requires_grad_()
+        model.second.weight.requires_grad_(False)
+    return seen, [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_what_is_frozen_within_a_step_is_the_shard(ranks):
+    assert ranks(frozen_within) == ([True, False], ["scale", "first.bias"])
 
 
 def again():
