@@ -21,7 +21,7 @@ from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
 from lightning_ups.order import PolicyPrecision, Run, applied, refuse_second
 from lightning_ups.transforms.checkpoint import is_complete
 from lightning_ups.transforms.clip import gradients_of, total_norm
-from lightning_ups.transforms.guard import Deferred, LossWatch, Verdict
+from lightning_ups.transforms.guard import Deferred, KeptBuffers, LossWatch, Verdict
 
 __all__ = ["Action", "GuardEvent", "StepGuard"]
 
@@ -145,10 +145,18 @@ class StepGuard(Callback):
         self._loss = torch.zeros((), device=device)
         self._in_a_row = self._rollbacks = 0
         self._on_device = self.skip_on != "host" and all(map(skips_on_device, trainer.optimizers))
+        self._buffers = KeptBuffers(pl_module) if "skip" in (self.on_nonfinite, self.on_spike) else None
+        self._begins = True  # the next batch is the first one of a step
         self._saved: list[tuple[int, Path]] = []
         if "rollback" in (self.on_nonfinite, self.on_spike):
             self._follow_saves(trainer)
         self._say_how(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._buffers is not None and self._begins:
+            self._buffers.keep()
+        self._begins = False
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -166,6 +174,9 @@ class StepGuard(Callback):
                 skip_if(optimizer, flag)
             elif flag.item():  # the price of optimizers that know no flag
                 optimizer.zero_grad(set_to_none=True)  # without gradients no optimizer changes anything
+            assert self._buffers is not None
+            self._buffers.take_back(flag)
+        self._begins = True
         place = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
         self._verdicts.push(verdict, place)
 
@@ -327,6 +338,13 @@ class StepGuard(Callback):
                 "StepGuard is to go back to a checkpoint, and this run saves none."
                 " There is no checkpoint callback, and the run does not start from one."
                 " Add ModelCheckpoint(every_n_train_steps=...), or use 'skip'."
+            )
+        saving: Iterable[Any] = trainer.checkpoint_callbacks
+        if not trainer.ckpt_path and all(getattr(each, "save_weights_only", False) for each in saving):
+            raise ValueError(
+                "StepGuard is to go back to a checkpoint, and this run saves weights alone."
+                " Without the state of optimizers and schedulers a run does not go on where it was."
+                " Use ModelCheckpoint(save_weights_only=False), or 'skip'."
             )
         if averaged_copies(trainer.callbacks):  # type: ignore[attr-defined]
             raise ValueError(

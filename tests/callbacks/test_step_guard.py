@@ -81,6 +81,28 @@ def test_a_run_with_a_skipped_step_is_the_run_without_its_batch(tmp_path, kind, 
     assert "the loss is nan" in guard.events[0].what
 
 
+class Normed(Bad):
+    """Gets its NaN from the data, through a layer that keeps running statistics."""
+
+    def __init__(self, bad=(), **options):
+        super().__init__(bad, **options)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def training_step(self, batch, index):
+        batch = torch.full_like(batch, NAN) if index in self.bad else batch
+        return Net.training_step(self, self.norm(batch), index)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_running_statistics_are_those_of_the_run_without_the_batch(tmp_path, kind, accumulate):
+    guarded, without = (Normed(bad, optimizer=OPTIMIZERS[kind]) for bad in ([0, 4], []))
+    left_out = [0, 4] if accumulate == 1 else [0, 1, 4, 5]
+    fit(tmp_path, guarded, StepGuard(), accumulate_grad_batches=accumulate)
+    fit(tmp_path, without, data=batches(without=left_out), accumulate_grad_batches=accumulate)
+    assert all(map(torch.equal, guarded.state_dict().values(), without.state_dict().values()))
+
+
 def test_without_the_guard_the_run_is_lost(tmp_path):
     module = Bad([5])
     fit(tmp_path, module)
@@ -298,6 +320,9 @@ def test_what_cannot_be_is_refused_before_the_first_step(tmp_path):
         fit(tmp_path, Bad(optimizer=OPTIMIZERS["plain"]), StepGuard(skip_on="device"))
     with pytest.raises(ValueError, match=r"Add ModelCheckpoint"):
         fit(tmp_path, Bad(), StepGuard(on_spike="rollback"))
+    weights = ModelCheckpoint(dirpath=tmp_path / "weights", save_weights_only=True)
+    with pytest.raises(ValueError, match="saves weights alone"):
+        fit(tmp_path, Bad(), StepGuard(on_spike="rollback"), callbacks=[weights])
     averaging = StochasticWeightAveraging(swa_lrs=1e-3)
     with pytest.raises(ValueError, match="which change no average"):
         fit(tmp_path, Bad(), StepGuard(on_spike="rollback"), callbacks=[saving(tmp_path), averaging], max_epochs=2)

@@ -2,5 +2,6 @@
 
 from lightning_ups.transforms.guard.anomaly import LossWatch, Verdict
 from lightning_ups.transforms.guard.deferred import Deferred
+from lightning_ups.transforms.guard.kept_buffers import KeptBuffers
 
-__all__ = ["Deferred", "LossWatch", "Verdict"]
+__all__ = ["Deferred", "KeptBuffers", "LossWatch", "Verdict"]
