@@ -214,7 +214,7 @@ def _nested(named: Iterable[tuple[str, Tensor]], spec: str) -> dict[str, Any]:
 def _tensor(text: str, spec: str) -> Tensor:
     sizes, _, name = text.strip().partition(":")
     dtype = getattr(torch, name or "float32", None)
-    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in sizes.split("x")):
+    if not isinstance(dtype, torch.dtype) or not all(s.isdecimal() and int(s) for s in sizes.split("x")):
         raise _no_batch(spec, text)
     return torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
 

@@ -88,7 +88,12 @@ def device_of(name: str) -> Device:
     Raises:
         ValueError: If it is unknown.
     """
-    if _is_number(name) and float(name) > 2:
+    if _is_number(name):
+        if float(name) < 1:
+            raise ValueError(
+                f"{name} GiB hold no training: the driver takes 0.6 of them. A number is the memory of a GPU in GiB."
+                " Use its size, as in --gpu 24, or its name, as in --gpu h100-80."
+            )
         return Device(name=f"a GPU of {float(name):g} GiB", gib=float(name), capability=(9, 0))
     words = name.lower().removeprefix("nvidia ").removeprefix("geforce ").replace(" ", "-")
     if (known := DEVICES.get(words)) is not None:

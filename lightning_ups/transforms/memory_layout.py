@@ -10,6 +10,7 @@ from lightning_ups.transforms.memory_step import Step
 __all__ = ["Layout", "Sharding", "between", "peak_of"]
 
 Sharding = Literal["full", "gradients", "none", "copies"]
+_STATE: tuple[Kind, ...] = ("optimizer state", "master weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,9 @@ class Layout:
         state: Bytes that the optimizer keeps for a parameter.
         stepping: Bytes for a parameter that the optimizer takes while it steps, and gives back.
         on_host: The share of each kind that lies in the host's memory.
-        passing: Bytes on the device through which optimizer state that lies on the host passes, a chunk at a time: with
-            them, nothing else is taken while the optimizer steps.
+        chunk: Bytes of a chunk of the optimizer state that lies on the host, of which three at most are on the device,
+            and nothing else is taken there while the optimizer steps. 0: the host makes the step. None: the device
+            does, at once.
         workspace: Bytes that libraries of the device's maker take from the same pool.
         whole_graph: Whether gathers and reductions are part of one graph: it gathers a block while the one before it
             runs, and at which block the most is alive is not known.
@@ -44,7 +46,7 @@ class Layout:
     state: float = 8
     stepping: float = 0
     on_host: Mapping[Kind, float] | None = None
-    passing: int = 0
+    chunk: int | None = None
     workspace: int = 0
     whole_graph: bool = False
 
@@ -58,10 +60,11 @@ def peak_of(step: Step, layout: Layout) -> Moment:
 def _with_host(moment: Moment, layout: Layout) -> Moment:
     shares = layout.on_host or {}
     held = {(kind, owner): round(size * (1 - shares.get(kind, 0))) for (kind, owner), size in moment.held.items()}
-    if layout.passing and moment.phase == "optimizer":
+    away = moment.of(*_STATE) - sum(size for (kind, _), size in held.items() if kind in _STATE)
+    if layout.chunk is not None and moment.phase == "optimizer":
         held = {key: size for key, size in held.items() if key[0] != "temporaries"}
     held["workspaces", ""] = held.get(("workspaces", ""), 0) + layout.workspace
-    held["temporaries", "host"] = layout.passing
+    held["temporaries", "host"] = 3 * min(layout.chunk or 0, away)
     return replace(moment, held={key: size for key, size in held.items() if size})
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_ups._compat.distributions import without_checks
 from lightning_ups._compat.rehearsal import FakeTensorMode
 from lightning_ups.transforms.float8 import float8_linears
 from lightning_ups.transforms.memory import Ledger, Moment, Phase
@@ -35,6 +36,8 @@ class Play:
         microbatches: How many batches an optimizer step has.
         gradients: Whether the optimizers find gradients that no backward has made.
         parts: The submodules by which parameters are counted, by name. None: ``blocks``.
+        own_step: Runs, in place of ``loss``, a training step that makes its own backward passes and steps of the
+            optimizers that it is given; it is given what notes that a phase begins, too.
     """
 
     module: nn.Module
@@ -49,6 +52,7 @@ class Play:
     microbatches: int = 1
     gradients: bool = False
     parts: Mapping[str, nn.Module] | None = None
+    own_step: Callable[[Sequence[Optimizer], Callable[[Phase], None]], None] | None = None
 
     @property
     def counted(self) -> Mapping[str, nn.Module]:
@@ -90,22 +94,19 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
     """Run two optimizer steps of ``play``, the first to make what optimizers keep, and return what the second takes."""
     with ExitStack() as stack:
         stack.enter_context(play.mode)
+        stack.enter_context(without_checks())
         stack.enter_context(_followed(play.blocks, ledger))
         stack.enter_context(ledger)
         optimizers = _set_up(play, ledger)
         stack.enter_context(_gradients_claimed(play, ledger))
+        if play.own_step is not None:
+            _step_by_itself(play, ledger, optimizers)  # which may free gradients, before and after
         fixed = ledger.now()
         ledger.forget_peaks()
-        saved = Moment()
-        with as_on_cuda():  # in backward too, where blocks are recomputed
-            for index in range(play.microbatches):
-                saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
-        if play.gradients:
-            _make_gradients(play, ledger)
-        ledger.start("optimizer")
-        for optimizer in optimizers:
-            play.before_step(optimizer)
-            optimizer.step()
+        if play.own_step is not None:
+            saved = _step_by_itself(play, ledger, optimizers)
+        else:
+            saved = _step(play, ledger, optimizers)
     return Step(
         peaks={phase: moment for phase, moment in ledger.peaks.items() if phase != "setup"},
         fixed=fixed,
@@ -116,6 +117,35 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
         largest=max((p.numel() for p in play.module.parameters()), default=0),
         in_float8=_elements(play, of={m.weight for m in float8_linears(play.module).values()}.__contains__),
     )
+
+
+def _step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
+    saved = Moment()
+    with as_on_cuda():  # in backward too, where blocks are recomputed
+        for index in range(play.microbatches):
+            saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
+    if play.gradients:
+        _make_gradients(play, ledger)
+    ledger.start("optimizer")
+    for optimizer in optimizers:
+        play.before_step(optimizer)
+        optimizer.step()
+    return saved
+
+
+def _step_by_itself(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
+    assert play.own_step is not None
+    saved = [Moment()]
+
+    def begin(phase: Phase) -> None:
+        if phase == "backward":
+            saved.append(ledger.now())
+        ledger.start(phase)
+
+    begin("forward")
+    with as_on_cuda(), play.around_forward():
+        play.own_step(optimizers, begin)
+    return max(saved, key=lambda moment: moment.total)
 
 
 def _set_up(play: Play, ledger: Ledger) -> list[Optimizer]:

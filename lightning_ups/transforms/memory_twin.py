@@ -44,9 +44,11 @@ def twin(
     for value in _shared(module):
         memo.setdefault(id(value), value)
     other = copy.deepcopy(module, memo)
-    for recurrent in other.modules():
-        if isinstance(recurrent, nn.RNNBase):  # it has its weights a second time, in a list
-            recurrent._flat_weights = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
+    for inner in other.modules():
+        if isinstance(inner, nn.RNNBase):  # it has its weights a second time, in a list
+            inner._flat_weights = [getattr(inner, name) for name in inner._flat_weights_names]
+        # Where it believes to be, as a LightningModule does, is where it makes new tensors.
+        vars(inner).update({name: _device(mode) for name, v in vars(inner).items() if isinstance(v, torch.device)})
     return other
 
 
@@ -70,8 +72,7 @@ def _faked(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | Non
     parameter = isinstance(tensor, nn.Parameter)
     wanted = dtype if parameter and dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode or nullcontext():
-        device = "meta" if mode is None else "cpu"
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=_device(mode))
         if not parameter:
             return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
         fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -79,6 +80,10 @@ def _faked(tensor: Tensor, mode: FakeTensorMode | None, dtype: torch.dtype | Non
         if not name.startswith("__"):
             setattr(fake, name, value)
     return fake
+
+
+def _device(mode: FakeTensorMode | None) -> torch.device:
+    return torch.device("meta" if mode is None else "cpu")
 
 
 def fake_batch(batch: Any, *, mode: FakeTensorMode | None) -> Any:

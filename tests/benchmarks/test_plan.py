@@ -40,7 +40,7 @@ def test_the_recorded_peaks(plan):
     assert peaks["llama 150M-32"] == 14.31
     assert peaks["fsdp2 8B ours, batch 2"] == 125.23
     assert peaks["1B, 2 GPUs, FSDP2, blocks compiled"] == 52.93
-    assert len(peaks) == 23
+    assert len(peaks) == 21
 
 
 def test_the_page_has_the_recorded_peaks(plan):

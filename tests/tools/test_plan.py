@@ -101,7 +101,8 @@ def test_batches_in_words():
 
 
 @pytest.mark.parametrize(
-    "spec", ["four", "4x:int64", "4x4:int65", "", "4x4:nn", "a=2,a.b=3", "a.b=3,a=2", "a=2,a=3", "a=2,3"]
+    "spec",
+    ["four", "4x:int64", "4x4:int65", "", "4x4:nn", "a=2,a.b=3", "a.b=3,a=2", "a=2,a=3", "a=2,3", "0x4", "4x0:int64"],
 )
 def test_no_batch(spec):
     with pytest.raises(ValueError, match=r"labels=8:int64\.$"):

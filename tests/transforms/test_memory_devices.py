@@ -28,6 +28,9 @@ def test_names(said, key):
 def test_a_number_is_its_memory():
     assert device_of("24").gib == 24
     assert device_of("79.5").gib == 79.5
+    assert device_of("2").gib == 2
+    with pytest.raises(ValueError, match=r"0\.5 GiB hold no training.*h100-80\.$"):
+        device_of("0.5")
 
 
 @pytest.mark.parametrize(("said", "near"), [("a100", "a100-80, a100-40"), ("h101", "h100"), ("tpu", "Use one of")])

@@ -119,10 +119,23 @@ def test_what_lies_on_the_host_is_not_on_the_device():
 
 
 def test_streamed_state_takes_its_chunks_and_nothing_else():
-    layout = Layout(sharding="full", shards=1, devices=1, stepping=4, on_host={"optimizer state": 1.0}, passing=7)
+    layout = Layout(sharding="full", shards=1, devices=1, stepping=4, on_host={"optimizer state": 1.0}, chunk=7)
     moment = peak_of(step(blocks=100), layout)
-    assert moment.of("temporaries") in (0, 7)
+    assert moment.of("temporaries") in (0, 3 * 7)
     assert moment.of("optimizer state") == 0
+
+
+def taken_in_optimizer(**layout):
+    moment = Moment(phase="optimizer", held={("optimizer state", ""): 80, ("temporaries", ""): 9})
+    return peak_of(replace(step(), peaks={"optimizer": moment}), Layout(**layout)).by_kind()
+
+
+def test_what_is_on_the_device_of_state_on_the_host():
+    whole, half = {"optimizer state": 1.0}, {"optimizer state": 0.5}
+    assert taken_in_optimizer() == {"optimizer state": 80, "temporaries": 9}
+    assert taken_in_optimizer(on_host=whole, chunk=7) == {"temporaries": 3 * 7}
+    assert taken_in_optimizer(on_host=half, chunk=10**9) == {"optimizer state": 40, "temporaries": 3 * 40}
+    assert taken_in_optimizer(on_host=whole, chunk=0) == {}
 
 
 def test_memory_between_two_batches_and_beyond():

@@ -1,7 +1,9 @@
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_ups._compat.rehearsal import FakeTensor, fake_mode
@@ -39,6 +41,29 @@ def test_shapes_types_ties_and_flags_are_those_of_the_module():
     assert other.lock is module.lock
     assert other.trainer is None
     assert module.trainer is not None
+
+
+class Noisy(LightningModule):
+    """Makes new tensors where it believes to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x + torch.randn(x.shape, device=self.device))
+
+
+@pytest.mark.parametrize("built_on", ["cpu", "meta"])
+@pytest.mark.parametrize("fakes", [True, False])
+def test_new_tensors_are_where_those_of_the_twin_are(built_on, fakes):
+    with torch.device(built_on):
+        module = nn.Sequential(Noisy())
+    mode = fake_mode() if fakes else None
+    other = twin(module, mode=mode)
+    with mode or nullcontext():
+        assert other(torch.empty(2, 4, device="cpu" if fakes else "meta")).shape == (2, 4)
+    assert module[0].device.type == built_on
 
 
 def test_the_module_stays_as_it_is():

@@ -56,6 +56,32 @@ def state_of(module):
     }
 
 
+class Experts(nn.Module):
+    """Sends each row to one of four matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 16, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        ends = torch.arange(1, 5, dtype=torch.int32) * x.shape[0] // 4
+        return torch._grouped_mm(x.bfloat16(), self.weight, offs=ends).sum()
+
+
+def test_rows_of_several_experts_cost_what_each_meets():
+    found = step_flops(Experts(), torch.randn(32, 8), step=lambda model, batch: model(batch))
+    assert found.model == 2 * 2 * 32 * 8 * 16, "forward, and the gradient of the weights"
+
+
+def test_distributions_check_no_numbers():
+    def step(model, batch):
+        y = model(batch)
+        drawn = torch.distributions.Normal(y, y.exp()).rsample()
+        return drawn.sum() - torch.distributions.Categorical(logits=y).entropy().mean()
+
+    assert step_flops(nn.Linear(8, 4), torch.randn(2, 8), step=step).model == 2 * (2 * 2 * 8 * 4)
+
+
 def test_a_gpt_costs_what_is_computed_by_hand():
     found = step_flops(GPT(TINY), tokens(), step=next_token)
     assert found.model == pytest.approx(GPT_STEP, rel=0.01)  # by hand: half of seq x seq; counted: with the diagonal
