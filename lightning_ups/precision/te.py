@@ -215,6 +215,7 @@ class TEPrecision(PolicyPrecision):
             multiple=32 if self.recipe == "mxfp8" else MULTIPLE if self.recipe else 1,
             once=self.recipe == "delayed",
             in_float32=self.policy.in_float32,
+            in_float8=self.recipe is not None,
             losers=losers,
         )
 

@@ -21,6 +21,7 @@ from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8P
 from lightning_ups.tools.trial import Trial
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.float8 import fitting_linears
+from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.verify import (
     Band,
     Departure,
@@ -178,7 +179,8 @@ class _References:
         if policy is None or policy.param is None:
             return self._train(precision=Precision(), plain=True, prepare=_disturbed)
         own: Weights = getattr(precision, "weights", "autocast")
-        reference = BF16Precision(weights="masters" if self._trial.run.strategy.shards else own)
+        weights: Weights = "masters" if self._trial.run.strategy.shards else own
+        reference = BF16Precision(weights=weights, in_float32=policy.in_float32)
         return self._train(precision=reference, plain=True, prepare=self._rounded_products)
 
     @property
@@ -201,7 +203,9 @@ class _References:
         options: dict[str, Any] = {"recipe": "tensorwise", "head": asked.head}
         if isinstance(asked, Float8Precision):  # of others, patterns may name what is no linear layer
             options |= {"recipe": asked.recipe, "include": asked.include, "exclude": asked.exclude}
-        with rounded_linears(fitting_linears(module, **options).values(), _ROUNDINGS[recipe]):
+        precise = within(kept_in_float32(module, asked.policy.in_float32).values())
+        linears = [linear for linear in fitting_linears(module, **options).values() if linear not in precise]
+        with rounded_linears(linears, _ROUNDINGS[recipe]):
             yield
 
     def powers(self, plain: Sequence[Step], band: Band) -> dict[str, float]:

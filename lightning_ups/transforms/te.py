@@ -121,6 +121,7 @@ def convert_to_te(
     multiple: int = MULTIPLE,
     once: bool = False,
     in_float32: Sequence[str] = (),
+    in_float8: bool = False,
     losers: Mapping[str, str] | None = None,
 ) -> TEConversion:
     """Let Transformer Engine compute linear layers, norms and networks of ``module``, in place; nothing is renamed.
@@ -142,6 +143,7 @@ def convert_to_te(
         multiple: Of what the dimensions of weights must be multiples.
         once: Whether each module may run once only in a training step.
         in_float32: Patterns of submodules that compute in float32, and so are left as they are with all in them.
+        in_float8: Whether it is about products in float8, and norms alone are nothing.
         losers: Modules that stay as they are since they would be slower, and the reason, by name. That nothing is left
             to convert is then no error.
 
@@ -164,13 +166,8 @@ def convert_to_te(
         work.fuse(asked, ready=fuse != "none", joining=fuse == "all" or not sharded, undo=undo)
         work.convert_rest(norms=norms, undo=undo)
         theirs = holds_engine_modules(module)
-        if not work.converted and not theirs and losers is None:
-            some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
-            raise ValueError(
-                f"Nothing of {type(module).__name__} can be computed by Transformer Engine."
-                f" {some or 'It has no linear layer and no norm'}."
-                " Name others by include=[...], or use BF16Precision."
-            )
+        if not theirs and losers is None:
+            _refuse_nothing(work, module, in_float8=in_float8)
         return TEConversion(
             converted=work.converted,
             skipped=work.skipped,
@@ -179,6 +176,23 @@ def convert_to_te(
             calls=work.calls,
             _borrowers=work.borrowers,
             _undo=undo.pop_all(),
+        )
+
+
+def _refuse_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> None:
+    products = any(borrower.num_products for borrower in work.borrowers.values())
+    some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
+    if not work.converted:
+        raise ValueError(
+            f"Nothing of {type(module).__name__} can be computed by Transformer Engine."
+            f" {some or 'It has no linear layer and no norm'}."
+            " Name others by include=[...], or use BF16Precision."
+        )
+    if in_float8 and not products:
+        raise ValueError(
+            f"Of {type(module).__name__} Transformer Engine can compute norms alone, and nothing in float8."
+            f" {some or 'It has no nn.Linear in its blocks'}."
+            " Name linear layers by include=[...], or use recipe=None, or BF16Precision."
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_ups.transforms.forward import Forward, replaced_forward
+from lightning_ups.transforms.te_forward import is_computed
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -49,7 +50,7 @@ def _doubled(block: nn.Module) -> Iterator[None]:
 @contextmanager
 def _wrong_type(block: nn.Module) -> Iterator[None]:
     """One product is in float8 without a scale: small values, as gradients have, are lost."""
-    with replaced_forward(_product(block), _unscaled):
+    with replaced_forward(_computing(_product(block), block), _unscaled):
         yield
 
 
@@ -62,7 +63,7 @@ def _stale_scale(block: nn.Module) -> Iterator[None]:
         limit = weight.detach().abs().amax() / 16
         return weight.clamp(-limit, limit)
 
-    with replaced_forward(product, lambda forward: _with_weight(forward, cut)):
+    with replaced_forward(_computing(product, block), lambda forward: _with_weight(forward, product, cut)):
         yield
 
 
@@ -88,6 +89,11 @@ def _product(block: nn.Module) -> nn.Module:
     )
 
 
+def _computing(product: nn.Module, block: nn.Module) -> nn.Module:
+    """Return what computes ``product`` in ``block``: itself, or what Transformer Engine computes as one with it."""
+    return next((m for m in block.modules() if is_computed(m) and product in {*m.modules()}), product)
+
+
 def _multiplies(module: nn.Module) -> bool:
     weight = vars(module)["_parameters"].get("weight")  # transformers' Conv1D is no nn.Linear
     looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -96,23 +102,24 @@ def _multiplies(module: nn.Module) -> bool:
 
 def _unscaled(forward: Forward) -> Forward:
     def changed(layer: Any, x: Tensor) -> Tensor:
-        return _Unscaled.apply(forward(layer, _Unscaled.apply(x)))
+        given = x if is_computed(layer) else _Unscaled.apply(x)  # a fusion must know again what its norm has passed on
+        return _Unscaled.apply(forward(layer, given))
 
     return changed
 
 
-def _with_weight(forward: Forward, change: Callable[[Tensor], Tensor]) -> Forward:
+def _with_weight(forward: Forward, product: Any, change: Callable[[Tensor], Tensor]) -> Forward:
     def of_linear(linear: Any, x: Tensor) -> Tensor:  # its weight may be a property, of a parametrization
         return torch.nn.functional.linear(x, change(linear.weight).to(x.dtype), _as(linear.bias, x))
 
     def changed(layer: Any, x: Tensor) -> Tensor:
-        if isinstance(layer, nn.Linear):
+        if layer is product and isinstance(layer, nn.Linear):
             return of_linear(layer, x)
-        vars(layer)["weight"] = change(layer.weight)  # which is found before the parameter of that name
+        vars(product)["weight"] = change(product.weight)  # which is found before the parameter of that name
         try:
             return forward(layer, x)
         finally:
-            del vars(layer)["weight"]
+            del vars(product)["weight"]
 
     return changed
 

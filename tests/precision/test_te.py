@@ -623,6 +623,11 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"Write \['head'\]"):
             TEPrecision(exclude="head")
 
+    def test_norms_alone_are_nothing_in_float8(self, tmp_path):
+        with pytest.raises(ValueError, match=r"Of Net Transformer Engine can compute norms alone"):
+            fit(tmp_path, TEPrecision(include=["model.layers.*.attention_norm"], fuse="none"))
+        fit(tmp_path, TEPrecision(include=["model.layers.*.attention_norm"], fuse="none", recipe=None), epochs=1)
+
     def test_nothing_to_convert(self, tmp_path):
         class Bare(LightningModule):
             def __init__(self):

@@ -3,19 +3,22 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_ups.__main__ import main
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.data import RandomTokens
-from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision
+from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from lightning_ups.tools.asked import run_of
 from lightning_ups.tools.trial import Trial
 from lightning_ups.tools.verify import Verdict, own_options, show, verify
 from lightning_ups.transforms.verify import REST, Departure
 from lightning_ups.transforms.verify_faults import FAULTS
+from tests import fake_te
 from tests.tools.deep import Deep
 from tests.tools.test_asked import DEFAULTS
 
@@ -93,6 +96,26 @@ def test_the_first_block_and_the_last_are_named_too(block, fault):
     asked = trial(plugins=[Float8Precision(emulate=True)], callbacks=[Compile(backend="aot_eager")])
     verdict = verify(asked, steps=1, faults=False, fault=(block, FAULTS[fault]))
     assert verdict.block == block
+
+
+class SmallGradients(Deep):
+    """Has gradients as small as batches of many tokens have them."""
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) / 256
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_red_on_a_fault_in_what_transformer_engine_computes_as_one(fault):
+    with fake_te.installed():
+        asked = trial(module=SmallGradients(4), plugins=[TEPrecision()])
+        verdict = verify(asked, steps=1, faults=False, fault=("model.layers.2", FAULTS[fault]))
+    assert verdict.block == "model.layers.2"
+
+
+def test_green_on_what_transformer_engine_computes_right():
+    with fake_te.installed():
+        assert verify(trial(num_layers=4, plugins=[TEPrecision()])).green
 
 
 def test_a_scale_of_the_package_itself_that_is_stale_is_seen(monkeypatch):
@@ -243,6 +266,26 @@ def test_a_precision_whose_rounding_is_not_known_is_no_fault_of_the_run(precisio
 def test_weights_that_are_rounded_by_chance_have_no_reference():
     with pytest.raises(ValueError, match=r"no reference for BF16WeightsPrecision.*the same run with BF16Precision\(\)"):
         verify(trial(num_layers=2, plugins=[BF16WeightsPrecision()]))
+
+
+class Spectral(nn.Module):
+    """Mixes by a Fourier transform, which knows no bfloat16 on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.weigh = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + torch.fft.irfft(torch.fft.rfft(self.weigh(x), norm="ortho"), n=32, norm="ortho")
+
+
+@pytest.mark.parametrize("precision", [BF16Precision, partial(Float8Precision, emulate=True)])
+def test_what_computes_in_float32_does_so_in_the_second_reference(precision):
+    module = Deep(4)
+    for block in module.model.layers:
+        block.add_module("spectral", Spectral())
+        block.register_forward_hook(lambda block, _, output: block.spectral(output))
+    assert verify(trial(module=module, plugins=[precision(in_float32=["model.layers.*.spectral"])])).green
 
 
 @pytest.mark.parametrize("steps", [0, -1])

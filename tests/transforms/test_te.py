@@ -207,6 +207,17 @@ def test_nothing_converted_is_an_error():
         convert_to_te(nn.Sequential(nn.Linear(4, 4)), head=True)
 
 
+def test_norms_alone_are_nothing_in_float8():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16))
+    alone = convert_to_te(model, head=True)
+    assert alone.kinds == {"LayerNorm": 1}
+    alone.undo()
+    with pytest.raises(ValueError, match=r"compute norms alone.*0: 4 x 4 is no multiple of 16.*or use recipe=None"):
+        convert_to_te(model, head=True, in_float8=True)
+    with pytest.raises(ValueError, match=r"nothing in float8. It has no nn.Linear.*include=\[\.\.\.\]"):
+        convert_to_te(model[1:], head=True, in_float8=True)
+
+
 def test_modules_of_its_own_are_enough(engine):
     class Theirs(engine.Linear):
         __module__ = "transformer_engine.pytorch.module.linear"
