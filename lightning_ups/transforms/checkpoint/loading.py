@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_ups.transforms.checkpoint import folder, meta
 from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into, safetensors_slices
+from lightning_ups.transforms.checkpoint.staging import is_sequence
 from lightning_ups.transforms.checkpoint.state import (
     check_groups,
     empty_like_parameter,
@@ -257,8 +258,9 @@ def _room_for(
     value: Any, place: str, sources: dict[str, Any], targets: dict[str, Any], *, like: Tensor, key: str
 ) -> Any:
     """Return room for ``value``, to be read in place from ``sources`` into ``targets``; no tensor: itself."""
-    if isinstance(value, list):
-        return [_room_for(v, f"{place}.{i}", sources, targets, like=like, key=key) for i, v in enumerate(value)]
+    if is_sequence(value):
+        items = enumerate(value)
+        return type(value)(_room_for(v, f"{place}.{i}", sources, targets, like=like, key=key) for i, v in items)
     if not isinstance(value, Tensor):
         return value
     sources[place] = value

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -34,10 +35,15 @@ def loaded(
         The dict, and the class of everything that stayed behind, by its place.
 
     Raises:
-        ValueError: If something else lies outside ``needless``.
+        ValueError: If it is no such file, or something else lies outside ``needless``.
     """
     if not weights_only:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap), {}
+    if path.exists() and not is_zipfile(path):
+        raise ValueError(
+            f"{path} is no checkpoint. It is not what torch.save writes, or its end is missing, as when a disk was full"
+            " or the process died. Give a file that was written whole."
+        )
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     inert = [(type("Untrusted", (_Untrusted,), {"name": name}), name) for name in names]
     try:

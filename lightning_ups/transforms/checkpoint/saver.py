@@ -13,14 +13,13 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from typing_extensions import override
 
 from lightning_ups.transforms.checkpoint import folder
 from lightning_ups.transforms.checkpoint.lanes import Lanes, on_this_gpu
-from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, plain
+from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, holds_tensors, plain
 from lightning_ups.transforms.checkpoint.writing import Writer
 
 __all__ = ["Phase", "SaveTimes", "Saver"]
@@ -324,7 +323,7 @@ class _Planner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        # DCP parts a list of tensors, and would pickle one of what stands for their shards.
+        # DCP parts a list of tensors and not a tuple, and would pickle one of what stands for their shards.
         parts = {".".join(map(str, path)): (path, value) for path, value in _parts((), state_dict)}
         super().set_up_planner({name: value for name, (_, value) in parts.items()}, storage_meta, is_coordinator)
         self.mappings = {name: path for name, (path, _) in parts.items()}
@@ -339,18 +338,11 @@ def _parts(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str 
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _parts((*path, str(key)), inner)
-    elif isinstance(value, list) and _holds_tensors(value):
+    elif holds_tensors(value):
         for index, inner in enumerate(value):
             yield from _parts((*path, index), inner)
     else:
         yield path, value
-
-
-def _holds_tensors(values: list[Any]) -> bool:
-    return any(
-        isinstance(value, (Tensor, LocalShard, Mapping)) or (isinstance(value, list) and _holds_tensors(value))
-        for value in values
-    )
 
 
 def _cause(error: BaseException | None) -> str:

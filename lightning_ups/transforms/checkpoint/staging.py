@@ -1,6 +1,6 @@
 """Copies of a state on the host, made fast and kept for the next time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.pinned import pinned, unpin
 
-__all__ = ["HostCopies", "LocalShard", "plain"]
+__all__ = ["HostCopies", "LocalShard", "holds_tensors", "is_sequence", "plain"]
 
 _ALIGNMENT = 512  # bytes
 _PLAIN = (Tensor, nn.Parameter)
@@ -30,8 +30,20 @@ class LocalShard:
         return self._source.__create_write_items__(fqn, self._source)
 
 
+def is_sequence(value: Any) -> bool:
+    """Return whether ``value`` is a list or a plain tuple: one with names cannot be made of its items alone."""
+    return isinstance(value, list) or type(value) is tuple
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return whether ``value`` is a list or a tuple whose items a checkpoint keeps each by itself."""
+    return is_sequence(value) and any(
+        isinstance(inner, (Tensor, LocalShard, Mapping)) or holds_tensors(inner) for inner in value
+    )
+
+
 class HostCopies:
-    """Copies the tensors of nested dicts and lists to the host, always into the same memory.
+    """Copies the tensors of nested dicts, lists and tuples to the host, always into the same memory.
 
     The memory is pinned where there is a GPU, so that the copies run at the speed of the bus; that is slow to set up,
     hence kept. Only one copy can be in use at a time.
@@ -105,8 +117,8 @@ def _replaced(state: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
         return copy_of(state)
     if isinstance(state, dict):
         return {key: _replaced(value, copy_of) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_replaced(value, copy_of) for value in state]
+    if is_sequence(state):
+        return type(state)(_replaced(value, copy_of) for value in state)
     return state
 
 

@@ -1,6 +1,6 @@
 """The state of a module and its optimizers as trees of tensors under plain names, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -8,9 +8,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-__all__ = ["check_groups", "empty_like_parameter", "named_state", "parameter_names", "restore", "restore_numbered"]
+from lightning_ups.transforms.checkpoint.staging import holds_tensors, is_sequence
+
+__all__ = [
+    "check_groups",
+    "empty_like_parameter",
+    "named_state",
+    "parameter_names",
+    "restore",
+    "restore_numbered",
+    "with_tuples",
+]
 
 _FORMS = "forms"  # of state entries that are not simply sharded like their parameter
+_TUPLES = "tuples"  # the places of those that hold tensors, which a folder keeps as it keeps lists
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -46,12 +57,13 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         name = flat[number] if isinstance(number, int) else number
         state[name] = {key: _global(value, parameters[name], key, forms) for key, value in entries.items()}
     param_groups = [{**group, "params": names} for group, names in zip(numbered["param_groups"], groups, strict=True)]
-    return {"state": state, "param_groups": param_groups, **({_FORMS: forms} if forms else {})}
+    tree = {"state": state, "param_groups": param_groups}
+    return tree | ({_FORMS: forms} if forms else {}) | ({_TUPLES: found} if (found := _tuples(tree)) else {})
 
 
 def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> Any:
-    if isinstance(value, list):  # such as LBFGS's of earlier directions
-        return [_global(inner, parameter, key, forms) for inner in value]
+    if is_sequence(value):  # such as LBFGS's of earlier directions
+        return type(value)(_global(inner, parameter, key, forms) for inner in value)
     if isinstance(value, Tensor) and value.is_sparse:
         return value.to_dense()  # files have no sparse tensors, and an optimizer goes on with a dense one
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
@@ -70,6 +82,32 @@ def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> A
             stride=parameter.stride(),
         )
     forms.setdefault(key, "local" if value.shape == parameter.shape else "plain")
+    return value
+
+
+def _tuples(value: Any, *place: str | int) -> list[list[str | int]]:
+    if isinstance(value, Mapping):
+        items = [(str(key), inner) for key, inner in value.items()]
+    elif holds_tensors(value):
+        items = [*enumerate(value)]
+    else:
+        return []
+    here = [[*place]] if isinstance(value, tuple) else []
+    return here + [found for key, inner in items for found in _tuples(inner, *place, key)]
+
+
+def with_tuples(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return ``tree``, a state as a folder has it, with tuples where `named_state` found some."""
+    places = {tuple(place) for place in tree.get(_TUPLES, ())}
+    return _with_tuples(tree, places) if places else tree
+
+
+def _with_tuples(value: Any, places: Set[tuple[str | int, ...]], *place: str | int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(inner, places, *place, str(key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        items = (_with_tuples(inner, places, *place, index) for index, inner in enumerate(value))
+        return tuple(items) if place in places else [*items]
     return value
 
 
@@ -99,7 +137,7 @@ def check_groups(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, An
     return groups
 
 
-def restore(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def restore(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Give ``optimizer`` a state that `named_state` returned, perhaps elsewhere.
 
     Raises:
@@ -107,7 +145,7 @@ def restore(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -
     """
     groups = check_groups(module, optimizer, saved)
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
-    forms = saved.get(_FORMS, {})
+    saved, forms = with_tuples(saved), saved.get(_FORMS, {})
     state = {
         numbers[name]: {key: _as_kept(value, forms.get(key)) for key, value in entries.items()}
         for name, entries in saved["state"].items()
@@ -145,8 +183,8 @@ def restore_numbered(names: list[list[str]], numbered: Mapping[str, Any]) -> dic
 
 
 def _as_kept(value: Any, form: str | None) -> Any:
-    if isinstance(value, list):
-        return [_as_kept(inner, form) for inner in value]
+    if is_sequence(value):
+        return type(value)(_as_kept(inner, form) for inner in value)
     return value.to_local() if form == "local" and isinstance(value, DTensor) else value
 
 

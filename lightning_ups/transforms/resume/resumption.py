@@ -78,7 +78,10 @@ class Resumption:
         self._counted = counted if saved is None else 0
         if saved is None and (counted or at_end):
             self._at_end = at_end
-            self.name("the checkpoint holds no position of the data, which is read from its beginning")
+            self.name(
+                "the checkpoint holds no position of the data, which is read from its beginning: it was saved without"
+                " exact resuming, or by Trainer.save_checkpoint after fit and not during it, as ModelCheckpoint saves"
+            )
         if saved is not None:
             self._take_up(saved)
         self.review()

@@ -28,6 +28,20 @@ def test_a_folder_becomes_what_one_device_would_have_saved(tmp_path):
         assert all(torch.equal(ours["state"][number][key], value) for key, value in entries.items())
 
 
+def test_tuples_of_optimizer_state_stay_tuples(tmp_path):
+    model, optimizer = trained()
+    state = optimizer.state[model.first.weight]
+    state["past"] = [(torch.ones(5, 3), torch.zeros(())), (torch.ones(2), 3)]
+    state["none"] = ((1, 2), [])
+    optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), 0.999)
+    checkpoint, _ = consolidated(sharded_file(tmp_path / "c", model, optimizer))
+    stock, ours = optimizer.state_dict(), checkpoint["optimizer_states"][0]
+    number = stock["param_groups"][0]["params"][0]
+    for key in ("past", "none"):
+        assert repr(ours["state"][number][key]) == repr(stock["state"][number][key])
+    assert repr(ours["param_groups"]) == repr(stock["param_groups"])
+
+
 @pytest.mark.parametrize("write", [sharded_file, single_file])
 def test_weights_are_read_one_by_one(tmp_path, write):
     model, optimizer = trained()

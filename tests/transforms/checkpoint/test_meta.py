@@ -68,6 +68,13 @@ def test_what_is_needed_is_refused_by_name(tmp_path):
     assert isinstance(state["callbacks"]["mine"], Own)
 
 
+@pytest.mark.parametrize("content", [b"model:\n  class_path: Net\n", b"", b"PK\x03\x04 torn"])
+def test_a_file_that_is_no_checkpoint(tmp_path, content):
+    (tmp_path / "m").write_bytes(content)
+    with pytest.raises(ValueError, match=r"m is no checkpoint\. .*Give a file that was written whole\.$"):
+        meta.loaded(tmp_path / "m")
+
+
 def test_a_trusted_class_is_built(tmp_path):
     path = write(tmp_path / "m", {"callbacks": {"mine": Own()}})
     with torch.serialization.safe_globals([Own]):

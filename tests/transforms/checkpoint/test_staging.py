@@ -8,12 +8,13 @@ from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, 
 
 def test_later_changes_do_not_reach_the_copy():
     weight = torch.arange(6.0).reshape(2, 3)
-    state = {"a": weight, "nested": [{"b": weight[0]}, 3, "text"]}
+    state = {"a": weight, "nested": [{"b": weight[0]}, 3, "text"], "pair": (weight[1], 1)}
     copy = HostCopies().copy(state)
     weight.zero_()
     assert copy["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert copy["nested"][0]["b"].tolist() == [0, 1, 2]
     assert copy["nested"][1:] == [3, "text"]
+    assert str(copy["pair"]) == str((torch.tensor([3.0, 4.0, 5.0]), 1))
 
 
 def test_every_type_and_shape_comes_back():

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from lightning_ups.transforms.checkpoint import Saver, save_sharded
+from lightning_ups.transforms.checkpoint.consolidation import consolidated
 from lightning_ups.transforms.checkpoint.state import named_state, restore, restore_numbered
 
 
@@ -108,6 +110,33 @@ class LocalPast(LocalMomentum):
     def step(self):
         for p in self.param_groups[0]["params"]:
             self.state[p].setdefault("past", []).append(p.to_local().clone())
+
+
+class LocalPairs(LocalMomentum):
+    """Keeps pairs of them, in a tuple."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            local = p.to_local()
+            self.state[p]["past"] = (*self.state[p].get("past", ()), (local.clone(), 2 * local))
+
+
+def local_tuples(path):
+    module = nn.Linear(2, 6, bias=False)
+    full = torch.arange(12.0).reshape(6, 2)
+    module.weight = nn.Parameter(distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    optimizer, saver = LocalPairs(module.parameters()), Saver(asynchronous=False)
+    optimizer.step()
+    checkpoint = {"state_dict": module.state_dict(), "optimizer_states": [named_state(module, optimizer)]}
+    save_sharded(saver, checkpoint, path)
+    saver.close()
+    whole = consolidated(path)[0]["optimizer_states"][0]["state"][0]["past"]
+    return str(whole) == str(((full, 2 * full),))
+
+
+def test_tuples_of_state_of_the_local_part_are_saved_whole(ranks, tmp_path):
+    assert ranks(local_tuples, tmp_path / "c")
 
 
 def local_list():
