@@ -17,6 +17,7 @@ __all__ = [
     "has_values",
     "hidden_from_dynamo",
     "in_backward",
+    "in_torch_func",
     "keeps_graph",
     "outside_modes",
     "saves_seen_by",
@@ -32,6 +33,11 @@ _BUDGET_BEFORE = 1.0
 def in_backward() -> bool:
     """Return whether autograd calls: a forward that runs now is one of what is recomputed."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_torch_func() -> bool:
+    """Return whether what runs now is computed through by `torch.func`, such as ``vmap``, ``grad`` or ``jvp``."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def keeps_graph() -> bool:

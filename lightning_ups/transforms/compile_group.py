@@ -106,7 +106,7 @@ class Group:
 
 
 def worth_telling(
-    what: str, frame: Frame, recompiles: Sequence[str], *, max_recompiles: int, cuda_graphs: bool
+    what: str, frame: Frame, recompiles: Sequence[str], *, max_recompiles: int, cuda_graphs: bool, fullgraph: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield what the user should know after something was compiled, each with its topic.
 
@@ -116,6 +116,7 @@ def worth_telling(
         recompiles: The guards for which it was compiled again in this run.
         max_recompiles: How many of these are not worth telling.
         cuda_graphs: Whether CUDA graphs were asked for.
+        fullgraph: Whether what runs uncompiled is an error, which says itself what it is about.
     """
     guard = recompiles[-1] if recompiles else "unknown"
     cure = "Give it inputs of one shape (drop_last=True, padding), or set Compile(dynamic=True)."
@@ -126,17 +127,18 @@ def worth_telling(
             f" was: {guard}. Compiling takes longer for it, and nothing else changes."
             " Give the blocks equal attributes where they can be equal, to compile them once.",
         )
-    elif frame.full:
+    elif frame.full and not fullgraph:
         yield (
             "full",
             f"{what} has {frame.num_compiled} graphs and gets no more: Dynamo's limit is reached. Calls that fit none"
             f" of them run uncompiled from now on; the last guard to fail was: {guard}. {cure}",
         )
-    elif frame.num_compiled >= dynamo.recompile_limit() and not frame.differ:
+    elif frame.num_compiled >= dynamo.recompile_limit() and not frame.differ and not frame.full:
+        past_limit = "be an error" if fullgraph else "run uncompiled, in silence"
         yield (
             "last",
             f"{what} has {frame.num_compiled} graphs, as many as Dynamo allows. A call that fits none of them would"
-            f" run uncompiled, in silence; the last guard to fail was: {guard}. {cure}",
+            f" {past_limit}; the last guard to fail was: {guard}. {cure}",
         )
     elif len(recompiles) > max_recompiles and not frame.differ:
         yield (

@@ -136,7 +136,11 @@ class Rehearsal:
         if outputs and self._wanted:
             # As in a training step, where autocast ends before the backward.
             with _no_autocast({value.device.type for value in self._wanted}):
-                torch.autograd.grad(outputs, self._wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True)
+                # What torch.autograd.grad returns lives on in a thread of the device for a moment after that, and what
+                # is alive when a recording is asked for again makes torch record it anew.
+                torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs], inputs=self._wanted)
+            for value in self._wanted:
+                value.grad = None
 
 
 def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: Caller) -> str | None:

@@ -8,6 +8,7 @@ from lightning_ups._compat.autograd import (
     activation_memory_budget,
     cached_by_selection,
     in_backward,
+    in_torch_func,
     keeps_graph,
     saves_seen_by,
     storages,
@@ -142,3 +143,12 @@ def test_writes_are_seen_through_views_that_versions_do_not_count_on():
         product + 1
     assert [tuple(tensor.shape) for tensor in seen] == [(2, 3, 4), (2, 3, 4), (1,), (2,)]
     assert seen[0].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what jacfwd imports when it is first used
+@pytest.mark.parametrize("through", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
+def test_what_torch_func_computes_through_is_told(through):
+    seen = []
+    through(lambda x: (seen.append(in_torch_func()), x)[1])(torch.ones(2))
+    assert seen == [True]
+    assert not in_torch_func()

@@ -3,9 +3,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups.transforms.compile_trial import GraphError, State, with_trial
+from lightning_ups.transforms.compile_trial import GraphError, Rehearsal, State, with_trial
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -372,6 +373,33 @@ def test_state_puts_generators_back():
     first = module(torch.ones(20))
     state.put_back()
     assert torch.equal(module(torch.ones(20)), first)
+
+
+class Seen(torch.autograd.Function):
+    """Twice its input; gradients that it returns are seen."""
+
+    gradients: tuple[StorageWeakRef, ...] = ()
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Seen.gradients = (StorageWeakRef((gradient := grad * 2).untyped_storage()),)
+        return gradient
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_gradients_are_dead_when_a_rehearsal_is_over(device, leaf):
+    """A thread of the device may not hold them either, which a GPU alone has."""
+    x = torch.ones(8, device=device, requires_grad=True)
+    rehearsal = Rehearsal(Seen.apply, [x if leaf else x.clone()])
+    for _ in range(300):
+        rehearsal.backward(rehearsal.forward())
+        assert all(gradient.expired() for gradient in Seen.gradients)
+        assert x.grad is None
 
 
 @pytest.mark.gpu
