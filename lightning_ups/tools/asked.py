@@ -120,7 +120,7 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
     """Return the run of ``module`` with the arguments of a Trainer, which is not made.
 
     Raises:
-        ValueError: If two plugins are given for one slot, or a strategy is unknown.
+        ValueError: If two plugins are given for one slot, a strategy is unknown, or no device takes part.
     """
     check_slots(trainer)
     check_accelerator(trainer["accelerator"], here=False)
@@ -230,9 +230,14 @@ def _num_devices(devices: Any, accelerator: str) -> int:
     if isinstance(devices, str) and "," in devices:
         devices = [index for index in devices.split(",") if index.strip()]
     if isinstance(devices, list | tuple):
-        return len(devices)
+        devices = len(devices)
     if devices in ("auto", "-1", -1):
         return max(torch.cuda.device_count(), 1) if accelerator == "cuda" else 1
+    if not str(devices).isdecimal() or int(devices) == 0:
+        raise ValueError(
+            f"trainer.devices={devices!r} is no number of devices. It says how many of each node take part."
+            " Use a number, a list of their indices, or 'auto'."
+        )
     return int(devices)
 
 

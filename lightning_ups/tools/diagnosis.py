@@ -51,7 +51,8 @@ def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exceptio
 def stray(word: str) -> str:
     """Return what to say of a word that belongs to no option."""
     file = word.endswith((".yaml", ".yml"))
-    cure = f"Write --config {word}." if file else "Write --KEY VALUE, such as --trainer.max_steps 100."
+    setting = f"Write --{word}." if "=" in word else "Write --KEY VALUE, such as --trainer.max_steps 100."
+    cure = f"Write --config {word}." if file else setting
     why = "A file of settings is given by --config, and a setting by its key."
     return f"{word!r} belongs to no option. {why} {cure}"
 
@@ -141,9 +142,12 @@ class _Look:
         name = given or self._class_path(keys)
         wrong = [key for key in spec if key not in _SPEC]
         if wrong:
+            kind = find_class(name, bases) if isinstance(name, str) else None
+            setting = kind is not None and wrong[0] in class_settings(kind)
             yield (
                 f"{layer.place(*keys, wrong[0])}: {_dotted(keys)} has the key {wrong[0]!r}. A class is given by"
-                f" class_path, and its settings by init_args. {suggestion(wrong[0], _SPEC)}"
+                " class_path, and its settings by init_args."
+                f" {'Put it below init_args.' if setting else suggestion(wrong[0], _SPEC)}"
             )
         elif not isinstance(name, str):
             yield (
@@ -159,15 +163,22 @@ class _Look:
 
     def _class(self, name: str, bases: Sequence[type], keys: Keys, layer: Layer) -> Iterator[str]:
         place, wanted = f"{layer.place(*keys)}: ", " or ".join(base.__name__ for base in bases)
+        if (known := find_class(name, bases) or self._of_another_setting(name)) is not None:
+            if not issubclass(known, tuple(bases)):
+                yield f"{place}{name} is no {wanted}. {self._right_place(known)}"
+            return
         module, _, attribute = name.rpartition(".")
-        if not module:
-            if find_class(name, bases) is None:
-                concrete = [kind for kind in _below(bases) if not inspect.isabstract(kind)]
-                known = {kind.__name__ for kind in concrete if offered(f"{kind.__module__}.{kind.__name__}")}
-                yield (
-                    f"{place}no {wanted} is known as {name!r}. A class of your own is named with its module,"
-                    f" as in 'package.module.{name}'. {_of_module(name, bases) or suggestion(name, known)}"
-                )
+        path = name.removesuffix(".py").replace("/", ".")  # of a file
+        meant = _of_module(path, bases)
+        if not module or path != name or meant:
+            example = f"{path}.CLASS" if path != name or module else f"package.module.{name}"
+            concrete = [kind for kind in _below(bases) if not inspect.isabstract(kind)]
+            names = {kind.__name__ for kind in concrete if offered(f"{kind.__module__}.{kind.__name__}")}
+            near = suggestion(name, names) if path == name else "Run where it can be imported."
+            yield (
+                f"{place}no {wanted} is known as {name!r}. A class of your own is named with its module,"
+                f" as in {example!r}. {meant or near}"
+            )
             return
         try:
             found = getattr(importlib.import_module(module), attribute, None)
@@ -177,9 +188,17 @@ class _Look:
         if found is None:
             classes = {key: kind for key, kind in vars(sys.modules[module]).items() if isinstance(kind, type)}
             fitting = [key for key, kind in classes.items() if issubclass(kind, tuple(bases))]
-            yield f"{place}the module {module} has no {attribute!r}. {suggestion(attribute, fitting or classes)}"
-        elif isinstance(found, type) and not issubclass(found, tuple(bases)):
-            yield f"{place}{name} is no {wanted}. {_dotted(keys)} takes nothing else. Name a subclass of it."
+            alone = f"Write {attribute!r} alone." if find_class(attribute, bases) else None
+            cure = alone or suggestion(attribute, fitting or classes)
+            yield f"{place}the module {module} has no {attribute!r}. {cure}"
+
+    def _of_another_setting(self, name: str) -> type | None:
+        found = (find_class(name, bases) for hint in self.types.values() if (bases := _classes(hint)))
+        return next(filter(None, found), None)
+
+    def _right_place(self, kind: type) -> str:
+        right = (key for key, hint in self.types.items() if issubclass(kind, tuple(_classes(hint))))
+        return f"It is for {key}. Put it there." if (key := next(right, None)) else "Name a subclass of it."
 
     def _class_path(self, keys: Keys) -> str | None:
         """Return the class that a layer gives at ``keys``, for one that gives only its settings."""
@@ -319,9 +338,9 @@ def _choices(hint: Any) -> list[Any]:
 def _of_module(name: str, bases: Sequence[type]) -> str | None:
     """Return which class is probably meant by the name of a module."""
     module = sys.modules.get(name)
-    if module is None and name.isidentifier() and find_spec(name) is not None:
+    if module is None and all(part.isidentifier() for part in name.split(".")):
         try:
-            module = importlib.import_module(name)
+            module = importlib.import_module(name) if find_spec(name) is not None else None
         except ImportError:
             return None
     own = [key for key, kind in vars(module).items() if _is_own(kind, module, bases)] if module is not None else []

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_ups.order import Run, Stage, Step, policy_of, refusals
+from lightning_ups.order import PolicyPrecision, Run, Stage, Step, policy_of, refusals
 from lightning_ups.tools.asked import Asked, counted
 from lightning_ups.transforms.blocks import find_blocks, select_blocks
 
@@ -93,6 +93,8 @@ def _order(asked: Asked) -> Iterator[str]:
 def _refused(run: Run) -> Iterator[str]:
     for refusal in refusals(run):
         yield refusal.text(run)
+    if isinstance(run.precision, PolicyPrecision) and (text := run.precision.refusal(run)) is not None:
+        yield text
     for step in run.declarations:
         yield from _unmatched(step, run.module)
 

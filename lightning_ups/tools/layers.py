@@ -30,6 +30,7 @@ __all__ = [
 Tree = dict[str, Any]
 Keys = tuple[str | int, ...]  # the way to a value: ("trainer", "callbacks", 0, "init_args", "blocks")
 LISTS = ("callbacks", "plugins")  # of trainer
+_DOTTED_LISTS = {f"trainer.{name}{sign}": f"{name}{sign}" for name in LISTS for sign in ("", "+", "-")}
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -108,6 +109,17 @@ def read(source: str, *, command: str) -> Layer:
     if isinstance(tree.get("trainer"), str):  # the section may be a file of its own
         _, content, _ = _content(str((folder or Path()) / tree["trainer"]))
         (tree["trainer"], _), whole = _loaded(tree["trainer"], content), False
+    dotted = [key for key in tree if key in _DOTTED_LISTS]  # which are merged by class where they stand in it
+    if dotted and isinstance(tree.get("trainer") or {}, dict):
+        tree["trainer"] = tree.get("trainer") or {}
+        for key in dotted:
+            if _DOTTED_LISTS[key] in tree["trainer"]:
+                raise ValueError(
+                    f"{name} gives {key!r} twice, with a dot and below 'trainer'. One would be lost. Keep one of them."
+                )
+            tree["trainer"][_DOTTED_LISTS[key]] = tree.pop(key)
+            lines["trainer", _DOTTED_LISTS[key]] = lines[key,]
+        whole = False
     return Layer(name=name, tree=tree, folder=folder, lines=lines, whole=whole)
 
 
@@ -142,7 +154,7 @@ def _loaded(name: str, content: str) -> tuple[Tree, dict[Keys, int]]:
         ) from error
     if not isinstance(tree, dict):
         raise ValueError(
-            f"{name} holds no settings, but {str(tree)[:60]!r}."
+            f"{name} {'is empty' if tree is None else f'holds no settings, but {str(tree)[:60]!r}'}."
             " A configuration is a YAML mapping, such as 'trainer:' with lines indented below it."
             " To see a whole one, run: fit --print_config."
         )

@@ -1,5 +1,6 @@
 """The configurations that the package ships: listed, and read, without torch."""
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,8 +38,12 @@ def comment(name: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print one line for each preset, or the YAML of the one that is named."""
-    if argv:
-        for name in argv:
+    parser = ArgumentParser(
+        prog="python -m lightning_ups presets", description="List the configurations that the package ships."
+    )
+    parser.add_argument("names", metavar="NAME", nargs="*", help="print this one, as YAML, instead")
+    if asked := parser.parse_args(argv).names:
+        for name in asked:
             print(text(name), end="")
         return 0
     width = max(map(len, names()))

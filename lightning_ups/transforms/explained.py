@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["advice_on_mixed_types", "explaining_reads", "float32_for", "note_second_backward"]
+__all__ = ["advice_on_mixed_types", "explaining_reads", "explaining_shards_read", "float32_for", "note_second_backward"]
 
 _OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
 _OF_NO_KERNEL = ("unsupported dtype", "not implemented for")
@@ -63,6 +63,31 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
                 f" Cast it there, as in x.float(), or {float32_for(error)}."
             ) from error
         raise
+
+
+@contextmanager
+def explaining_shards_read(step: str) -> Iterator[None]:
+    """Say why ``step`` fails, in this context, if that is since it computes with what lists of parameters give.
+
+    Args:
+        step: Its name.
+
+    Raises:
+        RuntimeError: If it fails so.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # NotImplementedError is one
+        said = str(error).splitlines()[0].rstrip(".") if str(error) else ""
+        if error.__cause__ is not None or not any(words in said for words in ("DTensor", "sharding strategy")):
+            raise  # explained already, or about something else
+        raise RuntimeError(
+            f"{step} computes with shards where whole tensors are meant: {said}."
+            " parameters() and named_parameters() give shards, within a step too; what is read by its name, as in"
+            " self.net.weight, is gathered."
+            " Read each so: getattr(module, name) for module in self.modules()"
+            " for name, _ in module.named_parameters(recurse=False)."
+        ) from error
 
 
 @contextmanager

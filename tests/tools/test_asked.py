@@ -53,6 +53,12 @@ def test_devices(devices, count):
     assert run(devices=devices).num_devices == count
 
 
+@pytest.mark.parametrize("devices", [0, "0", "some", -2, "1.5", [], ","])
+def test_no_number_of_devices(devices):
+    with pytest.raises(ValueError, match=r"no number of devices.*'auto'\.$"):
+        run(devices=devices)
+
+
 def test_auto_is_the_device_of_this_machine():
     assert run(accelerator="auto").accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
 

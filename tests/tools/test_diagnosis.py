@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch.optim import Optimizer
 
+import lightning_ups.callbacks  # noqa: F401  (so that bare class names resolve)
 from lightning_ups._compat.lightning import setting_types
 from lightning_ups.tools.diagnosis import diagnosis, find_class
 from lightning_ups.tools.layers import Layer, read
@@ -121,6 +122,35 @@ def test_a_key_beside_class_path(faults):
     (fault,) = faults(f"{MODEL}trainer:\n  callbacks:\n    - class_pth: ModelCheckpoint\n")
     assert fault.startswith("run.yaml:5: trainer.callbacks[0] has the key 'class_pth'.")
     assert fault.endswith("Did you mean 'class_path'?")
+
+
+def test_a_setting_beside_class_path(faults):
+    assert faults(f"{MODEL}trainer:\n  callbacks:\n    - class_path: ActivationCheckpoint\n      save: nothing\n") == [
+        "run.yaml:6: trainer.callbacks[0] has the key 'save'. A class is given by class_path, and its settings by"
+        " init_args. Put it below init_args."
+    ]
+
+
+@pytest.mark.parametrize("name", ["tests.cli_toys", "tests/cli_toys.py", "tests/cli_toys"])
+def test_a_module_or_a_file_in_place_of_a_class(faults, name):
+    (fault,) = faults(f"model:\n  class_path: {name}\n")
+    assert fault.startswith(f"run.yaml:2: no LightningModule is known as {name!r}. A class of your own is named with")
+    assert fault.endswith("Did you mean 'tests.cli_toys.Toy'?")
+
+
+def test_a_file_that_no_import_finds(faults):
+    (fault,) = faults("model:\n  class_path: gone/net.py\n")
+    assert fault.endswith("named with its module, as in 'gone.net.CLASS'. Run where it can be imported.")
+
+
+def test_a_class_that_belongs_to_another_setting(faults):
+    (fault,) = faults(f"{MODEL}trainer:\n  callbacks: [DDPStrategy]\n")
+    assert fault == "run.yaml:4: DDPStrategy is no Callback. It is for trainer.strategy. Put it there."
+
+
+def test_the_package_in_place_of_the_module_of_a_class(faults):
+    (fault,) = faults(f"{MODEL}trainer:\n  callbacks: [{{class_path: lightning_ups.Compile}}]\n")
+    assert fault == "run.yaml:4: the module lightning_ups has no 'Compile'. Write 'Compile' alone."
 
 
 def test_no_class(faults):

@@ -1,8 +1,9 @@
 import pytest
+from torch import nn
 
 import lightning_ups.strategies  # noqa: F401
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
-from lightning_ups.precision import BF16Precision
+from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.tools.asked import Asked, run_of
 from lightning_ups.tools.explain import show
 from tests.cli_toys import Late, Toy
@@ -38,6 +39,26 @@ def test_essentials(lines):
 def test_what_stays_in_float32_is_said(lines):
     _, out = lines(plugins=[BF16Precision(in_float32=["blocks.0", "head"])])
     assert "returns float32; blocks.0, head in float32" in " ".join(line.strip() for line in out)
+
+
+class Wide(Toy):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "module", "said"),
+    [
+        ("gpu", Toy(), "No linear layer of Toy can compute in float8. blocks.0.0: 8 x 8 is no multiple of 16"),
+        ("cpu", Wide(), "Float8Precision cannot run on this device: cpu. "),
+        ("gpu", Wide(), "nothing"),
+    ],
+)
+def test_what_float8_refuses_is_known_before(lines, accelerator, module, said):
+    code, out = lines(accelerator=accelerator, module=module, plugins=[Float8Precision()])
+    assert code == (0 if said == "nothing" else 2)
+    assert said in " ".join(line[10:].strip() for line in out[-5:])
 
 
 def test_the_one_order_whatever_the_order_of_the_list(lines):

@@ -40,6 +40,20 @@ def test_a_section_in_a_file_of_its_own(write):
     }
 
 
+def test_lists_with_dots_in_their_keys(write):
+    layer = read(write("trainer.callbacks+: [Timer]\ntrainer:\n  max_steps: 3\ntrainer.max_epochs: 1\n"), command="fit")
+    assert layer.tree == {"trainer": {"max_steps": 3, "callbacks+": ["Timer"]}, "trainer.max_epochs": 1}
+    assert not layer.whole
+    assert layer.place("trainer", "callbacks+").endswith(":1")
+
+
+def test_a_list_that_is_given_in_both_ways_is_an_error(write):
+    with pytest.raises(ValueError, match=r"'trainer.callbacks' twice.*Keep one of them\.$"):
+        read(write("trainer.callbacks: [A]\ntrainer:\n  callbacks: [B]\n"), command="fit")
+    shape = {"trainer.callbacks": ["A"], "trainer": ["B"]}
+    assert read(write(str(shape)), command="fit").tree == shape, "which is told as any other"
+
+
 def test_yaml_in_place_of_a_file():
     assert read("{trainer: {max_epochs: 1}}", command="fit").tree == {"trainer": {"max_epochs": 1}}
 
@@ -60,6 +74,8 @@ def test_no_yaml(write):
 def test_no_settings(write):
     with pytest.raises(ValueError, match=r"^run.yaml holds no settings, but 'hello'.*--print_config\.$"):
         read(write("hello"), command="fit")
+    with pytest.raises(ValueError, match=r"^run.yaml is empty\. A configuration is a YAML mapping"):
+        read(write("# all commented out\n"), command="fit")
 
 
 def test_a_key_given_twice(write):

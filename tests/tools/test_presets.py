@@ -29,6 +29,13 @@ def test_the_yaml_of_one(capsys):
     assert capsys.readouterr().out == presets.text("cpu")
 
 
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        presets.main(["--help"])
+    assert stop.value.code == 0
+    assert "NAME" in capsys.readouterr().out
+
+
 def test_unknown():
     with pytest.raises(ValueError, match=r"Did you mean 'h100'\?$"):
         presets.text("h10")

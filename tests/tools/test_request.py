@@ -110,6 +110,16 @@ def test_a_precision_of_the_command_line_is_the_users(folder):
     assert asked.said[1:] == ["the command line: precision 32-true instead of BF16Precision"]
 
 
+@pytest.mark.parametrize(("key", "listed"), [("trainer.callbacks+", ["Compile", "Timer"]), ("trainer.callbacks-", [])])
+def test_lists_with_dots_in_their_keys_are_merged_too(folder, key, listed):
+    name = "Timer" if key.endswith("+") else "Compile"
+    asked = ask(["fit", "--preset", "fast", "--config", write(folder, {key: [name]})], slots=SLOTS)
+    assert wanted(asked, "run.yaml").get(key) is None
+    trainers = [wanted(asked, file)["trainer"] for file in ("preset fast", "run.yaml")]
+    found = [item for trainer in trainers for each in ("callbacks", "callbacks+") for item in trainer.get(each, [])]
+    assert [item if isinstance(item, str) else item["class_path"].rpartition(".")[2] for item in found] == listed
+
+
 def test_removal_needs_a_preset(folder):
     run = write(folder, {"trainer": {"callbacks-": ["Compile"]}})
     with pytest.raises(ValueError, match=r"^run.yaml:2: callbacks- is given without a preset.*--preset NAME\.$"):
