@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ups._compat.tensors import local_of
 
-__all__ = ["check_rounding", "is_low_bit", "make_portable"]
+__all__ = ["check_rounding", "is_low_bit", "make_portable", "make_state_alone"]
 
 _MODULES = {  # of torchao
     "OptimState8bit": "torchao.optim.subclass_8bit",
@@ -25,6 +25,7 @@ _MODULES = {  # of torchao
     "OptimStateFp8": "torchao.optim.subclass_fp8",
 }
 _KINDS = ("AdamW8bit", "Adam8bit", "AdamW4bit", "Adam4bit", "AdamWFp8", "AdamFp8")
+_LEAST = 4096  # numbers: what has fewer is kept in full
 _HOOKED = "_low_bit_state_is_portable"
 
 
@@ -42,11 +43,42 @@ def make_portable(optimizers: Iterable[Optimizer]) -> None:
     """
     for optimizer in map(_innermost, optimizers):
         _refuse_shards_of_bitsandbytes(optimizer)
-        kinds = {(base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__}
-        if not kinds.isdisjoint(("torchao", name) for name in _KINDS) and not getattr(optimizer, _HOOKED, False):
+        if any(map(_is_torchaos, type(optimizer).__mro__)) and not getattr(optimizer, _HOOKED, False):
             setattr(optimizer, _HOOKED, True)
             optimizer.register_state_dict_post_hook(_apart)
             optimizer.register_load_state_dict_pre_hook(_together)
+
+
+def make_state_alone(optimizer: Optimizer) -> Optimizer:
+    """Let a step of ``optimizer``, if it has low-bit state, make that and no more; for tensors without numbers.
+
+    Its own step is compiled, and takes nothing besides; and it computes its table of codes from numbers.
+    """
+    name = next((base.__name__ for base in type(optimizer).__mro__ if _is_torchaos(base)), None)
+    if name is None:
+        return optimizer
+    bits, table = (4, 16) if "4bit" in name else (8, 0 if "Fp8" in name else 256)
+
+    def average(parameter: Tensor, block_size: int) -> Any:
+        local = local_of(parameter)
+        if local.numel() < _LEAST or local.numel() % block_size:
+            return torch.zeros_like(local)
+        codes = local.new_empty(local.numel() * bits // 8, dtype=torch.uint8)
+        return codes, local.new_empty(local.numel() // block_size + table, dtype=torch.float32)
+
+    def step(*_: Any, **__: Any) -> None:
+        for group in optimizer.param_groups:
+            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+            for p in group["params"]:
+                if p.grad is not None and p not in optimizer.state:
+                    optimizer.state[p] = {each: average(p, optimizer.block_size) for each in names}  # type: ignore[attr-defined]
+
+    vars(optimizer)["step"] = step
+    return optimizer
+
+
+def _is_torchaos(kind: type) -> bool:
+    return kind.__module__.startswith("torchao.") and kind.__name__ in _KINDS
 
 
 def check_rounding(optimizers: Iterable[Optimizer]) -> None:

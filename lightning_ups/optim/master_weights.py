@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -111,10 +112,14 @@ class MasterWeights:
         module: The module, with its float32 parameters.
         dtype: The type to compute in.
         leave: Modules in it whose parameters stay as they are.
+
+    Raises:
+        ValueError: If a parameter has no shape yet.
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype, leave: Collection[nn.Module] = ()) -> None:
         self.dtype = dtype
+        _refuse_lazy(module)
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         self.reduced: set[nn.Parameter] = set()  # since the last step, by a wrapper, which counts unused ones as zero
         for parameter in _convertible(module, leave):
@@ -228,12 +233,8 @@ class MasteredOptimizer(Optimizer):
         accumulate: bool = False,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
-        if _evaluates_anew(inner):
-            raise ValueError(
-                f"{type(inner).__name__} computes the loss again and again within one step."
-                " A step of masters has its gradients before it begins, and the weights that it tries out are theirs."
-                " Set weights='autocast' in the precision."
-            )
+        if (given := _closure_of(inner)) is not None and given.default is Parameter.empty:
+            raise ValueError(_evaluates_anew(inner))
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
@@ -317,7 +318,7 @@ class MasteredOptimizer(Optimizer):
             if (settings := self._one_kernel()) is not None:
                 self._step_in_one_kernel(settings)
             else:
-                self._step_by_inner()
+                self._step_by_inner(_once(loss, self.inner) if closure is not None else None)
         return loss
 
     @property
@@ -352,9 +353,12 @@ class MasteredOptimizer(Optimizer):
                 parameter.grad = None
         self.masters.note_writes(parameter for parameter, _ in pairs)
 
-    def _step_by_inner(self) -> None:
+    def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
         self._hand_over_gradients()
-        self.inner.step()
+        if closure is None or _closure_of(self.inner) is None:
+            self.inner.step()
+        else:
+            self.inner.step(closure)
         stepped = [p for p in self._mastered() if self.masters.of[p].grad is not None]
         self.masters.write(stepped)
         for parameter in stepped:
@@ -495,9 +499,28 @@ def _gradient_of(master: nn.Parameter) -> Tensor:
     return master.grad
 
 
-def _evaluates_anew(optimizer: Optimizer) -> bool:
-    closure = signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is Parameter.empty
+def _closure_of(optimizer: Optimizer) -> Parameter | None:
+    return signature(type(optimizer).step).parameters.get("closure")
+
+
+def _once(loss: Any, optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a closure that gives ``loss``, which has been computed, and refuses to compute it again."""
+    left = [loss]
+
+    def closure() -> Any:
+        if not left:
+            raise ValueError(_evaluates_anew(optimizer))
+        return left.pop()
+
+    return closure
+
+
+def _evaluates_anew(optimizer: Optimizer) -> str:
+    return (
+        f"{type(optimizer).__name__} computes the loss again and again within one step."
+        " A step of masters has its gradients before it begins, and the weights that it tries out are theirs."
+        " Set weights='autocast' in the precision."
+    )
 
 
 def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -506,6 +529,15 @@ def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     host, event = flag.to("cpu", non_blocking=True), torch.cuda.Event()
     event.record()
     return host, event
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise ValueError(
+            f"The parameter {lazy[0]} has no shape yet, and is to have a master."
+            " It belongs to a lazy module, which learns its shape from the first batch, after masters are made."
+            " Run one batch through the module before fit, or give it its sizes, or set weights='autocast'."
+        )
 
 
 def _convertible(module: nn.Module, leave: Collection[nn.Module]) -> list[nn.Parameter]:

@@ -17,6 +17,9 @@ def reduce_into_masters(wrapper: DistributedDataParallel, masters: MasterWeights
     """Let ``wrapper`` average gradients in the type of the masters, with what they have accumulated already.
 
     The wrapper's own buckets have the type of the parameters: their sum over many ranks would be rounded to it.
+
+    Raises:
+        ValueError: If the wrapper has a communication hook already.
     """
     group = wrapper.process_group
     assert group is not None
@@ -26,7 +29,16 @@ def reduce_into_masters(wrapper: DistributedDataParallel, masters: MasterWeights
             dist.broadcast(master, src=dist.get_global_rank(group, 0), group=group)
             parameter.copy_(master)
     masters.take_over(by_value=True)
-    wrapper.register_comm_hook(masters, _reduced)
+    try:
+        wrapper.register_comm_hook(masters, _reduced)
+    except RuntimeError as error:
+        if "only be called once" not in str(error):
+            raise
+        raise ValueError(
+            "Gradients are reduced by a hook of the user's already, where they are to be reduced into masters."
+            " DistributedDataParallel takes one hook, and masters need theirs to sum in float32."
+            " Leave ddp_comm_hook out of the strategy, or set weights='autocast' in the precision."
+        ) from error
 
 
 def _reduced(masters: MasterWeights, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -3,11 +3,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from lightning_ups._compat.rehearsal import fake_mode
 from lightning_ups.callbacks import OptimizerOffload
 from lightning_ups.optim import OffloadedOptimizer, check_rounding, make_portable
-from lightning_ups.optim.low_bit import is_low_bit
+from lightning_ups.optim.low_bit import is_low_bit, make_state_alone
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.cli_toys import Toy
@@ -224,3 +226,37 @@ def test_by_yaml(tmp_path, monkeypatch):
     assert main(["fit", *options]) in (0, None)
     saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
     assert "exp_avg.codes" in saved["optimizer_states"][0]["state"][0]
+
+
+def bytes_of_state(optimizer):
+    leaves = [
+        leaf for state in optimizer.state.values() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)
+    ]
+    averages = [leaf for leaf in leaves if leaf.dim()]  # a count of steps is on the host
+    plain = [
+        p for leaf in averages for p in ([getattr(leaf, n) for n in leaf.tensor_attrs] if is_low_bit(leaf) else [leaf])
+    ]
+    return sum(part.nbytes for part in plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_numbers_makes_as_many_bytes_of_state(kind):
+    def stepped(prepared):
+        module = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 3))
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer = prepared(made(kind, module.parameters()))
+        optimizer.step()
+        return optimizer
+
+    real = stepped(lambda optimizer: optimizer)
+    with fake_mode():
+        fake = stepped(make_state_alone)
+    assert bytes_of_state(fake) == bytes_of_state(real) > 0
+
+
+def test_a_step_of_other_optimizers_stays():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    make_state_alone(optimizer).step()
+    assert optimizer.param_groups[0]["params"][0].eq(0).all()

@@ -243,6 +243,41 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused():
         MasteredOptimizer(torch.optim.LBFGS(model.parameters()), masters)
 
 
+class Sharpness(torch.optim.SGD):
+    """Tries out weights within a step, as SAM does; its closure has a default, as the interface of torch has it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "needs a closure"
+        loss = torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            p.add_(0.1)
+        if self.param_groups[0]["momentum"]:
+            torch.enable_grad()(closure)()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_that_computes_it_twice_is_refused_when_it_does(times):
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(Sharpness(model.parameters(), momentum=times - 1), masters)
+    calls = []
+
+    def closure():
+        calls.append(model(batch(torch.bfloat16)).sum())
+        calls[-1].backward()
+        return calls[-1]
+
+    if times == 1:
+        assert optimizer.step(closure) is calls[0]
+    else:
+        with pytest.raises(ValueError, match=r"Sharpness computes the loss again.*weights='autocast' in the precision"):
+            optimizer.step(closure)
+    assert len(calls) == 1
+
+
 def test_a_part_shows_and_loads_its_masters_too():
     model = make_model()
     whole = {name: value.clone() for name, value in model.state_dict().items()}
@@ -386,3 +421,12 @@ def test_state_that_is_there_keeps_its_order():
     right = [*Adagrad(groups).state_dict()["state"]]
     inner = Adagrad(groups)
     assert [*MasteredOptimizer(inner, MasterWeights(model, dtype=torch.bfloat16)).state_dict()["state"]] == right
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_parameter_without_a_shape_is_refused_and_left_as_it_is():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"1\.weight has no shape yet.*batch through the module before fit"):
+        MasterWeights(model, dtype=torch.bfloat16)
+    model(torch.ones(2, 8))
+    MasterWeights(model, dtype=torch.bfloat16).undo()

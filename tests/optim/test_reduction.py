@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -169,3 +170,15 @@ def parted(micro, clipped):
 def test_what_no_rank_uses_is_left_alone(ranks, micro, clipped):
     used = {f"{part}.{kind}" for part in ("shared", "first") for kind in ("weight", "bias")}
     assert ranks(parted, micro, clipped) == (used, used, True)
+
+
+def refusal_on_a_rank():
+    model = make_model()
+    masters, wrapper = MasterWeights(model, dtype=torch.bfloat16), DistributedDataParallel(model)
+    wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(ValueError, match=r"hook of the user's already.*Leave ddp_comm_hook out.*weights='autocast'"):
+        reduce_into_masters(wrapper, masters)
+
+
+def test_a_wrapper_that_has_a_hook_is_refused_with_what_to_leave_out(ranks):
+    ranks(refusal_on_a_rank)
