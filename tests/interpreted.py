@@ -21,10 +21,15 @@ if hasattr(interpreter, "_LangPatchScope"):
 
 def assert_equal_interpreted(code):
     """Run ``code``, which prints "equal" if it gets to its end; without Triton the test is skipped."""
+    assert_equal_with_triton(_INDEX + code, TRITON_INTERPRET="1")
+
+
+def assert_equal_with_triton(code, **environment):
+    """Do the same without interpreting kernels, in a process that has ``environment``, too."""
     pytest.importorskip("triton")
     ran = subprocess.run(
-        [sys.executable, "-c", _INDEX + code],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=250,

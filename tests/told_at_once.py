@@ -7,6 +7,7 @@ are named with their times when they end.
 import os
 import threading
 import time
+from functools import partial
 
 LONG_S = 45.0
 
@@ -27,17 +28,21 @@ def pytest_sessionstart(session):
     if not hasattr(session.config, "workerinput"):  # the one that hears of all tests
         # While a test runs, what is printed is taken for its own: this is where it went before.
         shown = os.fdopen(os.dup(1), "w")
-        threading.Thread(target=_watch, args=(shown,), daemon=True).start()
+        watch = threading.Thread(target=_watch, args=(shown,), daemon=True)
+        watch.start()
+        session.config.add_cleanup(partial(_end, watch))
 
 
-def pytest_sessionfinish():
+def _end(watch):
     _ended.set()
+    watch.join()
 
 
 def _watch(shown):
-    while not _ended.wait(LONG_S):
-        for line in running_long(time.monotonic(), long_s=LONG_S):
-            print(f"\n{line}", file=shown, flush=True)
+    with shown:
+        while not _ended.wait(LONG_S):
+            for line in running_long(time.monotonic(), long_s=LONG_S):
+                print(f"\n{line}", file=shown, flush=True)
 
 
 def pytest_runtest_logstart(nodeid):

@@ -77,9 +77,9 @@ def initialise(root: FSDPModule) -> None:
     for state in _states(root):
         for group in _groups(state):
             _type_of_frozen(group)
+            _reduce_rightly(group)
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
-                held.accumulate_unsharded_grad_if_needed = partial(_accumulate_in_one_type, held, group)
 
 
 def _type_of_frozen(group: Any) -> None:
@@ -98,13 +98,45 @@ def _accumulate_if_gathered(held: Any) -> None:
         type(held).to_accumulated_grad_if_needed(held)
 
 
-def _accumulate_in_one_type(held: Any, group: Any) -> None:
-    # Torch leaves in the type of the forward what only the last microbatch reached, and then reduces none of the group.
-    if held.unsharded_accumulated_grad is None and any(
-        h.unsharded_accumulated_grad is not None for h in group.fsdp_params
-    ):
-        _accumulate_if_gathered(held)
-    type(held).accumulate_unsharded_grad_if_needed(held)
+def _reduce_rightly(group: Any) -> None:
+    reached: set[Any] = set()
+
+    def post_backward(*_: Any) -> None:
+        none_yet = _fill_up(group, reached)
+        # Torch leaves in the type of the forward what only the last microbatch reached, and then reduces none of them.
+        left = [held for held in group.fsdp_params if held.unsharded_accumulated_grad is None]
+        if len(left) < len(group.fsdp_params):
+            for held in left:
+                _accumulate_if_gathered(held)
+        type(group).post_backward(group)
+        for held in none_yet:
+            held.sharded_param.grad = None
+
+    group.post_backward = _untraced(post_backward)
+
+
+def _fill_up(group: Any, reached: set[Any]) -> list[Any]:
+    """Let what torch sums before it is reduced over copies be of all parameters of ``group`` in each microbatch.
+
+    It is one flat tensor, of those that have gradients: those of other parameters would be added to it, or none come.
+
+    Returns:
+        The parameters that no microbatch has ``reached``, if this is the last: they shall have no gradient.
+    """
+    waiting = group._partial_reduce_output is not None
+    if not waiting:
+        reached.clear()
+    if not group.reduce_grads or (group.all_reduce_grads and not waiting):
+        return []
+    trained = [h for h in group.fsdp_params if hasattr(h, "_unsharded_param") and h._unsharded_param.requires_grad]
+    without = [h for h in trained if h.unsharded_accumulated_grad is None and h._unsharded_param.grad is None]
+    if not waiting and len(without) == len(trained):
+        return []
+    reached.update({*trained} - {*without})
+    for held in without:
+        held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
+    last = [h for h in without if h not in reached and h.sharded_param.grad is None]
+    return last if group.all_reduce_grads else []
 
 
 def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> None:
@@ -405,6 +437,7 @@ def _empty_group(root: FSDPModule, *, like: Any) -> Any:
     group.reduce_grads, group.all_reduce_grads = like.reduce_grads, like.all_reduce_grads
     group.reshard_after_backward = like.reshard_after_backward
     group._reset_sharded_params = True  # it was done where the parameters come from
+    _reduce_rightly(group)
     return group
 
 

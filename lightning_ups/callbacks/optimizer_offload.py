@@ -81,6 +81,11 @@ class OptimizerOffload(Declaration):
         self._report: Report | None = None
         self._began_at = 0  # the global step of the present batch
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The most bytes of state of a chunk that comes to the device; 0 where none comes there."""
+        return int(self.chunk_mb * 2**20) if self.update == "device" else 0
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._clips = bool(trainer.gradient_clip_val)

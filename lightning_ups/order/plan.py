@@ -38,7 +38,7 @@ class Variant:
         sharding: How that shards; None: as declared.
         samples: The share of the batch that a microbatch has.
         host: The share of each kind that lies on the host.
-        passing: Bytes on the device through which optimizer state on the host passes.
+        chunk: Bytes of a chunk of optimizer state on the host, as a layout has it.
         state: Bytes of optimizer state for a parameter; None: as declared.
         price: What it costs in speed, for reading.
         rank: The order of prices.
@@ -51,7 +51,7 @@ class Variant:
     sharding: Sharding | None = None
     samples: float = 1
     host: Mapping[Kind, float] = field(default_factory=dict)
-    passing: int = 0
+    chunk: int | None = None
     state: float | None = None
     price: str = ""
     rank: int = 0
@@ -140,6 +140,7 @@ class Planner:
         one, two = self.tokens, 2 * self.tokens - 1 if self.tokens % 2 else 2 * self.tokens
         samples = self._samples_of(variant)
         first, second = (self._step(variant, samples=samples, tokens=n) for n in (one, two))
+        base = min(peak_of(step, self._layout(variant)).total for step in (first, second))
 
         def fits(tokens: int) -> bool:
             step = between(first, second, (tokens - one) / (two - one))
@@ -151,9 +152,12 @@ class Planner:
         found = rounded(_largest(fits))
         while found > 64:
             try:
-                if self.fits(variant, tokens=found):
+                total = self.moment(variant, tokens=found).total
+                if total <= self.usable:
                     return found
-                found = rounded(0.95 * found)
+                # What grows faster than the sequence does so with its square at the most.
+                share = max(self.usable - base, 0) / max(total - base, 1)
+                found = rounded(min(0.95, max(share**0.5, 0.1)) * found)
             except Uncountable:  # the module has a limit of its own, and takes two of the lengths
                 found = max(two, rounded(found / 2))
         return found
@@ -188,7 +192,8 @@ class Planner:
         if Stage.RECOMPUTE in steps:
             yield Variant(
                 name="no checkpointing",
-                yaml="trainer.callbacks: without ActivationCheckpoint",
+                yaml="# Take ActivationCheckpoint out of trainer.callbacks; out of a preset's list by\n"
+                "# trainer.callbacks-: [ActivationCheckpoint]",
                 change=Change(checkpointing="off"),
                 price="faster",
             )
@@ -199,7 +204,7 @@ class Planner:
         if self.devices > 1:
             yield from self._shardings()
         yield from self._offloads({type(step).__name__ for step in self.run.declarations})
-        if self.samples is not None and self.samples > 1:
+        if self.samples is not None and self.samples > 1 and self.run.module.automatic_optimization:
             yield Variant(
                 name=f"batch {self.samples // 2}, accumulated twice",
                 yaml=f"data.init_args.batch_size: {self.samples // 2}\ntrainer.accumulate_grad_batches:"
@@ -236,11 +241,11 @@ class Planner:
                 name="OptimizerOffload",
                 yaml=_callback("OptimizerOffload"),
                 host={"optimizer state": 1.0, "master weights": 1.0},
-                passing=3 * 256 * 2**20,
+                chunk=256 * 2**20,
                 price="streams the state over the host link each step",
                 rank=6,
             )
-        if has("torchao"):
+        if has("torchao") and "OptimizerOffload" not in declared:  # what is on the host takes nothing here
             yield Variant(
                 name="AdamW8bit",
                 yaml="optimizer: torchao.optim.AdamW8bit",
@@ -269,7 +274,16 @@ class Planner:
         run = self._run(variant)
         # Strategies that copy the model are alike, and so are those that shard it in hooks: only the layout differs.
         split = self._split(variant)
-        key = (variant.change, run.strategy.shards, run.strategy.whole_graph, split is None, samples, tokens)
+        microbatches = round(self._microbatches / variant.samples)
+        key = (
+            variant.change,
+            run.strategy.shards,
+            run.strategy.whole_graph,
+            split is None,
+            min(microbatches, 2),  # further ones are like the second
+            samples,
+            tokens,
+        )
         if key not in self._steps:
             batch = self.batch
             if samples is not None or tokens is not None:
@@ -279,7 +293,7 @@ class Planner:
                 batch,
                 optimizers=self._optimizers,
                 change=variant.change,
-                microbatches=self._microbatches,
+                microbatches=microbatches,
                 tensor_parallel=split,
             )
         return self._steps[key]
@@ -297,17 +311,18 @@ class Planner:
     def _layout(self, variant: Variant) -> Layout:
         run, sharding = self._run(variant), self._sharding(variant)
         workspace = 0 if self.device is None else self.device.workspace
-        host, passing = self._on_host(variant)
+        host, chunk = self._on_host(variant)
         elements = max(sum(p.numel() for p in run.module.parameters()), 1)
         stored = sum(p.numel() * p.element_size() for p in run.module.parameters()) / elements
         if sharding == "copies":
             computed = next((b for b in (self._computed(run),) if b and self._has_masters(run)), stored)
             if variant.state is not None:
                 host["optimizer state"] = max(1 - variant.state / 8, 0)
-            return Layout(devices=self.devices, computed=computed, workspace=workspace, on_host=host, passing=passing)
+            return Layout(devices=self.devices, computed=computed, workspace=workspace, on_host=host, chunk=chunk)
         share = self._share
         if self._settings.get("offload") and variant.strategy is None:
             host |= {"parameters": 1.0, "gradients": 1.0, "optimizer state": 1.0}
+            chunk = 0
         policy = policy_of(run.precision)
         computed = self._computed(run) or stored
         replicas = self._settings.get("replicate_size", 1) if variant.strategy is None else 1
@@ -323,7 +338,7 @@ class Planner:
             state=share.state if variant.state is None else variant.state,
             stepping=share.stepping,
             on_host=host,
-            passing=passing,
+            chunk=chunk,
             workspace=workspace,
             whole_graph=run.strategy.whole_graph,
         )
@@ -332,21 +347,21 @@ class Planner:
     def _share(self) -> Any:
         return optimizer_share(self.run, optimizers=self._optimizers)
 
-    def _on_host(self, variant: Variant) -> tuple[dict[Kind, float], int]:
-        """Return the shares by kind that lie on the host, and the bytes through which they pass.
+    def _on_host(self, variant: Variant) -> tuple[dict[Kind, float], int | None]:
+        """Return the shares by kind that lie on the host, and the bytes of a chunk of optimizer state there.
 
         A declared step says so by ``host_resident``, shares by kind, or, if it keeps the optimizer's state, by
-        ``resident``, the share that stays on the device, and ``chunk_mb``, of which three are on it.
+        ``resident``, the share that stays on the device, and ``chunk_bytes``, 0 where the host steps it.
         """
         shares: dict[Kind, float] = {}
-        passing = variant.passing
+        chunk = variant.chunk
         for step in self.run.declarations:
             shares.update(getattr(step, "host_resident", None) or {})
             if step.owns_optimizer_state and hasattr(step, "resident"):
                 share = 1 - step.resident  # type: ignore[attr-defined]
                 shares |= {"optimizer state": share, "master weights": share}
-                passing = max(passing, int(3 * getattr(step, "chunk_mb", 256) * 2**20))
-        return {**shares, **variant.host}, passing
+                chunk = step.chunk_bytes  # type: ignore[attr-defined]
+        return {**shares, **variant.host}, chunk
 
     def _split(self, variant: Variant) -> tuple[Any, int] | None:
         """Return the plan of tensor parallelism and its size, if there is one."""

@@ -124,6 +124,14 @@ REFUSALS = (
         holds=lambda run: run.strategy.whole_graph and getattr(run.precision, "all_gather", None) is True,
     ),
     Refusal(
+        what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
+        why="It is about how FSDP2Strategy gathers weights, and would have no effect here.",
+        cure="Leave all_gather out, or use FSDP2Strategy.",
+        holds=lambda run: (
+            run.training and not _shards_itself(run) and getattr(run.precision, "all_gather", None) is True
+        ),
+    ),
+    Refusal(
         what=lambda run: f"{_graphed(run)[0]} would replay CUDA graphs under {run.strategy.name}.",
         why="A graph reads its weights at fixed addresses, and gathered parameters lie elsewhere each time.",
         cure="Use mode='default' or 'max-autotune-no-cudagraphs'.",

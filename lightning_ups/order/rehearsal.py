@@ -4,8 +4,10 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_ups._compat.lightning import trainer_of
 from lightning_ups._compat.rehearsal import NEEDS_VALUES, FakeTensorMode, fake_mode
 from lightning_ups.optim import MasteredOptimizer
+from lightning_ups.optim.low_bit import make_state_alone
 from lightning_ups.order.applier import Context
 from lightning_ups.order.policy import policy_of
 from lightning_ups.order.precision import PolicyPrecision
@@ -23,7 +26,7 @@ from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
 from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_losses
 from lightning_ups.transforms.kv_cache import without_kv_cache
-from lightning_ups.transforms.memory import Ledger
+from lightning_ups.transforms.memory import Ledger, Phase
 from lightning_ups.transforms.memory_compiled import as_compiled
 from lightning_ups.transforms.memory_cuda import step_as_on_cuda
 from lightning_ups.transforms.memory_step import Play, Step, rehearse
@@ -88,10 +91,12 @@ def rehearse_run(
     Raises:
         Uncountable: If something cannot be rehearsed.
     """
-    if not run.module.automatic_optimization:
+    by_itself = not run.module.automatic_optimization
+    if by_itself and run.strategy.shards:
         raise Uncountable(
-            f"{type(run.module).__name__} optimizes by itself (automatic_optimization=False), and cannot be rehearsed."
-            " What a step takes is counted from a loss that training_step returns, and here it makes its own steps."
+            f"{type(run.module).__name__} optimizes by itself (automatic_optimization=False), and cannot be rehearsed"
+            " under a strategy that shards."
+            " What is gathered and reduced is counted from one forward and one backward, and it makes its own steps."
             " Measure one step instead: `fit` with fast_dev_run, and MemoryForensics among the callbacks."
         )
     change, mode, ledger = change or Change(), fake_mode(), Ledger()
@@ -117,8 +122,51 @@ def rehearse_run(
             batch=fakes,
             around_forward=lambda: _autocast(run),
             microbatches=min(microbatches, 2),  # from the second on, each is like the one before
+            own_step=partial(_own_step, module, fakes) if by_itself else None,
         )
         return rehearse(play, ledger=ledger)
+
+
+def _own_step(
+    module: LightningModule, batch: Any, optimizers: Sequence[Optimizer], begin: Callable[[Phase], None]
+) -> None:
+    """Run a ``training_step`` that calls ``manual_backward`` and steps ``optimizers`` itself."""
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        begin("backward")
+        loss.backward(*args, **kwargs)
+        begin("forward")
+
+    def stepping(step: Callable[[], Any]) -> Callable[..., Any]:
+        def own(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+            loss = None if closure is None else closure()
+            begin("optimizer")
+            step()
+            begin("forward")
+            return loss
+
+        return own
+
+    @contextmanager
+    def toggled(optimizer: Optimizer, **_: Any) -> Iterator[None]:
+        module.toggle_optimizer(optimizer)
+        yield
+        module.untoggle_optimizer(optimizer)
+
+    module.trainer.optimizers = [*optimizers]
+    given = optimizers[0] if len(optimizers) == 1 else [*optimizers]
+    vars(module).update(
+        manual_backward=backward,
+        optimizers=lambda *_, **__: given,
+        lr_schedulers=lambda: SimpleNamespace(step=lambda *_, **__: None),
+    )
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            vars(optimizer).update(
+                toggle_model=partial(toggled, optimizer), sync_gradients=lambda *_, **__: nullcontext()
+            )
+            stack.enter_context(patch.object(optimizer, "step", stepping(optimizer.step)))
+        module.training_step(batch, 0)
 
 
 def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None = None) -> OptimizerShare:
@@ -217,7 +265,7 @@ def _stand_in(module: LightningModule, run: Run) -> None:
         precision=run.precision.precision,
     )  # fmt: skip
     module.trainer = trainer  # type: ignore[assignment]
-    for name in ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"):
+    for name in ("log", "log_dict", "print", "clip_gradients"):
         vars(module)[name] = lambda *_, **__: None
 
 
@@ -291,7 +339,7 @@ def _optimizers(
     module: LightningModule, make: Callable[[nn.Module], Any] | None, masters: Any, microbatches: int
 ) -> Sequence[Optimizer]:
     made = make(module) if make is not None else module.configure_optimizers()
-    found = [step_as_on_cuda(optimizer) for optimizer in _flattened(made)]
+    found = [make_state_alone(step_as_on_cuda(optimizer)) for optimizer in _flattened(made)]
     if masters is None:
         return found
     return [MasteredOptimizer(optimizer, masters, accumulate=microbatches > 1) for optimizer in found]

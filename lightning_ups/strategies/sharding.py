@@ -30,7 +30,7 @@ from lightning_ups._compat.evaluation import (
 from lightning_ups._compat.finetuning import finetuning_by_identity
 from lightning_ups._compat.nccl import destroy_at_exit, prepare_nccl
 from lightning_ups._compat.recording import Recording, recording
-from lightning_ups._compat.shard_data import shard_data_written
+from lightning_ups._compat.shard_data import check_kept, shard_data_written
 from lightning_ups._compat.sigterm import SigtermPoll
 from lightning_ups.order import (
     Context,
@@ -446,6 +446,7 @@ class ShardingStrategy(ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         assert self._buffers is not None
+        check_kept()
         if self._starts_accumulation:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         self._in_manual_step = not self.lightning_module.automatic_optimization
@@ -478,6 +479,7 @@ class ShardingStrategy(ModelParallelStrategy):
     @contextmanager
     def _evaluation(self, step: str) -> Iterator[None]:
         self._poll.poll()
+        check_kept()
         with self._within_step(step):
             yield
         self._after_evaluation()
@@ -514,6 +516,11 @@ class ShardingStrategy(ModelParallelStrategy):
         return result
 
     # Ending
+
+    @override
+    def on_train_end(self) -> None:
+        check_kept()
+        super().on_train_end()
 
     @override
     def teardown(self) -> None:

@@ -1,6 +1,6 @@
 """Sharding as plain tensor code, which the compiler sees and schedules."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +19,12 @@ from lightning_ups._compat.partitioner import random_states_in_place
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
 from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
+from lightning_ups.transforms.accumulate import Sync
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
 from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
 from lightning_ups.transforms.compile_advice import advice_for_one_graph
 from lightning_ups.transforms.compile_frame import prepared
-from lightning_ups.transforms.explained import note_second_backward
+from lightning_ups.transforms.explained import explaining_shards_read, note_second_backward
 from lightning_ups.transforms.gather_graph import GatherPlan
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.parametrise import (
@@ -33,12 +34,22 @@ from lightning_ups.transforms.parametrise import (
     parametrise,
     parametrised,
 )
+from lightning_ups.transforms.tensor_parallel import Style
 
 __all__ = ["SimpleFSDPStrategy"]
 
 Overlap = Literal["blocks", "none"]
 
 _PART = "SimpleFSDPStrategy"
+
+_NOT_HERE: dict[str, tuple[Any, str]] = {  # options of FSDP2Strategy: what they are by default, and why nothing else
+    "prefetch": (None, "The compiler places gathers, each beside the block before."),
+    "offload": (False, "A graph reads shards where it computes, and they are on the device."),
+    "outside": ((), "Any read of a parameter gathers it, and none needs to be named."),
+    "unused_parameters": (False, "All devices run one graph, with one order of reductions."),
+    "tensor_parallel_size": (1, "A graph of ours gathers what is split over data-parallel devices alone."),
+    "tensor_parallel_plan": (None, "A graph of ours gathers what is split over data-parallel devices alone."),
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,16 @@ class _Graphs(Step):
                 self.strategy._compiled = None
 
 
+def _refuse_those_of_fsdp2(**options: object) -> None:
+    for name, value in options.items():
+        default, why = _NOT_HERE[name]
+        if value != default:
+            raise ValueError(
+                f"{_PART}({name}={value!r}) is what FSDP2Strategy can do, and this strategy cannot."
+                f" {why} Leave it out, or use FSDP2Strategy."
+            )
+
+
 def _tell_of_loggers(report: Report) -> None:
     report.update(_PART, loggers_left_out=True)
     rank_zero_warn(
@@ -152,13 +173,20 @@ class SimpleFSDPStrategy(ShardingStrategy):
     Args:
         sharding: ``"full"`` shards parameters, gradients and optimizer state; ``"gradients"`` keeps parameters
             gathered from forward to backward; ``"none"`` keeps a copy on every device, as DDP does.
-        reshard_after_forward: Overrides that part of ``sharding``.
+        reshard_after_forward: Overrides that part of ``sharding``: True or False.
         replicate_size: Copies of the sharded model. Each copy is sharded over neighbours.
         blocks: Patterns of submodules whose parameters are gathered together. None: what repeats.
         sync: When gradients are reduced under ``accumulate_grad_batches``. The reduction is part of the graph, so it
-            is after each microbatch: ``"every"``, which ``"auto"`` means here.
+            is after each microbatch: ``"every"``, which ``"auto"`` means here; ``"last"`` is refused.
         overlap: ``"blocks"`` lets inductor put together the collectives of each block, and gather a block while the
             one before it computes; ``"none"`` leaves each parameter's as they are.
+        prefetch: As all up to ``tensor_parallel_plan``, of FSDP2Strategy only: what it has by default is taken, so that
+            one configuration serves both, and anything else refused with the reason.
+        offload: See ``prefetch``.
+        outside: See ``prefetch``.
+        unused_parameters: See ``prefetch``.
+        tensor_parallel_size: See ``prefetch``.
+        tensor_parallel_plan: See ``prefetch``.
         meta_device: Run ``configure_model`` on the meta device, so that what it builds never exists whole. The values
             are those that it would have had.
         initialise_on: Where the values of a module that is built on the meta device are drawn: ``"cpu"`` gives those of
@@ -190,11 +218,17 @@ class SimpleFSDPStrategy(ShardingStrategy):
         self,
         *,
         sharding: Sharding = "full",
-        reshard_after_forward: bool | None = None,
+        reshard_after_forward: bool | int | Literal["auto"] | None = None,
         replicate_size: int = 1,
         blocks: Sequence[str] | None = None,
-        sync: Literal["auto", "every"] = "auto",
+        sync: Sync = "auto",
         overlap: Overlap = "blocks",
+        prefetch: int | None = None,
+        offload: bool = False,
+        outside: Sequence[str] = (),
+        unused_parameters: bool = False,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: str | Mapping[str, Style] | None = None,
         meta_device: bool = False,
         initialise_on: Literal["cpu", "device"] = "cpu",
         sigterm_every: int = 4,
@@ -208,6 +242,14 @@ class SimpleFSDPStrategy(ShardingStrategy):
         weights_only: bool = True,
         on_unreplayable: OnUnreplayable = "warn",
     ) -> None:
+        _refuse_those_of_fsdp2(
+            prefetch=prefetch,
+            offload=offload,
+            outside=as_patterns(outside),
+            unused_parameters=unused_parameters,
+            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_plan=tensor_parallel_plan,
+        )
         check_sharding(self, sharding, replicate_size=replicate_size, reshard_after_forward=reshard_after_forward)
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -288,7 +330,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @contextmanager
     def _within_step(self, step: str) -> Iterator[None]:
         gathering = self._gathering
-        with gathering.reading(whole=True), advice_for_one_graph(_PART):
+        with gathering.reading(whole=True), advice_for_one_graph(_PART), explaining_shards_read(step):
             yield
         assert self.lightning_module is not None
         gathering.check_unwritten(self.lightning_module)
@@ -298,7 +340,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._gathering.reading(whole=True):  # what is recomputed reads parameters again
+        # What is recomputed reads parameters again.
+        with self._gathering.reading(whole=True), explaining_shards_read("The backward of training_step"):
             return super().backward(*args, **kwargs)
 
     @override

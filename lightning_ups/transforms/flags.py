@@ -291,7 +291,7 @@ class PacedCollection(AbstractContextManager["PacedCollection"]):
         if self._batches == 1:
             gc.collect()
             # One pool for the process: thawing ours would thaw what a caller has frozen, so theirs stays alone.
-            if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
+            if not _is_frozen():
                 gc.freeze()
                 self._froze = True
         elif self._batches % self._interval == 0:
@@ -316,9 +316,13 @@ def current_flags() -> dict[str, Any]:
         "attention": [_NAMES[b] for b in attention.order if b in attention.enabled],
         "allocator": allocator_settings(),
         "gc_enabled": gc.isenabled(),
-        "gc_frozen": gc.get_freeze_count(),
+        "gc_frozen": _is_frozen(),
         "num_threads": torch.get_num_threads(),
     }
+
+
+def _is_frozen() -> bool:
+    return gc.get_freeze_count() >= _FROZEN_BY_PYTHON
 
 
 @contextmanager
@@ -340,6 +344,12 @@ def _check_attention(names: Sequence[str] | None) -> None:
             f"attention={names!r} is not an order of attention kernels."
             " It lists, without repeats, the kernels that may be used, the one to try first in front."
             f" Choose among {[*known]}, or None to leave torch's choice."
+        )
+    if "auto" in names[:-1]:
+        raise ValueError(
+            f"attention={names!r} has 'auto' before others."
+            " It can do whatever is asked, so that what follows it would never be used."
+            " Put 'auto' at the end, or leave it out."
         )
 
 

@@ -10,7 +10,7 @@ __all__ = ["ABSENT", "difference", "flattened", "read", "reserve", "write"]
 
 ABSENT = "(absent)"
 # They differ between any two runs and explain nothing.
-_OF_THE_MOMENT = ("run/started", "run/duration_s", "flags/gc_frozen")
+_OF_THE_MOMENT = ("run/started", "run/duration_s")
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
+from lightning_ups._compat.dtensor_cache import forget_meshes
 from lightning_ups._compat.fsdp import flattened
 
 __all__ = [
@@ -70,6 +71,7 @@ _MESHES: dict[tuple[str, MeshSizes], tuple[Any, DeviceMesh]] = {}
 
 def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
     """Return a mesh with the dimensions ``data_parallel`` and ``tensor_parallel``, one for all runs of the process."""
+    forget_meshes()
     world, earlier = _MESHES.get((device_type, sizes), (None, None))
     if earlier is not None and world is dist.group.WORLD:
         return earlier

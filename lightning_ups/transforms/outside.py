@@ -51,12 +51,14 @@ class OutsideReads(TorchFunctionMode):
         found: Names of what the model's group gathers from now on.
         translates: Whether something that was computed from shards, without gradients, was gathered for the step, which
             the next step needs again.
+        idle: The sharded modules that have not been called.
     """
 
     def __init__(self, root: FSDPModule) -> None:
         super().__init__()
         self.found: list[str] = []
         self.translates = False
+        self.idle: set[Any] = set()
         self._root = root
         self._homes: dict[Tensor, tuple[nn.Module, str, Any]] = {}
         self._running: list[nn.Module] = []
@@ -68,6 +70,7 @@ class OutsideReads(TorchFunctionMode):
         with ExitStack() as hooks:
             for module in self._root.modules():  # type: ignore[attr-defined]
                 if isinstance(module, FSDPModule) and module is not self._root:
+                    self.idle.add(module)
                     self._follow(module, hooks)
             with self:
                 yield
@@ -165,6 +168,7 @@ class OutsideReads(TorchFunctionMode):
         def enter(*_: Any) -> None:
             if self._paused:
                 return
+            self.idle.discard(module)
             self._running.append(module)
             if not inside:
                 self.__exit__(None, None, None)

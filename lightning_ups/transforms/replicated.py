@@ -79,7 +79,7 @@ class BufferSync:
 
     Running statistics of norms are known to change. Which others do is seen in the first step: all ranks agree on them
     once, so that they later send the same without asking. What one module changes, every other of its class may change
-    in a later step, as one of several experts.
+    in a later step, as one of several experts; and what a class changes none of which ran is not known.
 
     Args:
         module: Holds the buffers.
@@ -91,10 +91,16 @@ class BufferSync:
         self._names: tuple[str, ...] | None = None
         self._before: Mapping[str, tuple[int, int]] = {}
         self._stepped = False
+        self._idle: set[nn.Module] = set()
 
     def note_step(self) -> None:
         """Say that a training step has run."""
         self._stepped = True
+
+    def note_idle(self, modules: Iterable[nn.Module]) -> None:
+        """Say which ``modules`` the first training step did not call."""
+        if not self._stepped:
+            self._idle = {inner for module in modules for inner in module.modules()}
 
     def __call__(self) -> None:
         """Send what may have changed. Every rank calls it before each step that starts an accumulation."""
@@ -118,6 +124,8 @@ class BufferSync:
             for name, kind in kinds.items()
             if issubclass(kind[0], NormWithStatistics) or now[name] != self._before.get(name)
         }
+        ran = {kind for name, kind in kinds.items() if modules[name.rpartition(".")[0]] not in self._idle}
+        may_change |= {*kinds.values()} - ran
         names = [*buffers]
         if not names:
             return ()

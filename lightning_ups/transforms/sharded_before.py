@@ -6,9 +6,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_ups._compat.tensors import has_hooks_after_accumulation
 from lightning_ups.transforms.on_module import OnModule
 
-__all__ = ["check_same", "recall", "refuse_lazy", "remember"]
+__all__ = ["check_same", "recall", "refuse_hooks_after", "refuse_lazy", "remember"]
 
 _RECORD = OnModule[Any]("sharded")
 
@@ -68,4 +69,18 @@ def refuse_lazy(model: nn.Module) -> None:
             f"The parameter {lazy[0]} has no shape yet."
             " It belongs to a lazy module, which learns its shape from the first batch, after sharding."
             " Run one batch through the module before fit, or give the module its sizes."
+        )
+
+
+def refuse_hooks_after(model: nn.Module) -> None:
+    """Raise if a parameter of ``model`` has a hook that runs when its gradient has been accumulated.
+
+    Raises:
+        ValueError: If so.
+    """
+    if hooked := [name for name, p in model.named_parameters() if has_hooks_after_accumulation(p)]:
+        raise ValueError(
+            f"{hooked[0]} has a hook that runs when its gradient has been accumulated."
+            " There the gradient is that of one device's part of the batch, and not yet reduced or sharded."
+            " Do in on_before_optimizer_step what the hook does, or train without sharding."
         )

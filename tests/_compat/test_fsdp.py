@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -30,11 +31,11 @@ class Pair(nn.Module):
         self.own = nn.Parameter(torch.ones(4))
 
 
-def pair(mesh=None):
+def pair(policy=None):
     model = Pair()
-    mesh = mesh or init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,))
     for module in (model.a, model.b, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     initialise(model)
     return model
 
@@ -127,3 +128,81 @@ def test_a_state_with_one_group_is_a_list_of_it():
     assert [*groups] == [groups[0]] == ["group"]
     groups.remove("group")
     assert state._fsdp_param_group is None
+
+
+class Many(nn.Module):
+    def __init__(self, num):
+        super().__init__()
+        self.own = nn.ParameterList([torch.ones(4) for _ in range(num)])
+
+    def forward(self, x):
+        return sum(x * p for p in self.own)
+
+
+def reads_in_backward(num, counted="unsharded_accumulated_grad"):
+    model = Many(num)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    initialise(model)
+    seen = []
+
+    def read(held, name):
+        seen.append(name)
+        return object.__getattribute__(held, name)
+
+    for _, _, _, _, held in held_parameters(model):
+        held.__class__ = type("Counted", (type(held),), {"__getattribute__": read})
+    loss = model(torch.ones(2, 4)).sum()
+    seen.clear()
+    loss.backward()
+    return seen.count(counted)
+
+
+def test_a_backward_looks_at_each_parameter_of_a_group_a_few_times(ranks):
+    few, many = ranks(reads_in_backward, 4), ranks(reads_in_backward, 32)
+    assert few >= 4
+    assert many <= 8 * few
+
+
+def reached_by_the_last_microbatch():
+    """The weight of ``b`` is read outside, as that of ``a`` is, in the last microbatch alone."""
+    model = pair(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    x, weights = torch.ones(2, 4, dtype=torch.bfloat16), {}
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        begin_forward(model)
+        for name in ("a", "b") if not weights else ():
+            (handle,) = [h for _, _, _, full, h in held_parameters(model) if full == f"{name}.weight"]
+            weights[name] = gather_with_root(model, handle)
+        loss = sum((x @ weights[name]).sum() for name in (("a", "b") if last else ("a",)))
+        end_forward(model)
+        expect_backward(model, loss)
+        loss.backward()
+    return [module.weight.grad.full_tensor().unique().tolist() for module in (model.a, model.b)]
+
+
+def test_what_the_root_took_over_is_reduced_in_the_type_of_what_it_joined(ranks):
+    assert ranks(reached_by_the_last_microbatch) == [[4.0], [2.0]]
+
+
+def reduced_over_copies():
+    """Of three parameters of one group each microbatch reaches another, and none the third."""
+    model = Many(3)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
+    initialise(model)
+    found = []
+    for _ in range(2):
+        for index in (0, 1):
+            model.set_requires_all_reduce(index == 1)
+            begin_forward(model)
+            loss = (torch.full((4,), 1.0 + index + dist.get_rank()) * model.own[index]).sum()
+            end_forward(model)
+            expect_backward(model, loss)
+            loss.backward()
+        found.append([None if p.grad is None else p.grad.full_tensor().unique().tolist() for p in model.own])
+        model.zero_grad()
+    return found
+
+
+def test_what_is_summed_before_it_is_reduced_over_copies_is_each_parameters_own(ranks):
+    assert ranks(reduced_over_copies) == [[[1.5], [2.5], None]] * 2

@@ -380,6 +380,8 @@ def left(trainer, model):
     things |= {f"parameter {name}": p for name, p in model.named_parameters()}
     things |= {f"optimizer {i}": each for i, each in enumerate(trainer.optimizers)}
     things |= {f"scheduler {i}": each.scheduler for i, each in enumerate(trainer.lr_scheduler_configs)}
+    for each in trainer.loggers:
+        _ = each.version  # chosen when a logger is first asked, as by any progress bar: ours may be the only one
     things |= {f"logger {i}": each for i, each in enumerate(trainer.loggers)}
     things |= {f"stock {type(each).__name__}": each for each in trainer.callbacks if type(each).__name__ in STOCK}
     things |= {"trainer": trainer, "strategy": trainer.strategy, "profiler": trainer.profiler}

@@ -3,7 +3,7 @@ import re
 import pytest
 from torch import nn
 
-from lightning_ups.callbacks import ActivationCheckpoint, Compile, TokenThroughput, TrainingReport
+from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, Compile, TokenThroughput, TrainingReport
 from lightning_ups.callbacks.arguments import check_kind
 
 
@@ -17,6 +17,8 @@ from lightning_ups.callbacks.arguments import check_kind
         (lambda: Compile(dynamic="yes"), "Compile(dynamic='yes')", "Use True or False, or None."),
         (lambda: Compile(fullgraph="yes"), "Compile(fullgraph='yes')", "Use True or False, or None."),
         (lambda: Compile(blocks=[nn.Sequential]), "Sequential", "Write its name in the model"),
+        (lambda: AccelerationFlags(tf32="no"), "AccelerationFlags(tf32='no')", "Use True or False, or None."),
+        (lambda: AccelerationFlags(gc_interval=2.5), "(gc_interval=2.5)", "Use a whole number, or None."),
         (lambda: TrainingReport(pictures="yes"), "TrainingReport(pictures='yes')", "Use True or False, or None."),
         (lambda: TokenThroughput(warmup_steps="5"), "TokenThroughput(warmup_steps='5')", "Use a whole number."),
         (lambda: TokenThroughput(inspect_at="5"), "TokenThroughput(inspect_at='5')", "Use a whole number, or None."),

@@ -1,11 +1,16 @@
 import pytest
 import torch
+import yaml
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
 
+import lightning_ups.callbacks
 from lightning_ups.callbacks import ActivationCheckpoint, Compile, OptimizerOffload
 from lightning_ups.models import GPTModule
 from lightning_ups.order import Placement, Run
+from lightning_ups.order import plan as plan_module
 from lightning_ups.order.plan import Planner, Variant
 from lightning_ups.order.rehearsal import Change, Uncountable
 from lightning_ups.precision import BF16Precision
@@ -14,8 +19,17 @@ from lightning_ups.transforms.memory import GIB
 from lightning_ups.transforms.memory_devices import Device
 
 
-def planner(*callbacks, strategy=SingleDeviceStrategy, devices=1, gib=None, batch=(4, 65), precision=None, **settings):
-    module = GPTModule(size="tiny")
+def planner(
+    *callbacks,
+    strategy=SingleDeviceStrategy,
+    devices=1,
+    gib=None,
+    batch=(4, 65),
+    precision=None,
+    module=None,
+    **settings,
+):
+    module = module or GPTModule(size="tiny")
     with torch.device("meta"):
         module.configure_model()
     run = Run(
@@ -56,6 +70,30 @@ def test_what_is_declared_is_no_neighbour():
     assert "no checkpointing" in names(plan)
     assert "ActivationCheckpoint(save=nothing)" not in names(plan)
     assert "ActivationCheckpoint(save=matmuls)" in names(plan)
+
+
+def test_low_bit_state_is_no_neighbour_of_state_on_the_host():
+    assert "AdamW8bit" in names(planner())
+    assert "AdamW8bit" not in names(planner(OptimizerOffload()))
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDP2Strategy])
+def test_what_to_write_is_yaml(strategy):
+    for variant in planner(ActivationCheckpoint(), strategy=strategy, devices=2).variants():
+        written = yaml.safe_load(variant.yaml)
+        assert written is not None or all(line.startswith("# ") for line in variant.yaml.splitlines())
+        callbacks = (written or {}).get("trainer.callbacks+", [])
+        assert all(item["class_path"] in vars(lightning_ups.callbacks) for item in callbacks)
+
+
+def test_a_batch_in_two_parts_has_the_gradients_of_an_accumulation():
+    plan = planner(batch=(2, 65))
+    halved = next(variant for variant in plan.variants() if "accumulated twice" in variant.name)
+    accumulated = planner(batch=(1, 65))
+    accumulated._microbatches = 2
+    wide = plan._step(halved, samples=1).peaks["backward"].of("gradients")
+    assert wide == accumulated._step(accumulated.declared, samples=1).peaks["backward"].of("gradients")
+    assert wide > 1.5 * plan._step(plan.declared, samples=2).peaks["backward"].of("gradients")
 
 
 def test_ways_to_shard():
@@ -99,6 +137,20 @@ def test_offloaded_by_a_callback():
     assert after.of("master weights") == pytest.approx(fixed.of("master weights") / 4, rel=0.01)
 
 
+@pytest.mark.parametrize("update", ["host", "torchao"])
+def test_where_the_host_makes_the_step_no_chunk_comes_to_the_device(update):
+    masters = "autocast" if update == "torchao" else "masters"
+    streamed, there = (planner(OptimizerOffload(update=u), precision=BF16Precision(weights=masters))
+                       for u in ("device", update))  # fmt: skip
+    before, after = (plan.moment(plan.declared) for plan in (streamed, there))
+    fixed = streamed._step(streamed.declared, samples=4).fixed
+    state = fixed.of("optimizer state", "master weights")
+    assert state < 256 * 2**20, "so that a chunk has no more than all of it"
+    assert before.held["temporaries", "host"] == pytest.approx(3 * state, rel=0.01)
+    assert ("temporaries", "host") not in after.held
+    assert after.of("optimizer state", "master weights") == 0
+
+
 def test_what_a_step_says_that_it_keeps_on_the_host():
     callback = ActivationCheckpoint(save="matmuls")
     callback.host_resident = {"activations": 0.5}
@@ -139,6 +191,32 @@ def test_the_longest_sequence():
     assert longest == 193
     assert plan.fits(plan.declared, tokens=longest)
     assert not plan.fits(plan.declared, tokens=longest + 64)
+
+
+class Scores(LightningModule):
+    """Keeps a score for each pair of positions, as attention without a kernel does."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.embedding(batch)
+        return (hidden @ hidden.mT).exp().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_longest_sequence_of_a_module_whose_memory_grows_with_its_square(monkeypatch):
+    seen = []
+    rehearse = plan_module.rehearse_run
+    monkeypatch.setattr(plan_module, "rehearse_run", lambda *a, **k: seen.append(1) or rehearse(*a, **k))
+    plan = planner(gib=16, batch=(4, 64), module=Scores())
+    longest = plan.longest_sequence(plan.declared)
+    assert len(seen) <= 8, "each may take some seconds"
+    assert plan.fits(plan.declared, tokens=longest)
+    assert not plan.fits(plan.declared, tokens=int(1.06 * longest))
 
 
 def test_the_longest_sequence_that_the_module_takes():

@@ -178,6 +178,10 @@ REFUSED = {
         run(strategy=SIMPLE, precision=Float8Precision(all_gather=True, emulate=True)),
         r"Float8Precision\(all_gather=True\) is given under SimpleFSDPStrategy.*Leave all_gather out",
     ),
+    "gathered in float8 where nothing is gathered": (
+        run(precision=Float8Precision(all_gather=True, emulate=True)),
+        r"Float8Precision\(all_gather=True\) is given under SingleDeviceStrategy.*no effect.*Leave all_gather out",
+    ),
     "wrapped": (
         run(strategy=FSDP2, module=holding(FullyShardedDataParallel())),
         "inner is wrapped for data parallelism already.*let the strategy shard it",
@@ -213,6 +217,9 @@ ALLOWED = {
         num_devices=8,
     ),
     "gathered again": run(strategy=dataclasses.replace(FSDP2, settings={"reshard_after_forward": True}), num_devices=3),
+    "gathered in float8": run(strategy=FSDP2, precision=Float8Precision(all_gather=True, emulate=True)),
+    "gathered in float8 outside fit": run(precision=Float8Precision(all_gather=True, emulate=True), training=False),
+    "not gathered in float8, and so said": run(precision=Float8Precision(all_gather=False, emulate=True)),
     "one owner": run(callbacks=(Owner(),)),
 }
 

@@ -1,3 +1,6 @@
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -16,11 +19,14 @@ from tests.foreign import FOREIGN
 BATCH = torch.empty(2, 65, dtype=torch.long, device="meta")
 
 
+def on_meta(module):
+    with torch.device("meta"):
+        module.configure_model()
+    return module
+
+
 def run(module=None, *callbacks, precision=None, strategy=SingleDeviceStrategy, devices=1):
-    if module is None:
-        module = GPTModule(size="tiny")
-        with torch.device("meta"):
-            module.configure_model()
+    module = module or on_meta(GPTModule(size="tiny"))
     return Run(
         module=module,
         strategy=Placement.of(strategy),
@@ -106,13 +112,26 @@ def test_the_share_of_the_optimizer():
     assert chosen.state == pytest.approx(4, rel=0.05)
 
 
+@pytest.mark.parametrize(("kind", "needs"), [("AdamW8bit", 2 * (1 + 4 / 256)), ("AdamW4bit", 2 * (0.5 + 4 / 128))])
+def test_low_bit_state_that_is_declared(kind, needs):
+    def make(module):
+        return getattr(pytest.importorskip("torchao.optim"), kind)(module.parameters(), lr=1e-3)
+
+    step = rehearse_run(run(), BATCH, optimizers=make)
+    elements = sum(step.elements.values())
+    assert needs * elements < step.fixed.of("optimizer state") < 1.1 * needs * elements
+    masters = rehearse_run(run(precision=BF16Precision()), BATCH, optimizers=make)
+    assert masters.fixed.of("optimizer state") == step.fixed.of("optimizer state")
+    assert optimizer_share(run(), optimizers=make).state == pytest.approx(needs, rel=0.1)
+
+
 def test_accumulated_batches_have_wide_gradients():
     asked = run(precision=BF16Precision())
     one, two = (rehearse_run(asked, BATCH, microbatches=n).peaks["backward"].of("gradients") for n in (1, 2))
     assert two > 1.5 * one  # float32 sums, in the masters, from the first batch to the last
 
 
-@pytest.mark.parametrize("name", sorted({*FOREIGN} - {"manual", "configure_model"}))
+@pytest.mark.parametrize("name", sorted({*FOREIGN} - {"configure_model"}))
 def test_modules_of_others(name):
     module, batch = FOREIGN[name]()
     step = rehearse_run(run(module), batch)
@@ -122,10 +141,77 @@ def test_modules_of_others(name):
     assert sum(step.trained.values()) == sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def test_manual_optimization_is_said():
+class ByItself(GPTModule):
+    """Does what Lightning would do."""
+
+    def __init__(self):
+        super().__init__(size="tiny")
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.lr_schedulers().step()
+
+
+@pytest.mark.parametrize("precision", [None, BF16Precision()])
+@pytest.mark.parametrize("callback", [ActivationCheckpoint(save="nothing"), Compile()])
+def test_manual_optimization_takes_what_automatic_does(precision, callback):
+    asked = run(None, callback, precision=precision)
+    lightnings = rehearse_run(asked, BATCH)
+    own = rehearse_run(replace(asked, module=on_meta(ByItself())), BATCH)
+    assert own.fixed.total == lightnings.fixed.total
+    for phase in ("backward", "optimizer"):
+        assert own.peaks[phase].total == pytest.approx(lightnings.peaks[phase].total, rel=0.001), phase
+    assert own.saved.of("activations") == pytest.approx(lightnings.saved.of("activations"), rel=0.001)
+
+
+def test_autocast_keeps_casts_to_the_end_of_a_step_that_optimizes_by_itself():
+    precision = BF16Precision(weights="autocast")
+    lightnings, own = (
+        rehearse_run(run(module, ActivationCheckpoint(save="nothing"), precision=precision), BATCH)
+        for module in (None, on_meta(ByItself()))
+    )
+    products = sum(p.numel() for p in run().module.parameters() if p.dim() == 2) - 256 * 128  # without the embedding
+    more = own.peaks["optimizer"].of("activations") - lightnings.peaks["optimizer"].of("activations")
+    assert more == pytest.approx(2 * products, rel=0.05)
+
+
+class Halves(ByItself):
+    """Trains one half after the other, with an optimizer for each."""
+
+    toggles = True
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            with optimizer.toggle_model() if self.toggles else nullcontext():
+                self.manual_backward(GPTModule.training_step(self, batch, batch_idx))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        parameters = [*self.parameters()]
+        halves = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        return [torch.optim.AdamW(half) for half in halves]
+
+
+def test_toggled_optimizers_have_gradients_by_turns():
+    toggled = rehearse_run(run(on_meta(Halves())), BATCH)
+    Halves.toggles = False
+    both = rehearse_run(run(on_meta(Halves())), BATCH)
+    Halves.toggles = True
+    assert toggled.fixed.of("gradients") == 0
+    weights = sum(p.numel() for p in on_meta(Halves()).parameters())
+    assert both.peaks["optimizer"].of("gradients") == pytest.approx(4 * weights, rel=0.01)
+    assert toggled.peaks["optimizer"].of("gradients") < 0.9 * both.peaks["optimizer"].of("gradients")
+
+
+def test_manual_optimization_under_sharding_is_said():
     module, batch = FOREIGN["manual"]()
     with pytest.raises(Uncountable, match=r"^Manual optimizes by itself .* makes its own steps\. .*fast_dev_run"):
-        rehearse_run(run(module), batch)
+        rehearse_run(run(module, strategy=FSDP2Strategy, devices=4), batch)
 
 
 class Depends(LightningModule):
@@ -148,6 +234,19 @@ def test_what_depends_on_numbers_is_said():
         rehearse_run(run(Depends()), torch.empty(3, 4))
     assert "Depends cannot be rehearsed" in str(caught.value)
     assert rehearse_run(run(Depends()), torch.empty(1, 4)).peak.total > 0
+
+
+class Sampling(Depends):
+    """Draws from distributions, which check their arguments by number."""
+
+    def training_step(self, batch, _):
+        y = self.layer(batch)
+        drawn = torch.distributions.Normal(y, y.exp()).rsample()
+        return drawn.sum() - torch.distributions.Categorical(logits=y).entropy().mean()
+
+
+def test_distributions_are_no_such_thing():
+    assert rehearse_run(run(Sampling()), torch.empty(3, 4)).peak.total > 0
 
 
 def test_an_error_of_the_users_is_said():

@@ -524,30 +524,8 @@ PLACES = {
 }  # fmt: skip
 
 
-class Whole(torch.optim.Optimizer):
-    """An optimizer whose step for a matrix needs all of it, written for plain tensors and DTensors alike."""
-
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    update = p.grad / (p.grad.norm() + 0.1)
-                    if p.dim() == 2:
-                        update = update - update.mean(0, keepdim=True)
-                    p.add_(update, alpha=-group["lr"])
-        return loss
-
-
-class Past(torch.optim.Optimizer):
-    """Steps by the mean of the last three gradients, and keeps these in a list."""
+class OneByOne(torch.optim.Optimizer):
+    """Steps each parameter that has a gradient by itself."""
 
     def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})
@@ -559,11 +537,38 @@ class Past(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    past = self.state[p].setdefault("past", [])
-                    past.append(p.grad.clone())
-                    del past[:-3]
-                    p.add_(sum(past) / len(past), alpha=-group["lr"])
+                    self.update(p, group["lr"])
         return loss
+
+
+class Whole(OneByOne):
+    """An optimizer whose step for a matrix needs all of it, written for plain tensors and DTensors alike."""
+
+    def update(self, p, lr):
+        update = p.grad / (p.grad.norm() + 0.1)
+        if p.dim() == 2:
+            update = update - update.mean(0, keepdim=True)
+        p.add_(update, alpha=-lr)
+
+
+class Past(OneByOne):
+    """Steps by the mean of the last three gradients, and keeps these in a list."""
+
+    def update(self, p, lr):
+        past = self.state[p].setdefault("past", [])
+        past.append(p.grad.clone())
+        del past[:-3]
+        p.add_(sum(past) / len(past), alpha=-lr)
+
+
+class Pairs(OneByOne):
+    """Keeps each gradient with its square, and all of these pairs in a tuple."""
+
+    def update(self, p, lr):
+        past = (*self.state[p].get("past", ()), (p.grad.clone(), p.grad.square()))[-3:]
+        self.state[p]["past"] = past
+        gradients, squares = zip(*past, strict=True)
+        p.addcdiv_(sum(gradients), sum(squares).sqrt().add_(1e-3), value=-lr)
 
 
 OPTIMIZERS = {
@@ -579,7 +584,7 @@ OPTIMIZERS = {
     "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01),
     "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01, eps=1e-3),
 }
-NOT_DRAWN = {"past": Past}  # one more to draw from would change what all seeds draw
+NOT_DRAWN = {"past": Past, "pairs": Pairs}  # one more to draw from would change what all seeds draw
 
 
 class Drawn(LightningModule):

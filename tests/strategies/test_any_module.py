@@ -37,6 +37,12 @@ FOUND = {
     ),
     "a list of state, resumed from DDP": plainly(("bare", "list"), optimizer="past", resume="from ddp"),
     "a list of state, resumed under DDP": plainly(("bare", "list"), optimizer="past", resume="to ddp"),
+    "tuples of state, resumed": plainly(("bare", "list"), optimizer="pairs", resume="own"),
+    "tuples of state, resumed from the background": plainly(
+        ("bare", "list"), optimizer="pairs", resume="own", **{"async": True}
+    ),
+    "tuples of state, resumed from DDP": plainly(("bare", "list"), optimizer="pairs", resume="from ddp"),
+    "tuples of state, resumed under DDP": plainly(("bare", "list"), optimizer="pairs", resume="to ddp"),
     "clipped in double precision": plainly(("bare", "list"), clip=0.1, double=True),
     "a hook for a gradient, unfrozen": plainly(("gradient hook", "plain"), unfreeze=True),
     "a hook for a gradient, unfrozen while it is gathered": plainly(
@@ -51,6 +57,12 @@ FOUND = {
     "a buffer that first changes in a later step": plainly(("rebound", "odd steps")),
     "experts that only the last microbatch reaches": plainly(
         ("bare", "plain"), ("experts", "sequential"), accumulate=2, precision="bf16-mixed"
+    ),
+    "experts that microbatches reach by turns, copied": plainly(
+        ("bare", "plain"), ("experts", "sequential"), accumulate=2, strategy={"sharding": "none", "sync": "every"}
+    ),
+    "a block that not every microbatch reaches, copied": plainly(
+        ("bare", "plain"), ("bare", "odd steps"), accumulate=2, strategy={"sharding": "none", "sync": "every"}
     ),
     "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
 }

@@ -19,7 +19,7 @@ from lightning_ups.order import applied
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.shard import unsharded
 from tests.strategies import cases
-from tests.strategies.cases import CASES, data, losses_of, on_ranks, train, weights_of, whole
+from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, train, weights_of, whole
 from tests.strategies.test_parity import check, expected
 from tests.toys import trainer
 
@@ -177,6 +177,14 @@ class Clamps(cases.Case):
     def on_train_batch_end(self, *_):
         for parameter in self.layers.parameters():
             parameter.data = parameter.data.clamp(-0.05, 0.05)
+        self.layers[0].up.weight.data[3] = 0
+
+
+class Forgets(cases.Case):
+    """Zeroes a row through what an index gives."""
+
+    def on_train_batch_end(self, *_):
+        self.layers[0].up.weight.data[3].zero_()
 
 
 def clamping(tmp_path):
@@ -191,7 +199,20 @@ def test_data_that_is_set_between_steps_is_kept(ranks, tmp_path):
     clamped = [value for name, value in right["weights"].items() if "layers" in name]
     assert clamped
     assert max(value.abs().max().item() for value in clamped) < 0.0501
+    assert not right["weights"]["layers.0.up.weight"][3].any()
     check(found, right)
+
+
+def forgetting(tmp_path, strategy, steps):
+    CASES["Forgets"] = Forgets
+    run = simply_on_ranks if strategy == "simple" else on_ranks
+    with pytest.raises(RuntimeError, match=r"shape \(32, 8\).*would be lost.*weight\[0\] = 0"):
+        run("Forgets", tmp_path, {}, 2, {"steps": steps})
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("simple", 2), ("fsdp2", 2), ("fsdp2", 1)])
+def test_a_write_that_would_be_lost_between_steps_is_refused(ranks, tmp_path, strategy, steps):
+    ranks(forgetting, tmp_path, strategy, steps)
 
 
 def copied(tmp_path):
@@ -278,6 +299,46 @@ def test_what_is_read_outside_may_be_named(ranks, tmp_path):
 def test_wrong_arguments_are_refused_at_once(arguments, text):
     with pytest.raises(ValueError, match=rf"(?s){text}"):
         FSDP2Strategy(**arguments)
+
+
+class Averaging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
+class Late(cases.Case):
+    def build(self):
+        super().build()
+        self.late = Averaging()
+
+    def run(self, x):
+        return super().run(self.late(x) if len(self.losses) > 1 else x)
+
+
+def means_seen(tmp_path, strategy):
+    warnings.simplefilter("ignore")
+    model, means = Late(), []
+    model.late.register_forward_pre_hook(lambda *_: means.append(model.late.mean.clone()))
+    strategy = FSDP2Strategy() if strategy == "fsdp2" else strategy
+    trainer(tmp_path, strategy=strategy, devices=2).fit(model, loader(2))
+    every = [None] * 2
+    dist.all_gather_object(every, torch.stack(means))
+    return every
+
+
+def test_a_buffer_of_a_class_that_first_runs_in_a_later_step_is_the_first_ranks(ranks, tmp_path):
+    (ours, other), (ddp, _) = (
+        ranks(means_seen, tmp_path, name) for name in ("fsdp2", "ddp_find_unused_parameters_true")
+    )
+    assert torch.equal(ours, other)
+    torch.testing.assert_close(ours, ddp)
 
 
 def branch(tmp_path, unused):

@@ -35,10 +35,7 @@ def test_a_user_switches_by_changing_the_name():
     assert list(simple.keys() - fsdp2.keys()) == ["overlap"]
     for name in simple.keys() & fsdp2.keys():
         assert simple[name].default == fsdp2[name].default, name
-    # What hooks do and a graph cannot, or needs no setting for.
-    assert fsdp2.keys() - simple.keys() == {
-        "prefetch", "offload", "outside", "unused_parameters", "tensor_parallel_size", "tensor_parallel_plan",
-    }  # fmt: skip
+    assert fsdp2.keys() <= simple.keys()  # what it cannot do it refuses by name
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("fsdp2", FSDP2Strategy), ("simple_fsdp", SimpleFSDPStrategy)])

@@ -1,5 +1,6 @@
 """What a user of SimpleFSDPStrategy meets: compilation, graphs, writes, precision, checkpoints, refusals."""
 
+import inspect
 import logging
 import warnings
 from functools import cache, partial
@@ -23,7 +24,7 @@ from lightning_ups.order import applied
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, simple_fsdp
 from lightning_ups.transforms.parametrise import shards_of
 from lightning_ups.transforms.shard import unsharded
-from tests.strategies import cases
+from tests.strategies import any_module, cases
 from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, weights_of
 from tests.strategies.test_behaviour import Unfreeze
 from tests.strategies.test_checkpoints import run_of
@@ -366,6 +367,41 @@ def test_a_write_that_would_be_lost_is_refused(ranks, tmp_path):
     assert ranks(written, tmp_path).startswith("head.weight was written to within a step")
 
 
+class Listed(cases.Case):
+    """Takes weights from a list of them, or each by its name."""
+
+    how = "product"
+
+    def loss(self, x):
+        if self.how == "product":
+            return super().loss(nn.functional.linear(x, next(self.layers.parameters())[:8]))
+        penalty = sum((getattr(m, n) ** 2).sum() for m in self.modules() for n, _ in m.named_parameters(recurse=False))
+        if self.how in ("logged", "summed"):
+            penalty = sum((p**2).sum() for p in self.parameters())
+        loss = super().loss(x) + 0.01 * penalty
+        if self.how != "summed":
+            self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+def listed(path, how, *, simple=True):
+    CASES["Listed"] = type("Listed", (Listed,), {"how": how})
+    run = simply_on_ranks if simple else on_ranks
+    return run("Listed", path, {} if simple else "auto", 2 if simple else 1, {})
+
+
+@pytest.mark.parametrize("how", ["product", "logged", "summed"])
+def test_what_a_list_of_parameters_gives_a_step_is_named_where_it_fails(ranks, tmp_path, how):
+    with pytest.raises(
+        AssertionError, match=r"training_step computes with shards.*Read each so: getattr\(module, name\)"
+    ):
+        ranks(listed, tmp_path, how)
+
+
+def test_a_penalty_on_all_weights_by_the_cure_is_that_of_one_device(ranks, tmp_path):
+    check(ranks(listed, tmp_path, "named"), listed(tmp_path, "named", simple=False))
+
+
 def written_to_shards(tmp_path):
     CASES["WritesToShards"] = WritesToShards
     return simply_on_ranks("WritesToShards", tmp_path, {}, 2, {})
@@ -533,6 +569,25 @@ def test_weights_are_restored_past_the_gathering(ranks, tmp_path):
     assert ranks(other_weights, tmp_path) > 0
 
 
+# Modules drawn from seeds
+
+
+def drawn_by_tensor_code(seed, path):
+    drawn = any_module.draw(seed)
+    right = any_module.train(drawn, path, strategy="ddp_find_unused_parameters_true", name="ddp")
+    strategy = SimpleFSDPStrategy(sharding=drawn["strategy"]["sharding"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simple_fsdp, "Compiler", partial(simple_fsdp.Compiler, backend="aot_eager"))
+        return any_module.differences(any_module.train(drawn, path, strategy=strategy), right, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "seed", [315, 410, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (304, 405, 422, 437, 457))]
+)
+def test_what_a_seed_draws(ranks, tmp_path, seed):
+    assert ranks(drawn_by_tensor_code, seed, tmp_path) == ""
+
+
 # Refusals
 
 
@@ -546,11 +601,24 @@ def test_weights_are_restored_past_the_gathering(ranks, tmp_path):
         ({"initialise_on": "gpu"}, "Use one of .*'device'"),
         ({"sharding": "none", "replicate_size": 2}, "Leave the two others out"),
         ({"reshard_after_forward": 2}, "is no choice here.*Use True or False"),
+        ({"reshard_after_forward": "auto"}, "is no choice here.*Use True or False"),
+        ({"prefetch": 2}, "The compiler places gathers.*Leave it out, or use FSDP2Strategy"),
+        ({"offload": True}, "offload=True.*on the device.*use FSDP2Strategy"),
+        ({"outside": ["head"]}, r"outside=\('head',\).*none needs to be named.*Leave it out"),
+        ({"unused_parameters": True}, "All devices run one graph.*use FSDP2Strategy"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*data-parallel devices alone.*use FSDP2Strategy"),
+        ({"tensor_parallel_plan": "gpt"}, "tensor_parallel_plan='gpt'.*use FSDP2Strategy"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments, text):
     with pytest.raises(ValueError, match=rf"(?s)SimpleFSDPStrategy.*{text}"):
         SimpleFSDPStrategy(**arguments)
+
+
+def test_a_configuration_of_fsdp2_is_one_of_this_strategy_under_its_name():
+    theirs, ours = (inspect.signature(kind).parameters for kind in (FSDP2Strategy, SimpleFSDPStrategy))
+    assert {name: str(ours.get(name)) for name in theirs} == {name: str(theirs[name]) for name in theirs}
+    SimpleFSDPStrategy(**{name: parameter.default for name, parameter in theirs.items()})
 
 
 def test_a_string_is_no_list_of_patterns():

@@ -46,19 +46,14 @@ def kernels(function, x):
     return {event.key for event in seen.key_averages()}
 
 
-def flags():
-    """Thawing thaws the some hundred objects as well that Python froze when it started."""
-    return current_flags() | {"gc_frozen": gc.get_freeze_count() > 5_000}
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch):
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 1_000_000)  # to count them takes a tenth of a second
     if torch.cuda.is_available():
         settle_attention(CUDA)
-    before = flags()
+    before = current_flags()
     yield
-    assert flags() == before
+    assert current_flags() == before
 
 
 # TF32 and cuDNN
@@ -217,6 +212,11 @@ def test_an_unknown_kernel_is_refused(names):
         Flags(attention=names)
 
 
+def test_auto_before_others_is_refused_since_they_would_never_be_used():
+    with pytest.raises(ValueError, match=r"attention=\['auto', 'fa4'\] has 'auto' before others.*at the end"):
+        Flags(attention=["auto", "fa4"])
+
+
 def test_auto_is_what_torch_does_on_a_cpu():
     function = F.scaled_dot_product_attention
     with attention_backends(["fa4", "auto"], device=CPU):
@@ -365,7 +365,7 @@ def cycle():
 def test_cycles_wait_for_their_batch(monkeypatch):
     monkeypatch.undo()
     gc.unfreeze()
-    before = flags()
+    before = current_flags()
     with PacedCollection(3) as collection:
         assert not gc.isenabled()
         first = cycle()
@@ -378,7 +378,7 @@ def test_cycles_wait_for_their_batch(monkeypatch):
         collection.after_batch()
         assert second() is None
     assert gc.isenabled()
-    assert flags() == before, "thawed again"
+    assert current_flags() == before, "thawed again"
     gc.freeze()
 
 
@@ -423,9 +423,9 @@ def test_none_leaves_a_switch_as_the_user_had_it():
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        before = flags()
+        before = current_flags()
         with accelerated(Flags(gc_interval=2), device=CPU):
-            assert flags() == before | {"gc_enabled": False}
+            assert current_flags() == before | {"gc_enabled": False}
     finally:
         torch.backends.cudnn.benchmark = False
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -49,6 +49,21 @@ def test_all_runs_of_a_process_share_a_mesh_and_its_groups(ranks):
     assert ranks(built) == (True, False, 0)
 
 
+def stays_on_its_mesh():
+    """Return whether what is made of a tensor is on the mesh of that, after another mesh was equal to it."""
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    (distribute_tensor(torch.randn(8), other, [Shard(0), Replicate()]).detach() * 2).to(torch.bfloat16)
+    mesh = build_mesh("cpu", MeshSizes.of(2))
+    assert mesh == other
+    assert mesh is not other
+    made = distribute_tensor(torch.randn(8), mesh, [Shard(0), Replicate()])
+    return [each.device_mesh is mesh for each in (made, made.detach(), made * 2, made.to(torch.bfloat16))]
+
+
+def test_what_torch_knows_of_an_equal_mesh_is_forgotten(ranks):
+    assert ranks(stays_on_its_mesh) == [True] * 4
+
+
 def test_a_mesh_of_another_world_is_left(tmp_path):
     meshes = []
     for number in range(2):

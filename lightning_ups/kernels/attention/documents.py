@@ -50,17 +50,18 @@ class Documents:
         """Make it from ``cu_seqlens`` [documents + 1], boundaries in ``batch * seq`` tokens laid end to end.
 
         Raises:
-            ValueError: If the boundaries do not run from 0 to ``batch * seq``, or a document crosses a row's end.
+            ValueError: If the boundaries do not rise from 0 to ``batch * seq``, or a document crosses a row's end.
         """
         starts = torch.zeros(batch * seq + 1, dtype=torch.bool, device=cu_seqlens.device)
         starts[cu_seqlens.clamp(0, batch * seq)] = True
         rows = torch.arange(0, batch * seq + 1, seq, device=cu_seqlens.device)
-        if not (bool(starts[rows].all()) and int(cu_seqlens[-1]) == batch * seq and int(cu_seqlens[0]) == 0):
+        ends = int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == batch * seq
+        if not (ends and bool(starts[rows].all()) and bool((cu_seqlens.diff() >= 0).all())):
             raise ValueError(
                 f"cu_seqlens from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])} do not cut {batch} rows of {seq} tokens"
                 " into documents."
-                " They are boundaries in the rows laid end to end, and every row's end is one of them."
-                f" Let them run from 0 to {batch * seq}, and cut documents at the end of a row."
+                " They are boundaries in the rows laid end to end, in order, and every row's end is one of them."
+                f" Let them rise from 0 to {batch * seq}, and cut documents at the end of a row."
             )
         return cls._from(starts[:-1].unflatten(0, (batch, seq)), cu_seqlens)
 

@@ -43,7 +43,7 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``.
 
     Raises:
-        ValueError: If a backend is unknown, or none is named.
+        ValueError: If a backend is unknown, none is named, or others would come after ``"auto"``.
     """
     # Not a TorchFunctionMode: it would also pass every other function of torch through Python, in eager and in tracing.
     replacement = _router(_priority(backends))
@@ -62,6 +62,12 @@ def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
             f"routed_attention was given {backends!r}."
             " It takes a backend, or several in order of preference."
             f" Use names of {', '.join(map(repr, get_args(Backend)))}."
+        )
+    if "auto" in names[:-1]:
+        raise ValueError(
+            f"routed_attention was given {backends!r}, with 'auto' before others."
+            " It can do whatever is asked, so that what follows it would never be used."
+            " Put 'auto' at the end, or leave it out."
         )
     return names
 

@@ -30,7 +30,7 @@ def test_moves_as_a_tensor_does():
     assert documents.max_seqlen == 4
 
 
-@pytest.mark.parametrize("boundaries", [[0, 3, 7, 10], [0, 5], [1, 5, 10], [0, 5, 11]])
+@pytest.mark.parametrize("boundaries", [[0, 3, 7, 10], [0, 5], [1, 5, 10], [0, 5, 11], [0, 4, 2, 5, 10]])
 def test_boundaries_that_cut_no_rows_are_refused(boundaries):
     with pytest.raises(ValueError, match="cut documents at the end of a row"):
         Documents.from_cu_seqlens(torch.tensor(boundaries), batch=2, seq=5)

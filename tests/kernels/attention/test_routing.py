@@ -242,6 +242,14 @@ def test_what_is_no_backend_is_refused(backends):
         pass
 
 
+def test_what_would_never_be_used_is_refused():
+    with (
+        pytest.raises(ValueError, match=r"'auto' before others.*at the end"),
+        routed_attention(["auto", "fa4"]),
+    ):
+        pass
+
+
 def test_a_transformers_model_is_routed(fa4_on_cpu):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
