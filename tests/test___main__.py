@@ -1,8 +1,8 @@
 """``python -m lightning_ups`` as a process: what it costs, and what it does not load."""
 
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -48,10 +48,16 @@ def test_light_commands_load_nothing_heavy(words):
 def test_light_commands_answer_within_a_second(words):
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = of_children()
         assert process("-m", "lightning_ups", *words).returncode == 0
-        times.append(time.perf_counter() - start)
+        times.append(of_children() - start)
     assert min(times) < 1
+
+
+def of_children():
+    """Return how long processes that have ended computed: whatever else runs on the machine does not count."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
 
 
 def test_a_wrong_command_is_exit_code_2():

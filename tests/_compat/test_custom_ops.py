@@ -1,5 +1,4 @@
-import math
-import time
+import sys
 
 import pytest
 import torch
@@ -132,12 +131,27 @@ def test_what_sees_an_operator_is_known():
         assert seen_by_nothing(x)
 
 
-def test_a_call_takes_less_time_than_torchs_own():
-    x, other, factor = inputs()
-    least = {product: math.inf, custom_product: math.inf}
-    for operator in [*least] * 20:
-        begun = time.perf_counter()
-        for _ in range(20):
-            operator(x, other, factor)
-        least[operator] = min(least[operator], time.perf_counter() - begun)
-    assert least[product] < least[custom_product]
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_call_takes_less_python_than_torchs_own(recorded):
+    with torch.set_grad_enabled(recorded):
+        assert instructions(product) < 0.9 * instructions(custom_product)
+
+
+def instructions(operator):
+    """Return how many instructions of Python a call runs, which are the same on a machine that is busy."""
+    given, count = inputs(), 0
+
+    def follow(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return follow
+
+    operator(*given)
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        operator(*given)
+    finally:
+        sys.settrace(before)
+    return count
