@@ -1,6 +1,8 @@
-"""Importing the scripts of ``benchmarks/``, which are no package."""
+"""Importing and running the scripts of ``benchmarks/``, which are no package."""
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,3 +25,21 @@ def _forget():
         file = getattr(module, "__file__", None)
         if file is not None and Path(file).is_relative_to(BENCHMARKS):
             del sys.modules[name]
+
+
+@pytest.fixture
+def run_benchmark(tmp_path):
+    """Run a script by its name on the CPU, in a process of its own in the test's folder; return how it ended."""
+
+    def run(name, *words, **environment):
+        path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run(
+            [sys.executable, str(BENCHMARKS / f"{name}.py"), *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run

@@ -1,13 +1,8 @@
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -97,19 +92,11 @@ def test_each_way_has_its_share_of_the_time(blocking, monkeypatch, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_both_ways_save_and_resume(tmp_path):
+def test_both_ways_save_and_resume(run_benchmark, tmp_path):
     kept = tmp_path / "checkpoints"
     kept.mkdir()
     words = ["--size", "tiny", "--seq", "32", "--accelerator", "cpu", "--folder", str(kept), "--steps", "9"]
-    done = subprocess.run(
-        [sys.executable, "checkpoint_blocking.py", "--output", str(tmp_path / "out"), *words],
-        cwd=BENCHMARKS,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BENCHMARKS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_benchmark("checkpoint_blocking", "--output", "out", *words)
     found = json.loads((tmp_path / "out" / "result.json").read_text())
     assert [one["way"] for one in found] == ["async", "sync"], done.stdout + done.stderr
     for one in found:

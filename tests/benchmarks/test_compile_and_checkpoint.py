@@ -1,26 +1,12 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.mark.slow
-def test_recomputing_saves_less_and_changes_no_loss(tmp_path):
+def test_recomputing_saves_less_and_changes_no_loss(run_benchmark, tmp_path):
     cases = ["eager", "eager + nothing", "compile model"]
-    done = subprocess.run(
-        [sys.executable, "compile_and_checkpoint.py", "--cases", *cases, "--output", str(tmp_path / "out")],
-        cwd=BENCHMARKS,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BENCHMARKS.parent), "UPS_BENCH_SIZE": "tiny"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_benchmark("compile_and_checkpoint", "--cases", *cases, "--output", "out", UPS_BENCH_SIZE="tiny")
     found = {one["case"]: one for one in json.loads((tmp_path / "out" / "result.json").read_text())}
     assert [*found] == cases, done.stderr
     assert found["eager + nothing"]["backward_tflop"] >= found["eager"]["backward_tflop"]

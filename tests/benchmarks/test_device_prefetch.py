@@ -1,9 +1,6 @@
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

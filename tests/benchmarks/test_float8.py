@@ -1,12 +1,7 @@
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -14,15 +9,14 @@ def float8(import_benchmark):
     return import_benchmark("float8")
 
 
-def run(tmp_path, *words):
-    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "float8.py"), "--tiny", "--output", str(tmp_path), *words],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture
+def run(run_benchmark, tmp_path):
+    """Run the script at its tiny size, with a cache of its own."""
+
+    def run(*words):
+        return run_benchmark("float8", "--tiny", "--output", ".", *words, XDG_CACHE_HOME=str(tmp_path / "cache"))
+
+    return run
 
 
 def test_every_set_has_its_configurations(float8, tmp_path):
@@ -181,22 +175,22 @@ def test_the_tables_follow_from_what_was_kept(float8, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["speed tensorwise", "losses rowwise seed 0", "predict vit"])
-def test_a_configuration_runs_once_and_is_kept(tmp_path, case):
-    done = run(tmp_path, "--only", case)
+def test_a_configuration_runs_once_and_is_kept(run, tmp_path, case):
+    done = run("--only", case)
     path = tmp_path / f"{case.replace(' ', '_')}.json"
     assert path.exists(), done.stdout + done.stderr
     assert (tmp_path / "env.txt").exists()
-    again = run(tmp_path, "--only", case)
+    again = run("--only", case)
     assert f"{case}: is there" in again.stdout
 
 
 @pytest.mark.slow
-def test_predictions_come_before_measuring(tmp_path):
-    done = run(tmp_path, "--set", "measure-other", "--only", "mixed")
+def test_predictions_come_before_measuring(run, tmp_path):
+    done = run("--set", "measure-other", "--only", "mixed")
     assert "Nothing is predicted for mixed yet" in done.stderr
-    assert run(tmp_path, "--set", "predict-other", "--only", "mixed").returncode == 0
+    assert run("--set", "predict-other", "--only", "mixed").returncode == 0
     said = json.loads((tmp_path / "predict_mixed.json").read_text())
     assert 0 < len(said["converts"]) < said["of"]
-    done = run(tmp_path, "--set", "measure-other", "--only", "mixed")
+    done = run("--set", "measure-other", "--only", "mixed")
     assert json.loads((tmp_path / "measure_mixed_auto.json").read_text())["converted"] == len(said["converts"])
     assert "| mixed |" in done.stdout

@@ -1,12 +1,7 @@
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -98,16 +93,8 @@ def test_what_cannot_be_is_said_before_anything_runs(fsdp2, monkeypatch, capsys,
 
 
 @pytest.mark.slow
-def test_one_rank_and_two_have_the_same_losses(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "fsdp2.py", "--set", "tiny", "--only", "rank", "--output", str(tmp_path / "out")],
-        cwd=BENCHMARKS,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BENCHMARKS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+def test_one_rank_and_two_have_the_same_losses(run_benchmark, tmp_path):
+    done = run_benchmark("fsdp2", "--set", "tiny", "--only", "rank", "--output", "out")
     one, two = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-4), done.stderr
     assert len(one["losses"]) == 6

@@ -1,13 +1,8 @@
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -138,11 +133,10 @@ def test_out_of_memory_is_a_result_with_what_the_forensics_say(offload, monkeypa
 
 
 @pytest.mark.slow
-def test_the_script_runs_from_one_command(tmp_path):
-    environment = {**os.environ, "UPS_BENCH_SIZE": "tiny", "PYTHONPATH": str(BENCHMARKS.parent)}
+def test_the_script_runs_from_one_command(run_benchmark, tmp_path):
     names = ["update on the CPU, checkpointing", "activation offload", "8-bit, no masters, checkpointing"]
-    command = [sys.executable, str(BENCHMARKS / "offload.py"), "--cases", *names, "--output", str(tmp_path / "out")]
-    subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True, timeout=600)
+    done = run_benchmark("offload", "--cases", *names, "--output", "out", UPS_BENCH_SIZE="tiny")
+    assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "result.json").read_text())
     assert [result["case"] for result in results] == names
     assert all(result["tok_s"] > 0 for result in results), results

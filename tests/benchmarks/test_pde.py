@@ -1,12 +1,6 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -34,17 +28,9 @@ def test_all_train_on_the_same_batches(pde):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_case_runs_on_a_cpu(pde, tmp_path):
+def test_every_case_runs_on_a_cpu(pde, run_benchmark, tmp_path):
     cases = [f"{kind} 1" for kind in pde.KINDS]
-    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "pde.py"), "--cases", *cases, "--output", "out"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_benchmark("pde", "--cases", *cases, "--output", "out")
     found = json.loads(done.stdout.splitlines()[-1])
     assert {*found} == {*pde.KINDS}
     results = json.loads((tmp_path / "out" / "result.json").read_text())

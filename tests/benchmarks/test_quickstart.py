@@ -1,12 +1,6 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -36,16 +30,8 @@ def test_speed_counts_what_is_predicted(quickstart, monkeypatch):
 
 
 @pytest.mark.slow
-def test_both_sides_run_at_the_same_shapes(tmp_path):
-    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "quickstart.py"), "--cases", "bare 1", "trainer 1", "--output", "out"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "UPS_BENCH_STEPS": "2", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_both_sides_run_at_the_same_shapes(run_benchmark, tmp_path):
+    done = run_benchmark("quickstart", "--cases", "bare 1", "trainer 1", "--output", "out", UPS_BENCH_STEPS="2")
     assert json.loads(done.stdout.splitlines()[-1])["trainer"]["ratio_to_bare"] > 0, done.stderr
     bare, trainer = json.loads((tmp_path / "out" / "result.json").read_text())
     assert bare["tokens_a_step"] == trainer["tokens_a_step"] == 8 * 256

@@ -1,12 +1,7 @@
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -89,13 +84,10 @@ def test_gpus_that_are_not_there_are_said_before_anything_runs(simple_fsdp, monk
 
 
 @pytest.mark.slow
-def test_all_ways_run_and_agree_on_cpus(tmp_path):
+def test_all_ways_run_and_agree_on_cpus(run_benchmark, tmp_path):
     ways = ["FSDP2, eager", "FSDP2, blocks compiled", "SimpleFSDP"]
-    command = [sys.executable, str(BENCHMARKS / "simple_fsdp.py"), "--set", "tiny", "--backend", "aot_eager"]
-    command += ["--output", str(tmp_path / "out"), "--ways", *ways]
-    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    words = ["--set", "tiny", "--backend", "aot_eager", "--output", "out", "--ways", *ways]
+    done = run_benchmark("simple_fsdp", *words)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "result.json").read_text())
     assert [(r["way"], r["cache"]) for r in results] == [
