@@ -1,7 +1,7 @@
 """What autograd, checkpointing and the compiler's partitioner keep for backward, by torch's private names."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "outside_modes",
     "saves_seen_by",
     "storages",
+    "without_autocast",
     "writes_seen_by",
 ]
 
@@ -141,6 +142,11 @@ def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     Unlike ``torch.compiler.disable`` it imports Dynamo when it is called first, and not before.
     """
     return cast(Callable[..., Any], torch._disable_dynamo(function))
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context in which operations on ``device`` run in the types that they are given."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)  # meta knows no autocast
 
 
 def outside_modes() -> AbstractContextManager[Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
-from lightning_ups._compat.autograd import hidden_from_dynamo
+from lightning_ups._compat.autograd import hidden_from_dynamo, in_torch_func
 
 __all__ = ["define_operator", "seen_by_nothing"]
 
@@ -26,6 +27,7 @@ def define_operator(
     fake: Callable[..., Any],
     keep: Callable[..., None] | None = None,
     differentiate: Callable[..., tuple[Any, ...]] | None = None,
+    instead: str = "compute this part by torch's own operators",
 ) -> OpOverload:
     """Make ``function`` an operator of torch, ``lightning_ups::NAME``, and return that.
 
@@ -37,13 +39,16 @@ def define_operator(
         keep: Called with a context, the inputs and the output, to keep what the gradient needs.
         differentiate: Called with that context and the gradients of the outputs; returns a gradient, or None, for
             each input. Without it there is none, and backward raises.
+        instead: What an error says is to be done where there is no such gradient.
     """
     schema = torch.library.infer_schema(function, mutates_args=())
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator: OpOverload = getattr(torch.ops.lightning_ups, name).default
     # Between two graphs Dynamo would trace what an operator runs.
     _LIBRARY.impl(name, hidden_from_dynamo(function), "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, hidden_from_dynamo(_recorded(operator, keep, differentiate)), "Autograd", with_keyset=True)
+    _LIBRARY.impl(
+        name, hidden_from_dynamo(_recorded(operator, keep, differentiate, instead)), "Autograd", with_keyset=True
+    )
     torch.library.register_fake(f"lightning_ups::{name}", fake, lib=_LIBRARY)
     return operator
 
@@ -73,6 +78,7 @@ def _recorded(
     operator: OpOverload,
     keep: Callable[..., None] | None,
     differentiate: Callable[..., tuple[Any, ...]] | None,
+    instead: str,
 ) -> Callable[..., Any]:
     def compute(keyset: Any, inputs: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -92,15 +98,31 @@ def _recorded(
                 raise RuntimeError(
                     f"A gradient through {operator} was asked for, and it has none."
                     " It is a gradient itself, computed by a kernel whose own gradient nobody has written."
-                    " Leave create_graph=True out, or compute this part by torch's own operators."
+                    f" Leave create_graph=True out, or {instead}."
                 )
             return None, *differentiate(ctx, *grads)
 
     Recorded.__name__ = Recorded.__qualname__ = operator._opname  # which a graph's nodes are named by
 
     def run(keyset: Any, *inputs: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+            raise RuntimeError(
+                f"A derivative through {operator} was asked for in forward mode, by jvp, jacfwd or a dual tensor."
+                " It has a gradient for backward alone, and would go on as if it hung on nothing."
+                f" Use backward, or {instead}."
+            )
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            if in_torch_func():
+                raise RuntimeError(
+                    f"A gradient through {operator} was asked for by torch.func: grad, vjp, jacrev or the like."
+                    " It is an operator of ours, whose gradient backward knows and torch.func does not."
+                    f" Use backward or torch.autograd.grad, or {instead}."
+                )
             return Recorded.apply(keyset, *inputs)
         return compute(keyset, inputs)
 
     return run
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value, level=0).tangent is not None

@@ -18,6 +18,7 @@ from lightning_ups.transforms.flags import (
     Flags,
     PacedCollection,
     accelerated,
+    attention_is_unused,
     current_flags,
     without_effect,
 )
@@ -108,12 +109,13 @@ class AccelerationFlags(Declaration):
         self._report: Report | None = None
         self._chosen: Mapping[Any, dict[str, Any]] = {}
         self._told = 0  # how many of them are in the report
+        self._looked = False  # whether any attention came to the kernels
 
     @override
     @contextmanager
     def change(self, module: LightningModule, context: Context) -> Iterator[None]:
         # Of a run that this one is inside of.
-        before = self._collection, self._report, self._chosen, self._told, self._of_run, self._logs
+        before = self._collection, self._report, self._chosen, self._told, self._of_run, self._logs, self._looked
         with (
             accelerated(self.flags, device=context.device) as self._collection,
             recorded_decisions() as self._chosen,
@@ -121,10 +123,18 @@ class AccelerationFlags(Declaration):
         ):
             try:
                 self._say(context)
-                self._report, self._told, self._logs = context.report, 0, None
+                self._report, self._told, self._logs, self._looked = context.report, 0, None, False
                 yield
             finally:
-                self._collection, self._report, self._chosen, self._told, self._of_run, self._logs = before
+                (
+                    self._collection,
+                    self._report,
+                    self._chosen,
+                    self._told,
+                    self._of_run,
+                    self._logs,
+                    self._looked,
+                ) = before
 
     def _say(self, context: Context) -> None:
         name, asked = type(self).__name__, self.flags.asked
@@ -187,10 +197,22 @@ class AccelerationFlags(Declaration):
     def _after_batch(self, trainer: Trainer) -> None:
         if self._logs is not None:
             self._logs.look()
-        if self._report is not None and "auto" in (self.flags.attention or ()):
-            self._tell_choices(self._report)
+        if self._report is not None and self.flags.attention and not trainer.sanity_checking:
+            self._look_at_attention(trainer, self.flags.attention, self._report)
         if self._collection is not None and not trainer.sanity_checking:
             self._collection.after_batch()
+
+    def _look_at_attention(self, trainer: Trainer, asked: Sequence[AttentionBackend], report: Report) -> None:
+        if not self._looked and attention_is_unused(asked, device=trainer.strategy.root_device):
+            line = (
+                f"attention={[*asked]}: no effect so far, since nothing called F.scaled_dot_product_attention in the"
+                " first batch. Models of transformers call it with attn_implementation='sdpa'"
+            )
+            report.note(type(self).__name__, line)
+            rank_zero_info(f"{type(self).__name__}: {line}")
+        elif "auto" in asked:
+            self._tell_choices(report)
+        self._looked = True
 
     def _tell_choices(self, report: Report) -> None:
         if self._told and len(self._chosen) <= self._told:

@@ -19,6 +19,7 @@ from lightning_ups._compat.transfer import (
     own_hooks,
     training_iterators,
 )
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import applied
 from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts, lane_for
 
@@ -46,6 +47,7 @@ class DevicePrefetch(Callback):
         min_kb: Tensors of fewer KiB are copied as ever: that takes less than what hides it.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If ``min_kb`` is negative.
 
     Example::
@@ -54,7 +56,9 @@ class DevicePrefetch(Callback):
     """
 
     def __init__(self, *, read_ahead: bool = True, min_kb: float = MIN_BYTES / 2**10) -> None:
-        if min_kb < 0:
+        check_kind("read_ahead", read_ahead, bool, of=_PART, why="It is a switch.")
+        check_kind("min_kb", min_kb, float, of=_PART, why="It is a size in KiB.")
+        if not min_kb >= 0:
             raise ValueError(
                 f"DevicePrefetch(min_kb={min_kb}) is out of range."
                 " It is the size from which a tensor is copied on a stream of its own."

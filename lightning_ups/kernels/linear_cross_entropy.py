@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_ups._compat.autograd import in_torch_func, without_autocast
+from lightning_ups._compat.custom_ops import define_operator
 from lightning_ups._compat.products import product
 from lightning_ups.kernels.cross_entropy_step import Settings, reference_step, step_on
 from lightning_ups.kernels.weight_gradient import WeightGradient
@@ -88,9 +90,10 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
-        TypeError: If the weight is sharded, or the targets are no whole numbers.
+        TypeError: If one of the three is no tensor, the weight is sharded, or the targets are no whole numbers.
     """
     _validate(hidden, weight, targets, reduction=reduction, chunk=chunk, backend=backend)
+    targets = targets.long()  # a byte of 156 would be equal to -100
     if backend == "reference":
         return reference_linear_cross_entropy(
             hidden,
@@ -106,6 +109,8 @@ def linear_cross_entropy(
         return _by_torch(hidden, weight, targets, ignore_index, z_loss, softcap, round_logits, reduction, chunk)
     hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     grad = torch.is_grad_enabled()
+    # What vmap hands on does not say whether what it stands for requires a gradient.
+    batched = not torch.compiler.is_compiling() and in_torch_func()
     loss = linear_cross_entropy_forward(
         hidden_ND,
         weight,
@@ -117,8 +122,8 @@ def linear_cross_entropy(
         0 if chunk == "auto" else chunk,
         _product_dtype(hidden),
         round_logits,
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
+        grad and (batched or hidden.requires_grad),
+        grad and (batched or weight.requires_grad),
     )[0]
     return loss.view(targets.shape) if reduction == "none" else loss
 
@@ -136,13 +141,13 @@ def reference_linear_cross_entropy(
 ) -> Tensor:
     """Return the loss with all logits in memory, in float32 at least: the specification."""
     precise = torch.promote_types(hidden.dtype, torch.float32)
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits_NV = F.linear(hidden.to(precise), weight.to(precise)).flatten(0, -2)
+    with without_autocast(hidden.device.type):
+        logits_NV = F.linear(hidden.to(precise).reshape(-1, hidden.shape[-1]), weight.to(precise))
     if round_logits:
         logits_NV = logits_NV.to(_product_dtype(hidden)).to(precise)
     if softcap:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
-    targets_N = targets.reshape(-1)
+    targets_N = targets.long().reshape(-1)
     loss_N = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="none")
     valid_N = targets_N != ignore_index
     # Chosen and not multiplied: so a row that is ignored has no gradient even where the mean is not a number.
@@ -152,8 +157,7 @@ def reference_linear_cross_entropy(
     return loss_N.sum() / valid_N.sum() if reduction == "mean" else loss_N.sum()
 
 
-@torch.library.custom_op("lightning_ups::linear_cross_entropy_forward", mutates_args=())
-def linear_cross_entropy_forward(
+def _forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -182,8 +186,7 @@ def linear_cross_entropy_forward(
     return total, found.grad_hidden, found.grad_weight
 
 
-@torch.library.custom_op("lightning_ups::linear_cross_entropy_backward", mutates_args=())
-def linear_cross_entropy_backward(
+def _backward(
     grad_loss: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -330,8 +333,7 @@ def _slices(num_rows: int, chunk: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk, num_rows))
 
 
-@linear_cross_entropy_forward.register_fake
-def _(
+def _empty_forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -355,8 +357,7 @@ def _(
     )
 
 
-@linear_cross_entropy_backward.register_fake
-def _(grad_loss: Tensor, hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _empty_backward(grad_loss: Tensor, hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     want_hidden, want_weight = options[-2:]
     return (
         hidden.new_empty(hidden.shape if want_hidden else 0),
@@ -382,6 +383,12 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
     nothing = (None,) * 10
     if grad is None:
         return None, None, *nothing
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "A gradient of linear_cross_entropy was asked for that can itself be differentiated, by create_graph=True."
+            " Its gradients are computed in the forward pass, as numbers: a derivative of them would be wrong."
+            f" Leave create_graph=True out, or {_INSTEAD}."
+        )
     if ctx.reduction == "none":
         grads = linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.options, *ctx.want)
     else:
@@ -410,7 +417,18 @@ def _scaled(saved: Tensor, grad: Tensor) -> Tensor:
     return saved.mul_(grad.reshape(1)) if type(saved) is Tensor and type(grad) is Tensor else saved * grad
 
 
-linear_cross_entropy_forward.register_autograd(_differentiate, setup_context=_keep)
+_INSTEAD = "take backend='reference'"
+linear_cross_entropy_backward = define_operator(
+    _backward, name="linear_cross_entropy_backward", fake=_empty_backward, instead=_INSTEAD
+)
+linear_cross_entropy_forward = define_operator(
+    _forward,
+    name="linear_cross_entropy_forward",
+    fake=_empty_forward,
+    keep=_keep,
+    differentiate=_differentiate,
+    instead=_INSTEAD,
+)
 
 
 @register_flop_formula(torch.ops.lightning_ups.linear_cross_entropy_forward, get_raw=True)
@@ -465,13 +483,21 @@ def _by_torch(
         reduction=reduction,
         ignore_index=ignore_index,
         options=options(**policy),
-    ).float()
+    )
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
     return loss.view(targets.shape) if reduction == "none" else loss
 
 
 def _validate(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, reduction: str, chunk: int | str, backend: str
 ) -> None:
+    for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"linear_cross_entropy was given a {type(value).__name__} as {name}."
+                " It takes tensors: hidden states, the weight of the head, which has no bias, and classes."
+                " Pass head.weight of a head, and torch.tensor(...) of a list."
+            )
     if isinstance(weight, DTensor) or isinstance(hidden, DTensor):
         raise TypeError(
             "linear_cross_entropy was given a DTensor, a part of what is sharded over devices."

@@ -31,6 +31,7 @@ from lightning_ups._compat.flags import (
 )
 from lightning_ups.kernels.attention import routed_attention
 from lightning_ups.kernels.attention.kind import Kind
+from lightning_ups.kernels.attention.routing import has_routed
 from lightning_ups.kernels.attention.support import refusal
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "accelerated",
     "allocator",
     "attention_backends",
+    "attention_is_unused",
     "attention_kernel_error",
     "cudnn_benchmark",
     "current_flags",
@@ -175,7 +177,7 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
         RuntimeError: If a kernel cannot be had on ``device``.
     """
     _check_attention(names)
-    wanted: list[AttentionBackend] = [name for name in names if device.type == "cuda" or name not in _GPU_ONLY]
+    wanted = _had_on(device, names)
     if not wanted and "auto" in names:  # which is what torch does there
         yield
         return
@@ -186,7 +188,7 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
             " Every attention of the model would fail, or quietly use another kernel."
             f" Leave it out: attention={[name for name in errors if name not in failed] or None}."
         )
-    if not {*wanted} <= {*_BACKENDS}:
+    if _beyond_torchs(wanted):
         with routed_attention(wanted):
             yield
         return
@@ -200,6 +202,20 @@ def attention_backends(names: Sequence[AttentionBackend], *, device: torch.devic
         if read_attention() != before:
             stack.enter_context(_own_graphs(f"attention={'>'.join(wanted)}"))
         yield
+
+
+def attention_is_unused(names: Sequence[AttentionBackend], *, device: torch.device) -> bool:
+    """Return whether no attention came to what `attention_backends` put in the place of torch's function."""
+    wanted = _had_on(device, names)
+    return _beyond_torchs(wanted) and not has_routed(wanted)
+
+
+def _had_on(device: torch.device, names: Sequence[AttentionBackend]) -> list[AttentionBackend]:
+    return [name for name in names if device.type == "cuda" or name not in _GPU_ONLY]
+
+
+def _beyond_torchs(names: Sequence[AttentionBackend]) -> bool:
+    return not {*names} <= {*_BACKENDS}
 
 
 def attention_kernel_error(name: AttentionBackend, *, device: torch.device) -> str | None:
@@ -339,7 +355,13 @@ def _check_attention(names: Sequence[str] | None) -> None:
     if names is None:
         return
     known = get_args(AttentionBackend)
-    if isinstance(names, str) or not names or len({*names}) < len(names) or not {*names} <= {*known}:
+    if (
+        not isinstance(names, Sequence)
+        or isinstance(names, str)
+        or not names
+        or len({*names}) < len(names)
+        or not {*names} <= {*known}
+    ):
         raise ValueError(
             f"attention={names!r} is not an order of attention kernels."
             " It lists, without repeats, the kernels that may be used, the one to try first in front."

@@ -159,6 +159,8 @@ class CopiesAhead:
         for place, source in enumerate(tensors_in(batch)):
             if place in self._in_vain or not self._suits(source) or not self._lane.is_pinned(source):
                 continue
+            if id(source) in self._started:  # it is in the batch twice; memory being written to may not be let go
+                continue
             target, mark = self._taken(source) or (self._lane.memory(source), self._lane.mark())
             copied = self._lane.copy(target, source, after=mark, non_blocking=True)
             self._started[id(source)] = _Started(place, source, target, copied)

@@ -12,6 +12,7 @@ from lightning_ups._compat.autograd import (
     keeps_graph,
     saves_seen_by,
     storages,
+    without_autocast,
     writes_seen_by,
 )
 
@@ -152,3 +153,12 @@ def test_what_torch_func_computes_through_is_told(through):
     through(lambda x: (seen.append(in_torch_func()), x)[1])(torch.ones(2))
     assert seen == [True]
     assert not in_torch_func()
+
+
+def test_without_autocast_types_are_those_given_on_meta_too():
+    with torch.autocast("cpu", torch.bfloat16):
+        for device in ("cpu", "meta"):
+            x = torch.ones(2, 2, device=device)
+            with without_autocast(device):
+                assert (x @ x).dtype == torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

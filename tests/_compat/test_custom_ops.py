@@ -105,6 +105,40 @@ def test_a_gradient_of_what_has_none_is_refused():
         grad.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # which torch's jvp calls
+def test_what_would_be_lost_in_forward_mode_is_refused():
+    x, other, factor = inputs()
+    x = x.detach()
+
+    def squared(x):
+        return product(x, other, factor)[0].square()
+
+    for call in (
+        lambda: torch.func.jvp(squared, (x,), (x,)),
+        lambda: torch.func.jacfwd(squared)(x),
+        lambda: torch.func.vmap(lambda x: torch.func.jvp(lambda x: product(x, None, 2.0)[0], (x,), (x,)))(x),
+    ):
+        with pytest.raises(RuntimeError, match="Use backward, or compute this part by torch's own"):
+            call()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError, match="Use backward, or compute this part by torch's own"):
+            squared(dual)
+        torch.testing.assert_close(squared(x), (x * other * factor).square())  # which has no tangent
+    given, _ = torch.func.jvp(lambda y: y * squared(x), (x,), (x,))
+    torch.testing.assert_close(given, x * squared(x))
+
+
+def test_a_gradient_by_torch_func_is_refused():
+    x, other, factor = inputs()
+    for call in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match=r"torch.func.*Use backward or torch.autograd.grad"):
+            call(lambda x: product(x, other, factor)[0].sum())(x.detach())
+    wanted = torch.func.grad(lambda y: (y * x.detach() * factor).sum())(x.detach())
+    found = torch.func.grad(lambda y: (y * product(x.detach(), None, factor)[0]).sum())(x.detach())
+    torch.testing.assert_close(found, wanted)
+
+
 class Watched(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))

@@ -1,12 +1,9 @@
 import importlib.machinery
 import json
-import os
-import subprocess
 import sys
 import types
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +14,6 @@ from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.models.hf_names import to_hf
 from lightning_ups.strategies import fsdp2
 from lightning_ups.transforms.compile_frame import structure
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -39,6 +34,41 @@ def test_the_table_compares_medians_with_the_goal(llama):
     assert "| torchtitan | 100 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.070x |  |  | its own metrics, at once |" in shown
     assert "1.070 of torchtitan; the goal of 1.07 is reached" in shown
     assert "missed" in llama.table("1B-4", [result("ours", 106), result("torchtitan", 100)])
+
+
+def test_each_goal_of_a_row_has_its_verdict(llama):
+    shown = llama.table("1B-4-float8", [result("ours", 155), *(result(side, 100) for side in ("torchtitan", "stock"))])
+    assert "1.550 of torchtitan; the goal of 1.15 is reached" in shown
+    assert "1.550 of stock; the goal of 1.55 is reached" in shown
+    assert "of bare; the goal" not in shown, "it was not run"
+    assert "0.980 of bare; the goal of 0.99 is missed" in llama.table("8B", [result("ours", 98), result("bare", 100)])
+
+
+def test_what_has_a_goal_is_run(llama):
+    for name, row in llama.rows().items():
+        assert {side for side, _ in row.goals} <= {*row.sides}, name
+
+
+def test_loops_by_hand_collect_garbage_as_ours_does(llama, monkeypatch):
+    made = []
+    monkeypatch.setattr(llama, "PacedCollection", lambda interval: made.append(interval) or Paced())
+    monkeypatch.setattr(llama, "tell", lambda _: None)
+    row, weight = llama.rows()["tiny"], torch.ones(1, requires_grad=True)
+    llama.looped(
+        row, lambda *_: weight.sum(), lambda: weight.grad, torch.optim.SGD([weight], lr=0.1), device=torch.device("cpu")
+    )
+    assert made == [llama.COLLECT_EVERY]
+    assert Paced.batches == row.steps + 1
+
+
+class Paced(nullcontext):
+    batches = 0
+
+    def __enter__(self):
+        return self
+
+    def after_batch(self):
+        Paced.batches += 1
 
 
 def test_the_table_has_what_the_means_say_beside_the_medians(llama):
@@ -311,15 +341,8 @@ def test_weights_are_drawn_with_torchtitans_spreads(llama):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["tiny", "tiny-2"])
-def test_all_sides_do_the_same_work(row, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "llama.py"), "--row", row, "--rounds", "1", "--output", "out"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_all_sides_do_the_same_work(run_benchmark, row, tmp_path):
+    done = run_benchmark("llama", "--row", row, "--rounds", "1", "--output", "out")
     found = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     sides = ["ours", "bare", *(["bare, torch alone"] if row == "tiny" else []), "stock"]
     assert [one["side"] for one in found] == sides, done.stderr

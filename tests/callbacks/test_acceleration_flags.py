@@ -161,6 +161,23 @@ def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch
         assert caplog.messages.count(f"AccelerationFlags: {part['lines'][-1]}") == 1
 
 
+@pytest.mark.parametrize("asked", ["auto", ["flex", "flash", "math"]])
+@pytest.mark.parametrize("attends", [False, True])
+def test_kernels_that_nothing_asks_for_are_told_of(attends, asked, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
+    monkeypatch.setattr("lightning_ups.transforms.flags.attention_kernel_error", lambda *_, **__: None)
+    monkeypatch.setattr("lightning_ups.kernels.attention.routing._CALLED", set())
+    report, model = {}, Attention() if attends else Watched()
+    model.on_train_end = lambda: report.update(applied(model.trainer.strategy).report.parts)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        trainer(tmp_path, callbacks=[AccelerationFlags(attention=asked)], epochs=1).fit(model, loader())
+    told = [line for line in report["AccelerationFlags"]["lines"] if "no effect so far" in line]
+    assert len(told) == (0 if attends else 1)
+    assert [line for line in caplog.messages if "no effect so far" in line] == [
+        f"AccelerationFlags: {line}" for line in told
+    ]
+
+
 def test_nothing_asked_is_nothing_said(tmp_path):
     report, model = {}, Watched()
     model.on_train_start = lambda: report.update(applied(model.trainer.strategy).report.parts)

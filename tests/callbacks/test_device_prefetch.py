@@ -480,6 +480,16 @@ def test_a_step_that_takes_an_iterator_is_left_alone(tmp_path, lane, said):
 def test_a_negative_size_is_refused():
     with pytest.raises(ValueError, match=r"Use 0 or more\.$"):
         DevicePrefetch(min_kb=-1)
+    with pytest.raises(ValueError, match=r"Use 0 or more\.$"):
+        DevicePrefetch(min_kb=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"), [({"read_ahead": "no"}, "Use True or False"), ({"min_kb": "64"}, "Use a number")]
+)
+def test_an_argument_of_another_kind_is_refused(arguments, cure):
+    with pytest.raises(TypeError, match=cure):
+        DevicePrefetch(**arguments)
 
 
 # What it costs

@@ -548,6 +548,10 @@ def test_torchs_own(chunk):
         linear_cross_entropy(*low, backend="torch", chunk=chunk)
     found = results(linear_cross_entropy, *low, backend="torch", chunk=chunk, round_logits=False)
     assert_close(found, exact(*low), 1e-2)  # torch's loss is in bfloat16
+    double = inputs(torch.float64)
+    loss = linear_cross_entropy(*double, backend="torch", chunk=chunk)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, exact(*double)[0], rtol=1e-12, atol=0)
 
 
 def test_a_torch_without_it_is_named(monkeypatch):
@@ -578,6 +582,88 @@ def test_what_does_not_fit_is_refused(tensors, options, cure):
 def test_targets_are_whole_numbers(dtype):
     with pytest.raises(TypeError, match=r"Use targets\.long\(\)"):
         linear_cross_entropy(H, W, T.to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16])
+def test_targets_of_every_width_are_the_same_classes(dtype, backend):
+    hidden, weight, _ = inputs(rows=4, vocab=256)
+    targets = torch.tensor([156, 3, 255, 156] if dtype in (torch.uint8, torch.uint16) else [56, 3, 0, 127])
+    wanted = F.cross_entropy(hidden @ weight.t(), targets)
+    found = linear_cross_entropy(hidden, weight, targets.to(dtype), backend=backend)  # 156 is -100 as a byte
+    torch.testing.assert_close(found, wanted)
+    if dtype in (torch.int16, torch.int32):
+        ignored = torch.tensor([56, -100, 0, 127]).to(dtype)
+        found = linear_cross_entropy(hidden, weight, ignored, backend=backend)
+        torch.testing.assert_close(found, F.cross_entropy(hidden @ weight.t(), ignored.long()))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_a_single_row_without_axes(backend):
+    hidden, weight, targets = inputs(rows=1, ignored=0)
+    for reduction in ("mean", "none"):
+        found = linear_cross_entropy(hidden[0], weight, targets[0], backend=backend, reduction=reduction)
+        torch.testing.assert_close(found, F.cross_entropy(hidden[0] @ weight.t(), targets[0]))
+        assert found.shape == ()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_on_meta_nothing_is_computed(backend):
+    hidden, weight, targets = inputs(device="meta")
+    leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
+    loss = linear_cross_entropy(*leaves, targets, backend=backend)
+    assert loss.shape == ()
+    loss.backward()
+    assert [leaf.grad.shape for leaf in leaves] == [hidden.shape, weight.shape]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_gradient_of_its_gradient_is_refused(reduction):
+    hidden, weight, targets = inputs()
+    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction).sum()
+    with pytest.raises(RuntimeError, match="take backend='reference'"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction, backend="reference").sum()
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    grad.square().sum().backward()
+    assert weight.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # which torch's jvp calls
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_torch_func_would_lose_is_refused(reduction):
+    hidden, weight, targets = (tensor.detach() for tensor in inputs())
+
+    def loss(hidden, backend="auto"):
+        return linear_cross_entropy(hidden, weight, targets, reduction=reduction, backend=backend).sum()
+
+    for call in (torch.func.grad(loss), torch.func.jacfwd(loss)):
+        with pytest.raises(RuntimeError, match="take backend='reference'"):
+            call(hidden)
+    expected = torch.func.grad(lambda hidden: loss(hidden, backend="reference"))(hidden)
+    torch.testing.assert_close(torch.func.jacfwd(lambda hidden: loss(hidden, backend="reference"))(hidden), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_leaves_gradients_whole(reduction):
+    hidden, weight, targets = inputs(rows=30)
+    parts = hidden.view(3, 10, -1), targets.view(3, 10)
+
+    def grads(backend):
+        def call(hidden, targets):
+            return linear_cross_entropy(hidden, weight, targets, reduction=reduction, backend=backend)
+
+        loss = torch.func.vmap(call)(*parts).sum()
+        return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+    for found, wanted in zip(grads("chunked"), grads("reference"), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("given", [(H, nn.Linear(3, 5), T), (H, W, [0, 1, 2, 3])], ids=["head", "targets"])
+def test_what_is_no_tensor_is_refused(given):
+    with pytest.raises(TypeError, match=r"Pass head\.weight of a head"):
+        linear_cross_entropy(*given)
 
 
 def with_a_sharded_weight():

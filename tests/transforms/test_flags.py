@@ -206,7 +206,7 @@ def test_trying_a_kernel_draws_nothing_and_changes_nothing():
     assert read_attention() == before
 
 
-@pytest.mark.parametrize("names", [["flsh"], [], ["flash", "flash"], "flash"])
+@pytest.mark.parametrize("names", [["flsh"], [], ["flash", "flash"], "flash", 3, {"flash"}])
 def test_an_unknown_kernel_is_refused(names):
     with pytest.raises(ValueError, match=r"Choose among \['cudnn', 'flash', 'efficient', 'math', 'fa4', .*'auto'\]"):
         Flags(attention=names)

@@ -148,6 +148,17 @@ def test_a_tensor_that_is_moved_twice_is_two():
     assert torch.equal(first, source)
 
 
+def test_a_tensor_that_is_in_a_batch_twice_leaves_no_copy_on_its_way():
+    lane, ahead = copies()
+    source = rows(3)
+    ahead.start({"tokens": source, "labels": source})
+    with ahead.transfer():
+        found = moved({"tokens": source, "labels": source})
+    assert torch.equal(found["tokens"], source)
+    assert torch.equal(found["labels"], source)
+    assert lane.open == {}, "a copy would write to memory that nobody holds"
+
+
 def test_what_nobody_asks_for_is_given_up_and_not_copied_ahead_again():
     lane, ahead = copies()
     for n in range(3):

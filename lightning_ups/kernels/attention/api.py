@@ -1,6 +1,6 @@
 """`attention`: one function for every kernel, with the choice of the kernel as an argument."""
 
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
 from lightning_ups.kernels.attention.support import Backend, KernelName, check
 
-__all__ = ["attention", "checked", "in_autocast_dtype"]
+__all__ = ["attention", "checked", "dense", "in_autocast_dtype"]
 
 
 def attention(
@@ -44,13 +44,14 @@ def attention(
         window: A query sees only keys less than so many positions away; with ``causal``, the last ``window`` keys
             with its own among them.
         documents: A query sees only keys of its own document.
-        softcap: Bend scores to ``softcap * tanh(score / softcap)``.
-        scale: Factor of the scores, ``dim ** -0.5`` if None.
+        softcap: Bend scores to ``softcap * tanh(score / softcap)``; None or 0 leaves them.
+        scale: Factor of the scores, above 0; ``dim ** -0.5`` if None.
         backend: The kernel. A named one does it or raises; ``"auto"`` takes the fastest of those that can
             (`lightning_ups.kernels.attention.auto`).
 
     Raises:
         ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
+        TypeError: If documents, window, scale or softcap are of another kind.
         ModuleNotFoundError: If the backend's package is missing.
         ImportError: If the backend's package cannot be loaded.
 
@@ -60,17 +61,24 @@ def attention(
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
         y = self.out(attention(q, k, v).flatten(2))
     """
-    q, k, v = (tensor if _dense(tensor) else tensor.contiguous() for tensor in in_autocast_dtype(q, k, v))
+    q, k, v = (dense(tensor) for tensor in in_autocast_dtype(q, k, v))
+    _validate_numbers(window=window, softcap=softcap, scale=scale)
     _validate(q, k, v, causal=causal, window=window, documents=documents)
     kind = kind_of(
         q, k, v, causal=causal, window=window is not None, documents=documents is not None, softcap=bool(softcap)
     )
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    cu_seqlens = None if documents is None else documents.cu_seqlens
+    max_seqlen = q.shape[1] if documents is None else documents.max_seqlen
+    if q.device.type == "meta" and backend in get_args(Backend):  # nothing is computed, and every kernel counts alike
+        return attention_forward(
+            q, k, v, cu_seqlens, max_seqlen, causal, window or 0, float(softcap or 0), float(factor), "eager"
+        )[0]
     if backend == "auto":
         num_documents = None if documents is None else documents.cu_seqlens.shape[0] - 1
         name = choose(kind, batch=q.shape[0], seq=q.shape[1], keys=k.shape[1], window=window, documents=num_documents)
     else:
         name = checked(backend, tuple(kind))
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
     if name == "reference":
         return reference_attention(
             q, k, v, causal=causal, window=window, documents=documents, softcap=softcap, scale=factor
@@ -80,8 +88,6 @@ def attention(
         return torch_attention(q, k, v, backend=kernel, causal=causal, window=window, documents=documents, scale=factor)
     if name == "flex":
         return flex(q, k, v, causal=causal, window=window, documents=documents, softcap=softcap, scale=factor)
-    cu_seqlens = None if documents is None else documents.cu_seqlens
-    max_seqlen = q.shape[1] if documents is None else documents.max_seqlen
     return attention_forward(
         q, k, v, cu_seqlens, max_seqlen, causal, window or 0, float(softcap or 0), float(factor), name
     )[0]
@@ -111,8 +117,12 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _dense(tensor: Tensor) -> bool:
-    return tensor.dim() == 0 or tensor.stride(-1) == 1  # which is all that every kernel wants of the layout
+def dense(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with a dense last axis, which is all that every kernel wants of the layout."""
+    if tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    # Of a single element `contiguous` would leave the stride, which torch looks at.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _validate(
@@ -160,4 +170,31 @@ def _validate(
             f" {tuple(q.shape)} on {q.device}."
             " There is one document id for each token, on the same device."
             " Cut and move documents as the tokens are cut and moved."
+        )
+
+
+def _validate_numbers(*, window: int | None, softcap: float | None, scale: float | None) -> None:
+    if isinstance(window, (bool, float)):
+        raise TypeError(
+            f"window={window} is a {type(window).__name__}."
+            " It is a number of keys, so that True would leave one to see."
+            " Use a whole number, or None."
+        )
+    if isinstance(scale, Tensor) or isinstance(softcap, Tensor):
+        raise TypeError(
+            f"{'scale' if isinstance(scale, Tensor) else 'softcap'} is a tensor."
+            " Kernels take a number, and give no gradient of it."
+            " Multiply the queries by a scale that is learned, or use item() of one that is not."
+        )
+    if scale is not None and not scale > 0:
+        raise ValueError(
+            f"scale={scale} is not above 0."
+            " Kernels find the largest score of a row before they scale it, and make it not a number."
+            " Use a scale above 0, or None for dim ** -0.5; a sign can be put into the queries."
+        )
+    if softcap is not None and not softcap >= 0:
+        raise ValueError(
+            f"softcap={softcap} is below 0."
+            " Scores are bent to lie between -softcap and softcap."
+            " Use a softcap above 0, or None to leave them."
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["Documents"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: Lightning's precisions, which convert batches, would refuse it
 class Documents:
     """The documents of a packed batch: a token sees the tokens of its own document only.
 
@@ -67,7 +67,7 @@ class Documents:
 
     @classmethod
     def _from(cls, starts: Tensor, cu_seqlens: Tensor) -> "Documents":
-        longest = int(cu_seqlens.diff().max())
+        longest = int(cu_seqlens.diff().max()) if starts.numel() else 1
         ids = starts.flatten().cumsum(0).view_as(starts) - 1
         bound = min(1 << (longest - 1).bit_length(), starts.shape[1])
         return cls(ids.to(torch.int32), cu_seqlens.to(torch.int32), bound)

@@ -45,7 +45,7 @@ def flex(
         q, k, v = (tensor.detach() for tensor in (q, k, v))
     options = {
         "block_mask": mask,
-        "score_mod": None if softcap is None else _capped(softcap),
+        "score_mod": _capped(softcap) if softcap else None,
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
         # For few queries Inductor would take its kernel for decoding, which torch 2.11 cannot configure for all.

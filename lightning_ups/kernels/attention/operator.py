@@ -110,10 +110,16 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
     return *backward(grad, q, k, v, out, lse, cu_seqlens, *ctx.request), *nothing
 
 
+_INSTEAD = "take backend 'math' or 'reference'"
 _unseen_backward = hidden_from_dynamo(_backward)
-attention_backward = define_operator(_backward, name="attention_backward", fake=_empty_backward)
+attention_backward = define_operator(_backward, name="attention_backward", fake=_empty_backward, instead=_INSTEAD)
 attention_forward = define_operator(
-    _forward, name="attention_forward", fake=_empty_forward, keep=_keep, differentiate=_differentiate
+    _forward,
+    name="attention_forward",
+    fake=_empty_forward,
+    keep=_keep,
+    differentiate=_differentiate,
+    instead=_INSTEAD,
 )
 
 

@@ -7,6 +7,7 @@ B batch, S queries, T keys, H query heads, K heads of keys and values, G query h
 import torch
 from torch import Tensor
 
+from lightning_ups._compat.autograd import without_autocast
 from lightning_ups.kernels.attention.documents import Documents
 from lightning_ups.kernels.attention.mask import dense_mask
 
@@ -30,7 +31,7 @@ def reference_attention(
     ``softcap * tanh(score / softcap)``; the softmax runs over the keys that `mask.visible` names. Query heads share
     the heads of keys and values in order: heads ``0 .. G - 1`` use the first.
     """
-    with torch.autocast(q_BSHD.device.type, enabled=False):  # which would make the products coarse again
+    with without_autocast(q_BSHD.device.type):  # which would make the products coarse again
         return _attention(q_BSHD, k_BTKD, v_BTKD, causal, window, documents, softcap, scale)
 
 

@@ -3,7 +3,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import sdpa_kernel
 
 from lightning_ups._compat.attention import scaled_dot_product_attention
-from lightning_ups.kernels.attention.api import checked, in_autocast_dtype
+from lightning_ups.kernels.attention.api import checked, dense, in_autocast_dtype
 from lightning_ups.kernels.attention.auto import choose
 from lightning_ups.kernels.attention.flex import flex
 from lightning_ups.kernels.attention.kind import Kind, kind_of
@@ -24,7 +24,7 @@ from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS
 from lightning_ups.kernels.attention.support import Backend, check, refusal
 
-__all__ = ["routed_attention"]
+__all__ = ["has_routed", "routed_attention"]
 
 _NAME = "scaled_dot_product_attention"
 
@@ -34,11 +34,12 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     """Let ``F.scaled_dot_product_attention`` run by ``backends`` while the context is open, compiled code included.
 
     One backend does what is asked or raises, as in `attention`: also for tensors without heads or with more leading
-    axes, and for a single head of keys, which torch itself gives to its slowest kernel. Of several, each call takes the
-    first that can; with ``"auto"`` at the end, the fastest that can. Contexts nest, and the inner one counts.
+    axes, for a single head of keys, and for what torch itself would broadcast or copy for its slowest kernel. Of
+    several, each call takes the first that can; with ``"auto"`` at the end, the fastest that can. Contexts nest, and
+    the inner one counts.
 
-    The function is replaced in ``torch.nn.functional`` and in every module that holds it by its name, and put back
-    afterwards; compiled code is guarded by which function it found, so it is compiled anew and never stale. A
+    The function is replaced in ``torch.nn.functional`` and in every module that has imported it, by any name, and put
+    back afterwards; compiled code is guarded by which function it found, so it is compiled anew and never stale. A
     reference kept elsewhere, as in an attribute of a module, is not seen, nor are the fused inference paths of
     ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``.
 
@@ -49,9 +50,17 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     replacement = _router(_priority(backends))
     with ExitStack() as undo:
         present = getattr(F, _NAME)
-        for module in _holders(present):
-            undo.enter_context(patch.object(module, _NAME, replacement))
+        for module, name in _holders(present):
+            undo.enter_context(patch.object(module, name, replacement))
         yield
+
+
+def has_routed(backends: Backend | Sequence[Backend]) -> bool:
+    """Return whether a call went to ``backends`` in this process, at least while code was traced that makes it."""
+    return _priority(backends) in _CALLED
+
+
+_CALLED: set[tuple[Backend, ...]] = set()
 
 
 def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
@@ -72,9 +81,15 @@ def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
     return names
 
 
-def _holders(function: Callable[..., Tensor]) -> list[ModuleType]:
-    held = [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(_NAME) is function]
-    return [module for module in held if not module.__name__.startswith("lightning_ups.")]
+def _holders(function: Callable[..., Tensor]) -> list[tuple[ModuleType, str]]:
+    modules = {id(module): module for module in sys.modules.values() if isinstance(module, ModuleType)}
+    return [
+        (module, name)
+        for module in modules.values()
+        if not module.__name__.startswith("lightning_ups.")
+        for name, value in list(vars(module).items())
+        if value is function
+    ]
 
 
 @cache  # one function for each priority: entering a context again finds the compiled code of the last time
@@ -89,6 +104,7 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
+        _note(priority)
         return _routed(
             priority,
             query,
@@ -104,6 +120,11 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
     return scaled_dot_product_attention
 
 
+@torch.compiler.assume_constant_result
+def _note(priority: tuple[Backend, ...]) -> None:
+    _CALLED.add(priority)
+
+
 def _routed(
     priority: tuple[Backend, ...],
     q_BHSD: Tensor,
@@ -116,23 +137,28 @@ def _routed(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     named = "auto" not in priority
-    if named and (seen := _with_heads(q_BHSD, k_BKTD, v_BKTD, attn_mask)) is not None:
-        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        out = _routed(priority, *seen[:3], attn_mask=seen[3], enable_gqa=enable_gqa, **options)
-        return out.reshape(*q_BHSD.shape[:-1], out.shape[-1])
-    if named and _shares_one_head(q_BHSD, k_BKTD, v_BKTD):
-        enable_gqa = True
-    plain = q_BHSD.dim() == k_BKTD.dim() == v_BKTD.dim() == 4 and not q_BHSD.is_nested and q_BHSD.device.type != "meta"
+    if named:
+        if (seen := _with_four_axes(q_BHSD, k_BKTD, v_BKTD, attn_mask)) is not None:
+            out = _routed(priority, *seen[:3], attn_mask=seen[3], enable_gqa=enable_gqa, **options)
+            return _without_them(out, q_BHSD)
+        if _plain(q_BHSD, k_BKTD, v_BKTD):
+            if _shares_one_head(q_BHSD, k_BKTD, v_BKTD):
+                enable_gqa = True  # no `or`, which may give a symbol
+            q_BHSD, k_BKTD, v_BKTD, attn_mask = _spread(q_BHSD, k_BKTD, v_BKTD, attn_mask, grouped=enable_gqa)
     if (
-        not plain
-        or (q_BHSD.shape[1] != k_BKTD.shape[1] and not enable_gqa)
-        or ("auto" in priority and not _regular(q_BHSD, k_BKTD, v_BKTD, attn_mask))
+        not _plain(q_BHSD, k_BKTD, v_BKTD)
+        or q_BHSD.device.type == "meta"
+        or not _fit(q_BHSD, k_BKTD, v_BKTD, grouped=enable_gqa)
+        or not (named or _usual(q_BHSD, k_BKTD, v_BKTD, attn_mask))
     ):
         # Other shapes, nested tensors and mistakes: torch's own function knows best what to do, or to say.
-        return scaled_dot_product_attention(
-            q_BHSD, k_BKTD, v_BKTD, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        chosen = _only_of(priority, q_BHSD, k_BKTD, v_BKTD) if named else nullcontext()
+        with chosen:
+            return scaled_dot_product_attention(
+                q_BHSD, k_BKTD, v_BKTD, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     q_BHSD, k_BKTD, v_BKTD = in_autocast_dtype(q_BHSD, k_BKTD, v_BKTD)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BHSD, k_BKTD, v_BKTD))
     kind = kind_of(q, k, v, causal=is_causal, mask=attn_mask, dropout=dropout_p > 0)
@@ -157,39 +183,99 @@ def _routed(
     return out.transpose(1, 2)
 
 
-def _with_heads(
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.dim() == k.dim() == v.dim() == 4 and not q.is_nested
+
+
+def _with_four_axes(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
     """Return views [batch, heads, seq, dim] of tensors with other leading axes, for which torch has the slowest kernel.
 
     None: they have these axes, or torch's own function is to say what it makes of them.
     """
-    axes, lead = q.dim(), q.shape[:-2]
-    if axes in (0, 1, 4) or q.is_nested or k.shape[:-2] != lead or v.shape[:-2] != lead:
+    axes = q.dim()
+    if axes in (0, 1, 4) or not axes == k.dim() == v.dim() or q.is_nested:
         return None
-    if axes > 4:
-        if mask is not None and mask.dim() > 2:
-            return None
-        return (*(tensor.flatten(0, axes - 4) for tensor in (q, k, v)), mask)  # type: ignore[return-value]
     if axes == 2:
         return q[None, None], k[None, None], v[None, None], mask
-    return q[:, None], k[:, None], v[:, None], mask[:, None] if mask is not None and mask.dim() == 3 else mask
+    if axes == 3:
+        if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:  # torch broadcasts, or groups, the axis before seq
+            return q[None], k[None], v[None], mask
+        return q[:, None], k[:, None], v[:, None], mask[:, None] if mask is not None and mask.dim() == 3 else mask
+    lead = q.shape[:-3]
+    if k.shape[:-3] != lead or v.shape[:-3] != lead:
+        return None
+    if mask is not None and mask.dim() > 3:
+        mask = mask[(None,) * (axes - mask.dim())].expand(*lead, -1, -1, -1).flatten(0, axes - 4)
+    return (*(tensor.flatten(0, axes - 4) for tensor in (q, k, v)), mask)  # type: ignore[return-value]
+
+
+def _without_them(out_BHSD: Tensor, q: Tensor) -> Tensor:
+    if q.dim() == 2:
+        return out_BHSD[0, 0]
+    if q.dim() == 3:
+        return out_BHSD[0] if out_BHSD.shape[0] == 1 else out_BHSD[:, 0]
+    return out_BHSD.unflatten(0, q.shape[:-3])
 
 
 def _shares_one_head(q: Tensor, k: Tensor, v: Tensor) -> bool:
     # Torch broadcasts a single head of keys, unasked.
-    return q.dim() == k.dim() == v.dim() == 4 and not q.is_nested and k.shape[1] == v.shape[1] == 1 < q.shape[1]
+    return k.shape[1] == v.shape[1] == 1 < q.shape[1]
 
 
-def _regular(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None) -> bool:
-    # Whether a `Kind` says all that decides which kernel can do it. Torch broadcasts, and copies, for its slower ones.
+def _spread(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, grouped: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return tensors that every kernel takes, of those that torch would broadcast or copy for its slowest."""
+    if grouped and k.shape[1] != v.shape[1]:
+        heads = q.shape[1]
+        k, v = (t.repeat_interleave(heads // t.shape[1], 1) if heads % t.shape[1] == 0 else t for t in (k, v))
+    tensors = [q, k, v]
+    for axis in (0,) if grouped else (0, 1):
+        sizes = [tensor.shape[axis] for tensor in tensors]
+        if not sizes[0] == sizes[1] == sizes[2]:
+            shape = [max(sizes) if at == axis else -1 for at in range(4)]
+            tensors = [t.expand(shape).contiguous() if t.shape[axis] == 1 else t for t in tensors]
+    if mask is not None and mask.dim() == 3:
+        mask = mask[None]
+    if mask is not None:
+        mask = dense(mask)
+    return (*map(dense, tensors), mask)  # type: ignore[return-value]
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> bool:
     return (
-        q_BHSD.shape[0] == k_BKTD.shape[0] == v_BKTD.shape[0]
-        and k_BKTD.shape[1:3] == v_BKTD.shape[1:3]
-        and q_BHSD.shape[3] == k_BKTD.shape[3]
-        and all(tensor.stride(-1) == 1 for tensor in (q_BHSD, k_BKTD, v_BKTD))
-        and (mask is None or mask.dim() in (2, 4))
+        q.shape[0] == k.shape[0] == v.shape[0]
+        and k.shape[1:3] == v.shape[1:3]
+        and q.shape[3] == k.shape[3]
+        and (q.shape[1] % k.shape[1] == 0 if grouped and k.shape[1] else q.shape[1] == k.shape[1])
     )
+
+
+def _usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    # Torch copies, and broadcasts masks, for its slower kernels: then a `Kind` does not say all that decides.
+    return all(tensor.stride(-1) == 1 for tensor in (q, k, v)) and (mask is None or mask.dim() in (2, 4))
+
+
+def _only_of(priority: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which torch's own function may use those of its kernels that are named, and no others."""
+    kernels = [TORCH_BACKENDS[name] for name in priority if name in TORCH_BACKENDS]
+    if q.device.type == "meta" or _plain(q, k, v):
+        return nullcontext()  # nothing is computed, or torch says what is wrong
+    if not kernels:
+        raise ValueError(
+            f"F.scaled_dot_product_attention was called with {_shapes(q, k, v)}, under the attention backends"
+            f" {', '.join(map(repr, priority))}."
+            " These take tensors of as many axes each, [batch, heads, seq, dim] or others before seq, and none nested."
+            " Pass such tensors, or add 'auto' at the end, which leaves the others to torch."
+        )
+    return sdpa_kernel(kernels, set_priority=True)
+
+
+def _shapes(*tensors: Tensor) -> str:
+    told = ["nested" if tensor.is_nested else str(tuple(tensor.shape)) for tensor in tensors]
+    return ", ".join(f"{name} {shape}" for name, shape in zip(("queries", "keys", "values"), told, strict=True))
 
 
 @torch.compiler.assume_constant_result

@@ -67,6 +67,7 @@ CASES = [
     Case("softcap", softcap=2.0),
     Case("everything", softcap=2.0, packed=True, window=40, seq=150, scale=0.3),
     Case("cross", causal=False, keys=40),
+    Case("softcap_of_0", softcap=0.0),
 ]
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ups.kernels.attention import Documents, attention
 from tests.kernels.attention.cases import CASES, Case, expected, gradients, worst
@@ -63,6 +64,23 @@ def test_autocast_casts_as_torch_does():
     assert {out.dtype for out in outs} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("backend", [*ON_CPU, "flex", "fa4", "cudnn"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_meta_every_backend_has_shapes_and_costs(backend, case):
+    tensors = [tensor.requires_grad_() for tensor in case.tensors(device="meta")]
+    with FlopCounterMode(display=False) as counter:
+        out = attention(*tensors, **case.options("meta"), backend=backend)
+        out.sum().backward()
+    assert out.shape == (*tensors[0].shape[:3], case.dim)
+    assert {tensor.grad.device.type for tensor in tensors} == {"meta"}
+    assert counter.get_total_flops() > 0
+
+
+def test_an_unknown_backend_is_refused_on_meta_too():
+    with pytest.raises(ValueError, match="Use one of 'auto', 'reference'"):
+        attention(*Case("").tensors(device="meta"), backend="fa5")
+
+
 Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
 
 
@@ -77,6 +95,9 @@ Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
         ((Q, K, K), {"window": 0}, "window of 1 or more"),
         ((Q, K, K), {"documents": Documents.from_ids(torch.zeros(2, 9))}, "as the tokens are cut"),
         ((Q, K, K), {"backend": "fa5"}, "Use one of 'auto', 'reference'"),
+        ((Q, K, K), {"scale": -0.5}, "Use a scale above 0"),
+        ((Q, K, K), {"scale": 0.0}, "Use a scale above 0"),
+        ((Q, K, K), {"softcap": -30.0}, "Use a softcap above 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(tensors, options, cure):
@@ -87,6 +108,18 @@ def test_what_does_not_fit_is_refused(tensors, options, cure):
 def test_bare_ids_are_refused():
     with pytest.raises(TypeError, match=r"Use Documents.from_ids"):
         attention(Q, K, K, documents=torch.zeros(2, 8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [True, False, 4.0])
+def test_a_window_is_a_whole_number(window):
+    with pytest.raises(TypeError, match="Use a whole number, or None"):
+        attention(Q, K, K, window=window)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_learned_number_would_have_no_gradient(name):
+    with pytest.raises(TypeError, match="Multiply the queries"):
+        attention(Q, K, K, **{name: torch.ones((), requires_grad=True)})
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])

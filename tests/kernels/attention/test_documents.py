@@ -1,5 +1,6 @@
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
 from lightning_ups.kernels.attention import Documents
 
@@ -28,6 +29,20 @@ def test_moves_as_a_tensor_does():
     documents = Documents.from_ids(torch.zeros(1, 4)).to("meta", non_blocking=True)
     assert documents.ids.device.type == documents.cu_seqlens.device.type == "meta"
     assert documents.max_seqlen == 4
+
+
+@pytest.mark.parametrize("precision", [HalfPrecision("bf16-true"), DoublePrecision()], ids=lambda p: p.precision)
+def test_precisions_that_convert_batches_leave_it_as_it_is(precision):
+    batch = {"x": torch.ones(2), "documents": Documents.from_ids(torch.tensor([[0, 0, 300, 301]]))}
+    found = precision.convert_input(batch)
+    assert found["x"].dtype != torch.float32
+    assert found["documents"].ids.tolist() == [[0, 0, 1, 2]]
+    assert found["documents"].cu_seqlens.dtype == torch.int32
+
+
+def test_rows_of_no_tokens_have_no_documents():
+    documents = Documents.from_ids(torch.zeros(2, 0))
+    assert documents.cu_seqlens.tolist() == [0]
 
 
 @pytest.mark.parametrize("boundaries", [[0, 3, 7, 10], [0, 5], [1, 5, 10], [0, 5, 11], [0, 4, 2, 5, 10]])

@@ -16,6 +16,10 @@ OPERATOR = "attention_forward"
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
+def by_torch(*tensors, held=(ORIGINAL,), **options):
+    return held[0](*tensors, **options)  # a name in this module would be routed, too
+
+
 @pytest.fixture
 def fa4_on_cpu(monkeypatch):
     """Let backend fa4 do what eager formulas do, wherever the tensors are."""
@@ -121,10 +125,11 @@ def test_put_back_after_exceptions_and_nesting():
         assert F.scaled_dot_product_attention is outer
 
 
-def test_modules_that_imported_the_name_are_routed_too(monkeypatch):
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "sdpa"])
+def test_modules_that_imported_the_function_are_routed_too(monkeypatch, name):
     foreign = ModuleType("foreign")
-    foreign.scaled_dot_product_attention = ORIGINAL
-    exec("def f(*tensors): return scaled_dot_product_attention(*tensors)", foreign.__dict__)
+    setattr(foreign, name, ORIGINAL)
+    exec(f"def f(*tensors): return {name}(*tensors)", foreign.__dict__)
     monkeypatch.setitem(sys.modules, "foreign", foreign)
     with routed_attention("math"):
         assert ran(foreign.f, *inputs()[:1] * 3) == {"math"}
@@ -171,6 +176,95 @@ def test_a_single_head_of_keys_does_not_make_it_fall_back(fa4_on_cpu):
         torch.testing.assert_close(model(q, k, v, gqa=False), wanted)
 
 
+def broadcast(kind):
+    q, k, v = (torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mask, gqa = None, False
+    if kind == "one row of keys":
+        k, v = k[:1], v[:1]
+    elif kind == "one row of queries":
+        q = q[:1]
+    elif kind == "one head of queries":
+        q = q[:, :1]
+    elif kind == "one head of keys, more of values":
+        k = k[:, :1]
+    elif kind == "other heads of values":
+        k, gqa = k[:, :2], True
+    elif kind == "last axis not dense":
+        q, k, v = (tensor.mT.contiguous().mT for tensor in (q, k, v))
+    elif kind == "one row of keys, without heads":
+        q, k, v = q[0], k[0, :1], v[0, :1]
+    elif kind == "grouped, with two leading axes":
+        q, k, v, gqa = (*(t[None] for t in (q, k[:, :2], v[:, :2])), True)
+    elif kind == "a mask of three axes":
+        mask = torch.rand(4, 24, 24) > 0.3
+    elif kind == "a mask with two leading axes":
+        q, k, v = (tensor.view(2, 2, 2, 24, 16) for tensor in (q, k, v))
+        mask = torch.rand(2, 1, 2, 24, 24) > 0.3
+    return [tensor.detach().requires_grad_() for tensor in (q, k, v)], mask, gqa
+
+
+BROADCAST = (
+    "one row of keys", "one row of queries", "one head of queries", "one head of keys, more of values",
+    "other heads of values", "last axis not dense", "one row of keys, without heads", "grouped, with two leading axes",
+)  # fmt: skip
+MASKS = ("a mask of three axes", "a mask with two leading axes")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [(backend, kind) for backend in ("fa4", "flash") for kind in BROADCAST + (MASKS if backend == "flash" else ())],
+)
+def test_what_torch_broadcasts_or_copies_does_not_make_it_fall_back(fa4_on_cpu, backend, kind):
+    (q, k, v), mask, gqa = broadcast(kind)
+
+    def run():
+        out = model(q, k, v, mask, causal=False, gqa=gqa)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    wanted = run()
+    with routed_attention([backend, "math"]):
+        found = run()
+        for ours, torchs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, torchs)
+        assert ran(run) >= {OPERATOR if backend == "fa4" else CPU_FLASH}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # which math makes of them
+def test_nested_tensors_are_for_those_of_torchs_kernels_that_are_named(fa4_on_cpu):
+    rows = [torch.randn(3, 16), torch.randn(5, 16)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).unflatten(-1, [2, 8]).transpose(1, 2)
+    wanted = model(nested, nested, nested, causal=False, gqa=False).values()
+    with routed_attention("fa4"), pytest.raises(ValueError, match="add 'auto' at the end"):
+        model(nested, nested, nested, causal=False, gqa=False)
+    for backends in ("math", ["fa4", "math"], ["fa4", "auto"]):
+        with routed_attention(backends):
+            torch.testing.assert_close(model(nested, nested, nested, causal=False, gqa=False).values(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["one row of keys", "last axis not dense", "grouped, with two leading axes"])
+def test_what_torch_broadcasts_or_copies_compiles_without_a_break(fa4_on_cpu, kind):
+    tensors, _, gqa = broadcast(kind)
+    torch.compiler.reset()
+
+    def call(q, k, v):
+        return model(q, k, v, causal=False, gqa=gqa)
+
+    wanted = call(*tensors)
+    with routed_attention("fa4"):
+        found = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)(*tensors)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("backends", ["math", "fa4", ["fa4", "math"]], ids=str)
+def test_of_a_mistake_torch_says_what_it_is(fa4_on_cpu, backends):
+    q, k, v = (torch.randn(2, 6, 24, 16) for _ in range(3))
+    with routed_attention(backends):
+        with pytest.raises(RuntimeError, match="must match"):
+            model(q, k[:, :4], v[:, :4], gqa=False)
+        with pytest.raises(RuntimeError, match="must divide"):
+            model(q, k[:, :4], v[:, :4], gqa=True)
+
+
 def test_a_mask_goes_with_other_leading_axes():
     q, k, v = (torch.randn(3, 24, 16) for _ in range(3))
     for mask in (torch.rand(24, 24) > 0.3, torch.rand(3, 24, 24) > 0.3):
@@ -197,7 +291,7 @@ def test_masks_and_unusual_shapes_stay_with_torch():
         torch.testing.assert_close(model(q, k, v, mask, causal=False), wanted)
         torch.testing.assert_close(
             model(q[0, 0], k[0, 0], v[0, 0], gqa=False),
-            wanted.new_tensor(0) + ORIGINAL(q[0, 0], k[0, 0], v[0, 0], is_causal=True),
+            wanted.new_tensor(0) + by_torch(q[0, 0], k[0, 0], v[0, 0], is_causal=True),
         )
         with pytest.raises(RuntimeError, match="must match"):
             model(q, k, v, gqa=False)
@@ -226,9 +320,20 @@ def test_compiled_code_serves_many_lengths(fa4_on_cpu, backend, dynamic):
     with routed_attention(backend):
         for batch, seq in ((2, 10), (2, 12), (3, 17), (4, 23)):
             tensors = [t.transpose(1, 2).requires_grad_() for t in Case("", batch=batch, seq=seq).tensors()]
-            found, wanted = compiled(*tensors), ORIGINAL(*tensors, is_causal=True, enable_gqa=True)
+            found, wanted = compiled(*tensors), by_torch(*tensors, is_causal=True, enable_gqa=True)
             for ours, torchs in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (found, wanted)), strict=True):
                 torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whether_anything_was_routed_is_known(compiled, monkeypatch):
+    monkeypatch.setattr(routing, "_CALLED", set())
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with routed_attention(["reference", "math"]):
+        assert not routing.has_routed(["reference", "math"])
+        call(*inputs())
+    assert routing.has_routed(["reference", "math"])
+    assert not routing.has_routed("math")
 
 
 def test_autocast():
