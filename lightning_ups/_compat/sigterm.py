@@ -1,12 +1,12 @@
-"""Stopping all ranks together on SIGTERM, without a broadcast and a wait in every step.
+"""Stopping all ranks together on SIGTERM, without a broadcast and a wait in every step; and when they go apart.
 
 Lightning 2.6.6 broadcasts rank 0's flag before each batch and reads it with ``.item()``, which waits for the device,
 and its handler broadcasts once more, from within the signal, on whatever rank got it. Here a flag on the CPU is
 reduced over gloo in the background, every few steps, and read when the next one is due, so that all ranks read the
-same at the same step.
+same at the same step. A number that must be the same on all ranks goes the same way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,12 +26,21 @@ class SigtermPoll:
     Args:
         trainer: Whose loop and signal handler are changed.
         every: Steps between two polls; a signal stops the run after at most twice as many.
+        mark: Returns a number that must be the same on all ranks, whenever they poll.
+        differ: Raises, on every rank, when it was not.
     """
 
-    def __init__(self, trainer: Trainer, *, every: int) -> None:
-        self._trainer, self._every = trainer, every
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        every: int,
+        mark: Callable[[], int] = int,
+        differ: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._trainer, self._every, self._mark, self._differ = trainer, every, mark, differ
         self._asked, self._count = False, 0
-        self._flag = torch.zeros((), dtype=torch.int32)
+        self._flags = torch.zeros(3, dtype=torch.int64)  # asked; and of the mark the largest, and minus the smallest
         self._pending: Any = None
 
     @contextmanager
@@ -61,13 +70,29 @@ class SigtermPoll:
         self._count += 1
         if self._count % self._every:
             return
-        if self._pending is not None:
-            self._pending.wait()  # it had some steps to arrive
-            if self._flag.item():  # on the CPU
-                self._trainer._signal_connector.received_sigterm = True
-                raise SIGTERMException
-        self._flag = torch.tensor(int(self._asked), dtype=torch.int32)
-        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=_cpu_group(), async_op=True)
+        if self._pending is not None and self._read():
+            self._trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+        self._send()
+
+    def compare(self) -> None:
+        """Wait until it is known that the mark is the same on all ranks now. Every rank must call it."""
+        if self._trainer.world_size > 1:
+            self._send()
+            self._read()
+
+    def _send(self) -> None:
+        mark = self._mark()
+        self._flags = torch.tensor([int(self._asked), mark, -mark], dtype=torch.int64)
+        self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=_cpu_group(), async_op=True)
+
+    def _read(self) -> bool:
+        """Return whether any rank was asked to stop; it had some steps to arrive."""
+        self._pending.wait()
+        asked, largest, smallest = self._flags.tolist()  # on the CPU
+        if largest != -smallest:
+            self._differ()
+        return bool(asked)
 
     def _note(self, signum: Any, _: Any) -> None:
         # Nothing is sent from here: a signal arrives in the midst of anything. Nor is `received_sigterm` set, on which

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 from lightning_ups.order.policy import STOCK_POLICIES, policy_of
 from lightning_ups.order.run import Run
@@ -55,6 +55,12 @@ REFUSALS = (
         why="It would average bfloat16 copies of the weights, and write the result where the masters replace it.",
         cure="Use weights='autocast' in the precision.",
         holds=lambda run: run.training and _has_masters(run) and bool(_averaging(run)),
+    ),
+    Refusal(
+        what=lambda run: f"{_pruning(run)[0]} is given with {run.strategy.name}.",
+        why="It ranks weights, and puts masked copies in their places; here each device holds a part of a weight.",
+        cure="Prune before fit, or use strategy='ddp'.",
+        holds=lambda run: run.training and _shards_itself(run) and bool(_pruning(run)),
     ),
     Refusal(
         what=lambda run: f"precision={run.precision.precision!r} is given with {run.strategy.name}.",
@@ -197,7 +203,7 @@ REFUSALS = (
     ),
     Refusal(
         what=lambda run: f"torch.compile({type(run.module).__name__}) was given to {run.strategy.name}.",
-        why="The strategy gathers parameters in hooks of each block, and these would break the one graph.",
+        why="It would compile the module as one graph, in which the strategy's gathers of parameters have no place.",
         cure="Pass the module as it is, with the callback Compile().",
         # Without Compile(), which has a row of its own.
         holds=lambda run: (
@@ -260,6 +266,10 @@ def _owners(run: Run) -> list[str]:
 
 def _averaging(run: Run) -> list[str]:
     return [type(c).__name__ for c in run.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+
+
+def _pruning(run: Run) -> list[str]:
+    return [type(c).__name__ for c in run.callbacks if isinstance(c, ModelPruning)]
 
 
 def _has_masters(run: Run) -> bool:

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Backend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -281,7 +281,7 @@ class ShardingStrategy(ModelParallelStrategy):
         self._in_effect = ExitStack()  # what is changed on the Trainer's loops
         self._recording: Recording | None = None
         self._buffers: BufferSync | None = None
-        self._in_manual_step = self._accumulating = False
+        self._in_manual_step = self._accumulating = self._saw_backward = False
         self._starts_accumulation = True
         self.checkpoints = Checkpoints(
             self, save=save, async_save=async_save, weights_only=weights_only, on_unreplayable=on_unreplayable
@@ -310,11 +310,19 @@ class ShardingStrategy(ModelParallelStrategy):
         """Return a context in which a step of that name reads parameters as the module has them."""
         return nullcontext()
 
+    def _within_backward(self) -> AbstractContextManager[None]:
+        """Return a context in which the backward itself runs, and none of the hooks around it."""
+        return nullcontext()
+
     def _after_evaluation(self) -> None:
         """Do what a backward would have done."""
 
     def _after_averaging(self) -> None:
         """Do what follows the last backward of an optimizer step."""
+
+    @abstractmethod
+    def _mark(self) -> int:
+        """Return a checksum of what training steps have run, which is the same on all devices."""
 
     # Setting up
 
@@ -341,6 +349,15 @@ class ShardingStrategy(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may ask for it
         self._change_loops(self.lightning_module.trainer)
 
+    def _refuse_unlike(self) -> None:
+        raise RuntimeError(
+            "In training_step some devices have gathered other parameters, or in another order, than the others."
+            " Collectives meet by their order, whatever they are of, so that what was computed since then is wrong."
+            " That happens where a device chooses by its own batch which module it runs, or which branch of one."
+            " Let all devices run the same, with a loss times 0 where it shall not count, or use"
+            " strategy='ddp_find_unused_parameters_true'."
+        )
+
     def _check_communication(self) -> None:
         """Refuse a backend that is none, and what is asked of NCCL where it does not communicate, or say that."""
         backend = self._get_process_group_backend()
@@ -366,7 +383,7 @@ class ShardingStrategy(ModelParallelStrategy):
 
     def _change_loops(self, trainer: Trainer) -> None:
         self._in_effect.close()
-        self._poll = SigtermPoll(trainer, every=self._sigterm_every)
+        self._poll = SigtermPoll(trainer, every=self._sigterm_every, mark=self._mark, differ=self._refuse_unlike)
         self._in_effect.enter_context(self._poll.installed())
         self._in_effect.enter_context(without_inference_mode(trainer))
         self._in_effect.enter_context(finetuning_by_identity())
@@ -423,7 +440,7 @@ class ShardingStrategy(ModelParallelStrategy):
     def _prepare_training(self, precision: PolicyPrecision) -> None:
         assert self.lightning_module is not None
         self._buffers = BufferSync(self.lightning_module, group=self._replicas)
-        self._in_manual_step = self._accumulating = False
+        self._in_manual_step = self._accumulating = self._saw_backward = False
         self._starts_accumulation = True
 
     @override
@@ -485,13 +502,37 @@ class ShardingStrategy(ModelParallelStrategy):
         self._after_evaluation()
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self._starts_accumulation = not self._accumulating
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # As Lightning's own, but that `on_after_backward` sees gradients that are averaged, as it does under DDP.
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        with self._within_backward():
+            precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._saw_backward, self._starts_accumulation = True, not self._accumulating
         if not self._accumulating:
-            assert self.lightning_module is not None
-            replicated = recall(self.lightning_module).replicated.values()
-            average_gradients(replicated, group=self._replicas, unused=self._unused)
+            average_gradients(self._replicated, group=self._replicas, unused=self._unused)
             self._after_averaging()
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @property
+    def _replicated(self) -> list[nn.Parameter]:
+        assert self.lightning_module is not None
+        return [*recall(self.lightning_module).replicated.values()]
+
+    def _refuse_backward_unseen(self) -> None:
+        """Refuse what would let gradients be those of one device's part of the batch."""
+        unaveraged = not self._saw_backward and self._replicas.size() > 1
+        if unaveraged and any(p.grad is not None for p in self._replicated):
+            raise RuntimeError(
+                "An optimizer is stepped after loss.backward() in training_step, of which the strategy does not hear."
+                " What stays whole on every device, such as scalars, would keep the gradient of that device's batch,"
+                " and the devices would train apart."
+                " Call self.manual_backward(loss)."
+            )
 
     @override
     @contextmanager
@@ -506,6 +547,8 @@ class ShardingStrategy(ModelParallelStrategy):
         assert isinstance(precision, PolicyPrecision)
         if not self._in_manual_step:
             precision.grad_norm = None
+        else:
+            self._refuse_backward_unseen()
         with explaining_shards(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._in_manual_step:
@@ -520,6 +563,7 @@ class ShardingStrategy(ModelParallelStrategy):
     @override
     def on_train_end(self) -> None:
         check_kept()
+        self._poll.compare()
         super().on_train_end()
 
     @override

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,8 +22,8 @@ from lightning_ups.transforms.accumulate import Sync
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
 from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
 from lightning_ups.transforms.compile_advice import advice_for_one_graph
-from lightning_ups.transforms.compile_frame import prepared
-from lightning_ups.transforms.explained import explaining_shards_read, note_second_backward
+from lightning_ups.transforms.compile_frame import hearing, prepared
+from lightning_ups.transforms.explained import explaining_shards_read, explaining_types, note_second_backward
 from lightning_ups.transforms.gather_graph import GatherPlan
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.parametrise import (
@@ -70,6 +69,7 @@ class _Graphs(Step):
         plan = GatherPlan.of(blocks, names, recompute=self.options.reshard_after_forward, key=key)
         with ExitStack() as stack:
             stack.enter_context(prepared(plan))
+            stack.enter_context(hearing(lambda said: self.strategy._gathering.note(said)))
             stack.enter_context(random_states_in_place())
             why = self._not_put_together(module)
             # Programs know where their device's part of what is gathered lies, and inductor's caches do not.
@@ -330,7 +330,13 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @contextmanager
     def _within_step(self, step: str) -> Iterator[None]:
         gathering = self._gathering
-        with gathering.reading(whole=True), advice_for_one_graph(_PART), explaining_shards_read(step):
+        with (
+            gathering.reading(whole=True),
+            gathering.noting(training=step == "training_step"),
+            advice_for_one_graph(_PART),
+            explaining_shards_read(step),
+            explaining_types(step, param_dtype=gathering.options.param_dtype),
+        ):
             yield
         assert self.lightning_module is not None
         gathering.check_unwritten(self.lightning_module)
@@ -339,10 +345,15 @@ class SimpleFSDPStrategy(ShardingStrategy):
                 self._compiled.check()
 
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+    @contextmanager
+    def _within_backward(self) -> Iterator[None]:
         # What is recomputed reads parameters again.
         with self._gathering.reading(whole=True), explaining_shards_read("The backward of training_step"):
-            return super().backward(*args, **kwargs)
+            yield
+
+    @override
+    def _mark(self) -> int:
+        return self._gathering.noted
 
     @override
     def _after_averaging(self) -> None:

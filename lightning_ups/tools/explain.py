@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_ups.order import PolicyPrecision, Run, Stage, Step, policy_of, refusals
 from lightning_ups.tools.asked import Asked, counted
 from lightning_ups.transforms.blocks import find_blocks, select_blocks
+from lightning_ups.transforms.parametrise import check_parametrisable, is_parametrised
 
 __all__ = ["show"]
 
@@ -84,6 +85,8 @@ def _order(asked: Asked) -> Iterator[str]:
     made_by = f"{type(run.module).__name__}.configure_optimizers"
     section = asked.optimizer and f"{asked.optimizer.rpartition('.')[2]} of the section 'optimizer'"
     steps[Stage.OPTIMIZERS].insert(0, section or made_by)
+    if run.strategy.whole_graph and not steps[Stage.COMPILE]:
+        steps[Stage.COMPILE].append(run.strategy.name)
     own = is_overridden("configure_model", run.module)
     yield f"{'configure_model':16} {type(run.module).__name__ if own else '-'}"
     for stage, labels in steps.items():
@@ -95,6 +98,11 @@ def _refused(run: Run) -> Iterator[str]:
         yield refusal.text(run)
     if isinstance(run.precision, PolicyPrecision) and (text := run.precision.refusal(run)) is not None:
         yield text
+    if run.strategy.whole_graph and not is_parametrised(run.module):
+        try:
+            check_parametrisable(run.module)
+        except ValueError as error:
+            yield str(error)
     for step in run.declarations:
         yield from _unmatched(step, run.module)
 

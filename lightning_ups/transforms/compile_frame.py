@@ -20,7 +20,7 @@ from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import outputs_owned
 from lightning_ups.transforms.forward import Forward
 
-__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "prepared", "structure"]
+__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "hearing", "prepared", "structure"]
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -274,20 +274,41 @@ def _own_code(inner: Forward, name: str) -> Forward:
     return FunctionType(code, globals(), name, None, forward.__closure__)
 
 
-_PREPARING: list[Callable[[fx.GraphModule], None]] = []
+_PREPARING: list[Callable[[fx.GraphModule], str | None]] = []
+_HEARING: list[Callable[[str], None]] = []
 
 
 @contextmanager
-def prepared(prepare: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+def prepared(prepare: Callable[[fx.GraphModule], str | None]) -> Iterator[None]:
     """Let ``prepare`` change each graph that Dynamo captures, before a backend sees it, while the context is open.
 
-    Blocks that enter in this context share no graph with others; ``prepare`` is compared by equality and hashed.
+    Blocks that enter in this context share no graph with others; ``prepare`` is compared by equality and hashed. What
+    it returns is said whenever the graph runs, to who is ``hearing``.
     """
     _PREPARING.append(prepare)
     try:
         yield
     finally:
         _PREPARING.remove(prepare)
+
+
+@contextmanager
+def hearing(hear: Callable[[str], None]) -> Iterator[None]:
+    """Call ``hear`` with what there is to say of each graph that runs, while the context is open."""
+    _HEARING.append(hear)
+    try:
+        yield
+    finally:
+        _HEARING.remove(hear)
+
+
+def _saying(run: Callable[..., Any], said: str) -> Callable[..., Any]:
+    def saying(*args: Any) -> Any:
+        for hear in _HEARING:
+            hear(said)
+        return run(*args)
+
+    return saying
 
 
 class _Callers(local):
@@ -331,15 +352,15 @@ class _Backend:
         self._own_outputs = compiler.own_outputs
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        for prepare in _PREPARING:
-            prepare(graph)
+        said = "; ".join(filter(None, [prepare(graph) for prepare in _PREPARING]))
         # So that what fails, fails in the call of its block, however late the backward runs.
         with dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext():
             hits, misses = dynamo.cache_hits()
             run = self._compile(graph, inputs)
         if caller := _caller():
             caller.made_graph(from_cache=dynamo.cache_hits() > (hits, misses) and dynamo.cache_hits()[1] == misses)
-        return with_trial(outputs_owned(run, ran=_ran) if self._own_outputs else run, graph, caller=_caller)
+        run = with_trial(outputs_owned(run, ran=_ran) if self._own_outputs else run, graph, caller=_caller)
+        return _saying(run, said) if said else run
 
     def reset(self) -> None:
         if reset := getattr(self._compile, "reset", None):

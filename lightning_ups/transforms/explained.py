@@ -8,7 +8,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["advice_on_mixed_types", "explaining_reads", "explaining_shards_read", "float32_for", "note_second_backward"]
+__all__ = [
+    "advice_on_mixed_types",
+    "explaining_reads",
+    "explaining_shards_read",
+    "explaining_types",
+    "float32_for",
+    "note_second_backward",
+]
 
 _OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
 _OF_NO_KERNEL = ("unsupported dtype", "not implemented for")
@@ -46,23 +53,52 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
                 " physics-informed losses, and FSDP2 knows one backward of each forward."
                 " Use strategy='ddp'."
             ) from error
-        if param_dtype is not None and any(words in said for words in _OF_TWO_TYPES) and "is read outside" not in said:
-            raise RuntimeError(
-                f"{step} computes with tensors of two types: {said}."
-                f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
-                " cast to it; a tensor that a forward makes in another type is not, as autocast would."
-                f" Cast it there, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is given to a module"
-                " that is not among the blocks, name that in blocks=[...]."
-            ) from error
-        low = str(param_dtype).removeprefix("torch.")
-        if low in said.lower() and any(words in said.lower() for words in _OF_NO_KERNEL):
-            raise RuntimeError(
-                f"{step} meets an operator that does not take {param_dtype}: {said}."
-                f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
-                " cast to it."
-                f" Cast it there, as in x.float(), or {float32_for(error)}."
-            ) from error
+        if (text := _about_types(step, said, error, param_dtype)) is not None:
+            raise RuntimeError(text) from error
         raise
+
+
+@contextmanager
+def explaining_types(step: str, *, param_dtype: torch.dtype | None) -> Iterator[None]:
+    """Say why ``step`` of a sharded model fails, in this context, if the type that it is gathered in is why.
+
+    Args:
+        step: Its name.
+        param_dtype: The type in which modules compute; None: that of the parameters.
+
+    Raises:
+        RuntimeError: If it fails so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).splitlines()[0].rstrip(".") if str(error) else ""
+        said = said.partition(". Something in it is beyond")[0]  # what is advised of what no compiler takes
+        if (text := _about_types(step, said, error, param_dtype)) is not None:
+            raise RuntimeError(text) from error
+        raise
+
+
+def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.dtype | None) -> str | None:
+    if param_dtype is None:
+        return None
+    if any(words in said for words in _OF_TWO_TYPES) and "is read outside" not in said:
+        return (
+            f"{step} computes with tensors of two types: {said}."
+            f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
+            " cast to it; a tensor that a forward makes in another type is not, as autocast would."
+            f" Cast it there, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is given to a module"
+            " that is not among the blocks, name that in blocks=[...]."
+        )
+    low = str(param_dtype).removeprefix("torch.")
+    if low in said.lower() and any(words in said.lower() for words in _OF_NO_KERNEL):
+        return (
+            f"{step} meets an operator that does not take {param_dtype}: {said}."
+            f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
+            " cast to it."
+            f" Cast it there, as in x.float(), or {float32_for(error)}."
+        )
+    return None
 
 
 @contextmanager

@@ -38,8 +38,8 @@ class GatherPlan:
         inside = {block.removeprefix(f"{root}.") for block in blocks for root in roots if block.startswith(f"{root}.")}
         return cls(tuple(sorted(inside)), recompute, key)
 
-    def __call__(self, graph: fx.GraphModule) -> None:
-        """Mark the gathers of ``graph``.
+    def __call__(self, graph: fx.GraphModule) -> str:
+        """Mark the gathers of ``graph``, and return what they are of.
 
         Raises:
             RuntimeError: If it writes to what it gathered.
@@ -60,6 +60,7 @@ class GatherPlan:
                     " The shards are what is trained and saved, and the write would be lost with the copy."
                     " Write outside the step, such as in on_train_batch_end, or use FSDP2Strategy."
                 )
+        return ", ".join(str(redistribute.args[0]) for redistribute, _ in found)
 
     def _place(self, node: fx.Node) -> str:
         return next((path for path in module_path(node) if path in self.blocks), REST)

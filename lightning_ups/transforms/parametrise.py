@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
+from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ __all__ = [
     "Gathering",
     "ParametriseOptions",
     "Parametrised",
+    "check_parametrisable",
     "is_parametrised",
     "parametrise",
     "parametrised",
@@ -71,6 +74,9 @@ class Gathering:
         self.mesh, self.options = mesh, options
         self._whole = tuple(Replicate() for _ in range(mesh.ndim))
         self._mean = tuple(Partial("avg") for _ in range(mesh.ndim))
+        self.noted = 0  # a checksum of what training steps called and gathered, in that order
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # of roots of which something is split
+        self._notes = False
         self._before: list[bool] = []  # of the calls that are open
         self._read: list[tuple[Tensor, int, Tensor]] = []
 
@@ -85,6 +91,23 @@ class Gathering:
             yield
         finally:
             self.active = before
+
+    @contextmanager
+    def noting(self, *, training: bool) -> Iterator[None]:
+        """Note what is called and gathered until the end of the context, if it is a step of training."""
+        before, self._notes = self._notes, training
+        try:
+            yield
+        finally:
+            self._notes = before
+
+    def note(self, what: str) -> None:
+        """Take account of a call or a gather, which all devices must make at the same place.
+
+        Where nothing is split, a device may compute by itself what has no backward.
+        """
+        if self._notes and (self.mesh.size(self.mesh.ndim - 1) > 1 or torch.is_grad_enabled()):
+            self.noted = crc32(what.encode(), self.noted)
 
     def placements(self, parameter: Tensor) -> tuple[Placement, ...]:
         """Return how ``parameter`` is sharded: along a dimension that all devices share alike, or not at all.
@@ -147,9 +170,11 @@ class Gathering:
 
     # Hooks of the model and its roots, so that a call outside of a step gathers too.
 
-    def begin_call(self, *_: Any) -> None:
+    def begin_call(self, module: nn.Module, *_: Any) -> None:
         """Gather what is read from here on."""
         if not torch.compiler.is_compiling():
+            if module in self.names:
+                self.note(self.names[module])
             self._before.append(self.active)
             self.active = True
 
@@ -282,7 +307,7 @@ def parametrise(
         assert isinstance(earlier, Parametrised)
         earlier.gathering.forget()  # what an exception left
         return earlier
-    _check(model)
+    check_parametrisable(model)
     outermost = list(roots)
     gathering = Gathering(data_mesh(mesh), options)
     share = _share(blocks.values(), model)
@@ -298,6 +323,8 @@ def parametrise(
     for module in (model, *outermost):
         module.register_forward_pre_hook(gathering.begin_call)
         module.register_forward_hook(gathering.end_call, always_call=True)
+    called = {module: name for name, module in model.named_modules()}
+    gathering.names.update((root, called[root]) for root in outermost if any(map(_splits, root.parameters())))
     record = Parametrised(
         options=options,
         layout=layout,
@@ -311,7 +338,12 @@ def parametrise(
     return record
 
 
-def _check(model: nn.Module) -> None:
+def check_parametrisable(model: nn.Module) -> None:
+    """Raise if ``model`` holds what cannot be sharded so.
+
+    Raises:
+        ValueError: If so.
+    """
     refuse_lazy(model)
     if sharded := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise ValueError(
@@ -432,7 +464,7 @@ def _class_of(kind: type[nn.Module], names: _Names, gathering: Gathering) -> typ
             raise ValueError(
                 f"{name} of a {kind.__name__} is sharded and was set to a tensor that is whole."
                 " The optimizer would keep the shard that was there, and only one of the two would be trained."
-                " Write values into it, with torch.no_grad(): module.weight.copy_(...), or set it before fit."
+                " Write values into it, within torch.no_grad(), as module.weight[:] = values; or set it before fit."
             )
         kind.register_parameter(self, name, param)
 
@@ -464,7 +496,11 @@ def _reader(name: str, gathering: Gathering, *, cast: bool, splits: bool) -> Cal
         if not gathering.active or not isinstance(shard, DTensor):
             return shard
         whole = gathering.whole(shard, cast=cast, splits=splits)
-        return whole if torch.compiler.is_compiling() else gathering.watched(whole, shard)
+        if torch.compiler.is_compiling():
+            return whole
+        if splits:
+            gathering.note(f"{name} {tuple(shard.shape)}")
+        return gathering.watched(whole, shard)
 
     return read
 

@@ -49,3 +49,20 @@ def test_one_process_keeps_lightnings_own_way(tmp_path):
     lightning = trainer(tmp_path)
     with SigtermPoll(lightning, every=1).installed():
         assert "_broadcast_sigterm_tensor" not in vars(lightning.fit_loop.epoch_loop)
+
+
+def marked(tmp_path, differs):
+    fake = SimpleNamespace(world_size=2, strategy=SimpleNamespace(launcher=None))
+    found = []
+    poll = SigtermPoll(
+        fake, every=2, mark=lambda: 7 + differs * dist.get_rank(), differ=lambda: found.append(poll._count)
+    )
+    for _ in range(5):
+        poll.poll()
+    poll.compare()
+    return found
+
+
+def test_a_mark_that_differs_is_found_at_the_next_poll_and_at_the_end(ranks, tmp_path):
+    assert ranks(marked, tmp_path, 0) == []
+    assert ranks(marked, tmp_path, 2**31) == [4, 5]

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
 from lightning_ups.callbacks import (
@@ -85,6 +85,10 @@ REFUSED = {
     "averages of masters": (
         run(callbacks=(EMAWeightAveraging(),), precision=BF16Precision()),
         r"EMAWeightAveraging is given with BF16Precision\(weights='masters'\). .*Use weights='autocast'",
+    ),
+    "pruned shards": (
+        run(strategy=FSDP2, callbacks=(ModelPruning("l1_unstructured"),)),
+        "ModelPruning is given with FSDP2Strategy.*Prune before fit, or use strategy='ddp'",
     ),
     "two owners": (run(callbacks=(Owner(), SecondOwner())), "Owner and SecondOwner would both keep .*Keep one of them"),
     "fp16": (
@@ -220,6 +224,7 @@ ALLOWED = {
     "gathered in float8": run(strategy=FSDP2, precision=Float8Precision(all_gather=True, emulate=True)),
     "gathered in float8 outside fit": run(precision=Float8Precision(all_gather=True, emulate=True), training=False),
     "not gathered in float8, and so said": run(precision=Float8Precision(all_gather=False, emulate=True)),
+    "pruned whole weights": run(callbacks=(ModelPruning("l1_unstructured"),)),
     "one owner": run(callbacks=(Owner(),)),
 }
 

@@ -30,7 +30,24 @@ class Physics(Case):
         return loss
 
 
-CASES["Physics"] = Physics
+class Penalty(Case):
+    """Bounds the slope of what it computes; only its backward meets what was freed."""
+
+    def build(self):
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def run(self, x):
+        return self.head(self.layers(x))
+
+    def training_step(self, batch, _):
+        x = batch.detach().requires_grad_()
+        u = self.run(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return slope.square().mean() + (u - 1).square().mean()
+
+
+CASES["Physics"], CASES["Penalty"] = Physics, Penalty
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +88,17 @@ def test_what_knows_one_backward_says_so(callback, cure, tmp_path):
     assert re.search(cure, note)
 
 
-def failing(tmp_path, run):
+def failing(tmp_path, name, run):
     try:
-        run("Physics", tmp_path, {}, 2, {})
+        run(name, tmp_path, {}, 2, {})
     except RuntimeError as error:
         return [str(error), *getattr(error, "__notes__", [])]
 
 
+@pytest.mark.parametrize("name", ["Physics", "Penalty"])
 @pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
-def test_shards_know_one_backward_and_say_so(run, ranks, tmp_path):
-    said = ranks(failing, tmp_path, run)
+def test_shards_know_one_backward_and_say_so(name, run, ranks, tmp_path):
+    said = ranks(failing, tmp_path, name, run)
     assert len(said) == (1 if run is on_ranks else 2)
     assert "create_graph=True" in said[-1]
     assert said[-1].endswith("Use strategy='ddp'.")

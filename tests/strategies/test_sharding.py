@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
 
@@ -17,6 +18,8 @@ from lightning_ups.order.placement import Placement
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.strategies.sharding import ShardingStrategy, ShardStep, check_known, check_sharding, some
 from tests.strategies import cases
+from tests.strategies.cases import CASES, on_ranks, simply_on_ranks
+from tests.strategies.test_parity import check, expected
 from tests.toys import Net, loader, trainer
 
 BOTH = (FSDP2Strategy, SimpleFSDPStrategy)
@@ -200,3 +203,93 @@ def test_other_blocks_than_those_of_an_earlier_run_are_refused(ranks, tmp_path, 
     text = ranks(named_anew, tmp_path, strategy)
     assert text.startswith("Case was sharded by an earlier run in other blocks: layers.0, layers.1;")
     assert f"{strategy.__name__}(blocks=['layers.1']) names layers.1." in text
+
+
+# Callbacks that run a part of training and go back
+
+
+class Tuned(cases.Case):
+    lr = 0.3
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def tuned(tmp_path, strategy):
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=0.1, num_training_steps=30)
+    compiling = [Compile(backend="aot_eager")] if strategy is SimpleFSDPStrategy else []
+    made = strategy if strategy == "ddp" else strategy()
+    model, data = Tuned(), DataLoader(cases.data().repeat(30, 1), batch_size=8)
+    trainer(tmp_path, callbacks=[finder, *compiling], strategy=made, devices=2, epochs=1).fit(model, data)
+    return model.lr, cases.losses_of(model, len(model.losses))
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.filterwarnings("ignore")
+def test_a_learning_rate_is_found_as_under_ddp(ranks, tmp_path, strategy):
+    (lr, losses), (right, others) = (ranks(tuned, tmp_path / str(s), s) for s in (strategy, "ddp"))
+    assert lr == pytest.approx(right) != Tuned.lr
+    assert losses == pytest.approx(others, rel=1e-4)
+
+
+# Backward, and the hooks around it
+
+
+class BoundsGradients(cases.Scalar):
+    """Bounds all gradients in a hook after backward: of an average, and not of one device's part."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.05, 0.05)
+
+
+class WritesAround(cases.Case):
+    """Writes to weights in the hooks before and after backward, in the last step too."""
+
+    def on_before_backward(self, loss):
+        with torch.no_grad():
+            self.layers[0].up.bias.add_(0.1)
+
+    def on_after_backward(self):
+        with torch.no_grad():
+            self.layers[1].up.weight.mul_(0.5)
+        self.layers[1].up.bias.data.clamp_(-0.1, 0.1)
+
+
+AROUND = {kind.__name__: kind for kind in (BoundsGradients, WritesAround)}
+
+
+def around_backward(tmp_path, name, run):
+    CASES[name] = AROUND[name]
+    return run(name, tmp_path, {}, 2, {})
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks])
+@pytest.mark.parametrize("name", AROUND)
+def test_hooks_around_backward_are_those_of_one_device(ranks, tmp_path, name, run):
+    CASES[name] = AROUND[name]
+    check(ranks(around_backward, tmp_path, name, run), expected(name, tmp_path, {}))
+
+
+class PastManualBackward(cases.Scalar):
+    """Runs the backward by itself, and not by ``manual_backward``."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, _):
+        optimizer = self.optimizers()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+def past_manual_backward(tmp_path, run):
+    CASES["PastManualBackward"] = PastManualBackward
+    run("PastManualBackward", tmp_path, {}, 2, {})
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks])
+def test_a_backward_that_would_leave_gradients_of_one_device_is_refused(ranks, tmp_path, run):
+    with pytest.raises(
+        AssertionError, match=r"(?s)is stepped after loss\.backward\(\).*Call self\.manual_backward\(loss\)"
+    ):
+        ranks(past_manual_backward, tmp_path, run)

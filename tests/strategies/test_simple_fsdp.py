@@ -367,6 +367,62 @@ def test_a_write_that_would_be_lost_is_refused(ranks, tmp_path):
     assert ranks(written, tmp_path).startswith("head.weight was written to within a step")
 
 
+class Either(nn.Module):
+    """One of two layers, as a flag says."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, left):
+        return self.left(x) if left else self.right(x)
+
+
+class ByTurns(cases.Case):
+    """Runs one of two equal modules, or of two branches in one; on each device another where ``alike`` is False."""
+
+    where, alike = "modules", True
+
+    def build(self):
+        super().build()
+        self.one, self.other, self.either = nn.Linear(8, 8), nn.Linear(8, 8), Either()
+        self.square = nn.Parameter(torch.randn(8, 8))
+
+    def run(self, x):
+        rank = dist.get_rank() if dist.is_initialized() and not self.alike else 0
+        first = (len(self.losses) + rank) % 2 == 0
+        if self.where == "modules":
+            return super().run((self.one if first else self.other)(x))
+        if self.where == "reads":
+            return super().run(nn.functional.linear(x, self.one.weight if first else self.square))
+        return super().run(self.either(x, first))
+
+
+def by_turns(path, where, *, alike, steps, every, run=simply_on_ranks):
+    CASES[where] = type("ByTurns", (ByTurns,), {"where": where, "alike": alike})
+    return run(where, path, {"sigterm_every": every}, 2, {"steps": steps})
+
+
+@pytest.mark.parametrize(("where", "steps", "every"), [("modules", 1, 4), ("branches", 3, 1), ("reads", 1, 4)])
+def test_devices_that_gather_other_parameters_are_told_of(ranks, tmp_path, where, steps, every):
+    with pytest.raises(AssertionError, match=r"(?s)other parameters, or in another order.*ddp_find_unused_parameters"):
+        ranks(partial(by_turns, tmp_path, where, alike=False, steps=steps, every=every))
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 4), (3, 1)])
+def test_devices_that_run_other_modules_under_fsdp2_are_told_of_too(ranks, tmp_path, steps, every):
+    with pytest.raises(AssertionError, match=r"(?s)other parameters, or in another order.*ddp_find_unused_parameters"):
+        ranks(partial(by_turns, tmp_path, "modules", alike=False, steps=steps, every=every, run=on_ranks))
+
+
+@pytest.mark.parametrize("where", ["modules", pytest.param("branches", marks=pytest.mark.slow)])
+def test_steps_that_gather_other_parameters_alike_on_all_devices_are_right(ranks, tmp_path, where):
+    CASES[where] = type("ByTurns", (ByTurns,), {"where": where})
+    for run in (simply_on_ranks, on_ranks):
+        result = ranks(partial(by_turns, tmp_path, where, alike=True, steps=5, every=1, run=run))
+        check(result, expected(where, tmp_path, {}))
+
+
 class Listed(cases.Case):
     """Takes weights from a list of them, or each by its name."""
 
@@ -469,6 +525,41 @@ def test_bf16_gathers_in_bf16_and_keeps_float32(ranks, tmp_path):
     assert ranks(types_seen, tmp_path) == {
         "root": full, "weight": half, "gradient": full, "loss": full, "masters": {full},
     }  # fmt: skip
+
+
+class MixesTypes(cases.Case):
+    """Makes a tensor of its own type: in the step, or in a module."""
+
+    def run(self, x):
+        return super().run(nn.functional.linear(x, self.layers[0].up.weight[:8]))
+
+
+class MixesTypesWithin(cases.Case):
+    def build(self):
+        super().build()
+        self.mixing = Mixing()
+
+    def run(self, x):
+        return super().run(self.mixing(x))
+
+
+class Mixing(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        return nn.functional.linear(torch.ones(x.shape), self.weight)
+
+
+@pytest.mark.parametrize("kind", [MixesTypes, MixesTypesWithin])
+def test_two_types_are_told_with_a_cure(ranks, tmp_path, kind):
+    with pytest.raises(AssertionError, match=r"(?s)two types: .*x\.to\(self\.weight\.dtype\).*in_float32="):
+        ranks(mixing_types, tmp_path, kind)
+
+
+def mixing_types(tmp_path, kind):
+    CASES[kind.__name__] = kind
+    simply_on_ranks(kind.__name__, tmp_path, {}, 2, {"precision": "bf16-mixed"})
 
 
 @pytest.mark.slow

@@ -81,6 +81,21 @@ def test_the_one_order_whatever_the_order_of_the_list(lines):
     assert row(out, "tensor_parallel") == "-"
 
 
+def test_a_strategy_that_compiles_says_so_unless_a_compile_is_given(lines):
+    compiling = {"strategy": "simple_fsdp", "devices": 2}
+    assert row(lines(**compiling)[1], "compile") == "SimpleFSDPStrategy"
+    assert row(lines(Compile(backend="aot_eager"), **compiling)[1], "compile").startswith("Compile")
+
+
+def test_a_module_that_cannot_be_one_graph_is_refused_before(lines):
+    module = Toy()
+    module.memory = nn.LSTM(8, 8)
+    assert lines(strategy="fsdp2", module=module)[0] == 0
+    code, out = lines(strategy="simple_fsdp", module=module)
+    assert code == 2
+    assert "memory is a recurrent layer, LSTM." in " ".join(out)
+
+
 def test_who_makes_the_optimizer(lines):
     assert row(lines()[1], "optimizers") == "Toy.configure_optimizers"
     assert row(lines(optimizer="torch.optim.AdamW")[1], "optimizers") == "AdamW of the section 'optimizer'"

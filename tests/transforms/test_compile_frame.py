@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_ups._compat import dynamo
-from lightning_ups.transforms.compile_frame import Compiler, frame_of, structure
+from lightning_ups.transforms.compile_frame import Compiler, frame_of, hearing, prepared, structure
 from lightning_ups.transforms.forward import replaced_forward
 from tests import backends
 
@@ -33,6 +33,26 @@ def call(frame, module, x, *, asker="a", kind="training"):
     if dynamo.compiled_since(start):
         frame.learn(start, asker=asker, kind=kind)
     return out
+
+
+def multiplied(graph):
+    return ", ".join(node.name for node in graph.graph.nodes if "mul" in node.name)
+
+
+def test_what_is_said_of_a_graph_is_heard_whenever_it_runs():
+    heard, others = [], []
+    with prepared(multiplied):
+        module = Scale()
+        inner = frame(module)
+        call(inner, module, torch.ones(3))
+        for _ in range(2):
+            with hearing(heard.append):
+                call(inner, module, torch.ones(3))
+        with hearing(others.append):
+            call(inner, module, torch.ones(3))
+    assert len(heard) == 2
+    assert heard[:1] == others == heard[1:]
+    assert "mul" in heard[0]
 
 
 def test_equal_modules_share_a_frame_and_later_ones_find_it():

@@ -3,13 +3,28 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from lightning_ups.transforms.explained import advice_on_mixed_types, explaining_reads, float32_for
+from lightning_ups.transforms.explained import advice_on_mixed_types, explaining_reads, explaining_types, float32_for
 
 
 def test_two_types_are_explained_under_a_precision():
     said = r"training_step computes with tensors of two types.*Cast it there"
     with pytest.raises(RuntimeError, match=said), explaining_reads("training_step", param_dtype=torch.bfloat16):
         linear(torch.ones(1, 2), torch.ones(2, 2, dtype=torch.bfloat16))
+
+
+def test_what_failed_in_a_graph_is_explained_without_the_advice_of_the_compiler():
+    said = r"computes with tensors of two types: Compile failed on net: two dtypes, not the same dtype\. Under this"
+    with (
+        pytest.raises(RuntimeError, match=said) as error,
+        explaining_types("training_step", param_dtype=torch.bfloat16),
+    ):
+        raise RuntimeError(
+            "Compile failed on net: two dtypes, not the same dtype. Something in it is beyond torch.compile."
+        )
+    assert "Something in it" not in str(error.value)
+    with pytest.raises(RuntimeError, match="not the same dtype") as error, explaining_types("a", param_dtype=None):
+        raise RuntimeError("two dtypes, not the same dtype")
+    assert str(error.value) == "two dtypes, not the same dtype"
 
 
 class Shape(nn.Module):

@@ -42,6 +42,12 @@ def test_the_text_of_a_plan_is_the_same_in_every_process():
     assert text == str(GatherPlan.of(names, ["model"], recompute=True))
 
 
+def test_a_plan_says_what_a_graph_gathers_in_its_order():
+    plan = GatherPlan.of(["model.a"], ["model"], recompute=True)
+    assert plan(graph_of("a", "", "a")) == "shard_0, shard_1, shard_2"
+    assert plan(graph_of()) == ""
+
+
 def test_the_outermost_block_counts():
     plan = GatherPlan.of(["model.layers.0", "model.layers.0.up"], ["model"], recompute=True)
     assert groups(plan, graph_of("layers.0.up")) == ["layers.0"]

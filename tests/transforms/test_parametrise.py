@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.shard_data import shard_data_written
 from lightning_ups.transforms.blocks import find_blocks, roots
 from lightning_ups.transforms.compile_frame import prepared
 from lightning_ups.transforms.gather_graph import GatherPlan
@@ -323,6 +324,10 @@ def others():
 
     texts = [refused(set_whole, ValueError), refused(set_data, RuntimeError)]
     model.first.weight = model.first.weight  # a shard may be set
+    with torch.no_grad(), shard_data_written():
+        model.second.weight[:] = torch.full((4, 4), 3.0)  # as the message says
+        model.scale.fill_(3.0)
+    assert model.second.weight.full_tensor().unique().tolist() == [3.0]
     with gathering.reading(whole=True):
         model(torch.ones(1, 4)).sum().backward()
         grad = model.first.weight.grad
@@ -334,6 +339,7 @@ def others():
 def test_a_whole_tensor_in_the_place_of_a_shard_is_refused(ranks):
     texts, grad, cleared, left = ranks(others)
     assert texts[0].startswith("weight of a Linear is sharded and was set to a tensor that is whole.")
+    assert "module.weight[:] = values" in texts[0]
     assert texts[1].startswith("A parameter was written to within a step")
     assert (grad, cleared, left) == ("DTensor", None, False)
 
@@ -502,6 +508,55 @@ def held_after_calls():
 
 def test_what_a_call_outside_a_step_gathered_is_not_kept(ranks):
     assert ranks(held_after_calls) == ([False, False], True, False)
+
+
+def noted():
+    """What two models note: of one nothing but scalars is gathered, so that a device may call it alone."""
+    model = nn.Module()
+    model.root, model.other, model.scale = Net(), Net(), nn.Module()
+    model.scale.weight = nn.Parameter(torch.tensor(1.0))
+    gathering = done(model).gathering
+    marks = [gathering.noted]
+
+    def note(act, *, training=True):
+        with gathering.reading(whole=True), gathering.noting(training=training):
+            act()
+        marks.append(gathering.noted)
+
+    note(lambda: model.scale.weight)
+    note(lambda: model.root(torch.ones(1, 4)), training=False)
+    model.root(torch.ones(1, 4))
+    marks.append(gathering.noted)
+    unchanged = len(set(marks)) == 1
+    orders = []
+    for first, second in ((model.root, model.other), (model.other, model.root), (model.root, model.other)):
+        gathering.noted = 0
+        note(lambda first=first, second=second: second(first(torch.ones(1, 4))))
+        orders.append(marks[-1])
+    gathering.noted = 0
+    note(lambda: model.root.first.weight)
+    read = marks[-1] != 0
+    return unchanged, orders[0] != orders[1], orders[0] == orders[2], read, list(gathering.names.values())
+
+
+def noted_of_copies():
+    model = nn.Module()
+    model.root = Net()
+    gathering = done(model, build_mesh("cpu", MeshSizes(replicate=2, shard=1, tensor=1))).gathering
+    marks = []
+    for grad in (False, True):
+        with gathering.reading(whole=True), gathering.noting(training=True), torch.set_grad_enabled(grad):
+            model.root(torch.ones(1, 4))
+        marks.append(gathering.noted != 0)
+    return marks
+
+
+def test_of_copies_a_device_may_run_one_alone_without_a_backward(ranks):
+    assert ranks(noted_of_copies) == [False, True]
+
+
+def test_what_devices_must_do_alike_is_noted_in_its_order(ranks):
+    assert ranks(noted) == (True, True, True, True, ["root", "other"])
 
 
 def written_in_a_call():

@@ -90,6 +90,8 @@ class Resumption:
     def _take_up(self, saved: dict[str, Any]) -> None:
         over = saved["loaders"] is None
         positions = saved["ends"] if over else saved["loaders"]
+        if not positions and not over:
+            return  # saved before there was a loader, as what tries learning rates does: from the beginning
         if len(positions) != len(self._loaders):
             raise ValueError(
                 f"The checkpoint holds the positions of {len(positions)} training loaders, and there are"

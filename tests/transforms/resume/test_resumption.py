@@ -36,6 +36,14 @@ def test_a_save_within_an_accumulation_is_told():
         resume.state(Progress(taken=0, accumulating=True))
 
 
+def test_what_was_saved_before_there_was_a_loader_begins_at_the_beginning():
+    state = Resumption(on_unreplayable="warn").state(Progress(taken=0))
+    later = Resumption(on_unreplayable="refuse")
+    later.load([state], process=0)
+    (stand_in,) = later.follow([DataLoader(range(3))])
+    assert [batch.item() for batch in stand_in] == [0, 1, 2]
+
+
 def test_fewer_loaders_than_positions():
     resume = Resumption(on_unreplayable="warn")
     resume.follow([DataLoader(range(3)), DataLoader(range(3))])
