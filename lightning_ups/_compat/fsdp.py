@@ -37,6 +37,7 @@ __all__ = [
     "move_own_tensors",
     "putting_together",
     "rehome",
+    "replaced",
     "settle",
     "sharding_policy",
     "unreduced",
@@ -284,6 +285,18 @@ def unreduced(root: FSDPModule) -> list[str]:
             held.unsharded_accumulated_grad is not None
             or (hasattr(held, "_unsharded_param") and held._unsharded_param.grad is not None)
         )
+    ]
+
+
+def replaced(root: FSDPModule) -> list[str]:
+    """Return the names of sharded parameters in whose place their modules hold something else by now."""
+    return [
+        held._param_fqn or held._module_info.param_name
+        for state in _states(root)
+        for group in _groups(state)
+        for held in group.fsdp_params
+        if (found := held._module_info.module._parameters.get(held._module_info.param_name)) is not held.sharded_param
+        and found is not getattr(held, "_unsharded_param", None)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Gathered parameters that a forward writes to by hand, as codebooks that follow an average of what they code."""
+"""Parameters that are written to by hand where that would be lost, as codebooks that follow what they code."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_ups._compat.fsdp import held_parameters, written_to
+from lightning_ups._compat.fsdp import held_parameters, replaced, written_to
 
-__all__ = ["HandWrites"]
+__all__ = ["HandWrites", "refuse_replaced"]
 
 
 class HandWrites:
@@ -46,7 +46,7 @@ class HandWrites:
         """Say so if any device found a write. Every rank must call it.
 
         Raises:
-            RuntimeError: If what a forward wrote would be lost.
+            RuntimeError: If what was written would be lost.
         """
         held = [(name, handle) for _, _, _, name, handle in held_parameters(self._root)]
         if not held:
@@ -56,7 +56,8 @@ class HandWrites:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         if names := sorted(name for (name, _), yes in zip(held, found.tolist(), strict=True) if yes):
             raise RuntimeError(
-                f"{', '.join(names[:3])} {'is' if len(names) == 1 else 'are'} written to by hand within training_step."
+                f"{', '.join(names[:3])} {'is' if len(names) == 1 else 'are'} written to by hand within training_step,"
+                " or by a hook between it and its backward."
                 " There a sharded parameter is a gathered copy that is freed after use, and what was written would be"
                 " lost."
                 f" Make it a buffer, self.register_buffer({names[0].rpartition('.')[2]!r}, ...), which stays whole, or"
@@ -71,3 +72,19 @@ class HandWrites:
         for handle, differs in written_to(module):
             before = self._written.get(id(handle))
             self._written[id(handle)] = differs if before is None else before | differs
+
+
+def refuse_replaced(root: FSDPModule) -> None:
+    """Say so if a sharded parameter is no longer the one that its module has.
+
+    Raises:
+        RuntimeError: If so.
+    """
+    if names := replaced(root):
+        module, _, name = names[0].rpartition(".")
+        raise RuntimeError(
+            f"{', '.join(names[:3])} {'was' if len(names) == 1 else 'were'} set to another parameter after sharding."
+            " The shard that was there is what is gathered, trained and saved, and the other would be lost."
+            f" Write values into it, within torch.no_grad(), as {module or 'self'}.{name}[:] = values; or set it before"
+            " fit."
+        )

