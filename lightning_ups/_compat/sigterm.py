@@ -35,7 +35,7 @@ class SigtermPoll:
         trainer: Trainer,
         *,
         every: int,
-        mark: Callable[[], int] = int,
+        mark: Callable[[], int] = lambda: 0,
         differ: Callable[[], None] = lambda: None,
     ) -> None:
         self._trainer, self._every, self._mark, self._differ = trainer, every, mark, differ

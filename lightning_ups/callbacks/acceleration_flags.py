@@ -179,8 +179,10 @@ class AccelerationFlags(Declaration):
         self._logs = None
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        self._after_batch(trainer)
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self._after_batch(trainer, skipped=pl_module.automatic_optimization and not outputs)
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -194,10 +196,10 @@ class AccelerationFlags(Declaration):
     def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         self._after_batch(trainer)
 
-    def _after_batch(self, trainer: Trainer) -> None:
+    def _after_batch(self, trainer: Trainer, *, skipped: bool = False) -> None:
         if self._logs is not None:
             self._logs.look()
-        if self._report is not None and self.flags.attention and not trainer.sanity_checking:
+        if self._report is not None and self.flags.attention and not trainer.sanity_checking and not skipped:
             self._look_at_attention(trainer, self.flags.attention, self._report)
         if self._collection is not None and not trainer.sanity_checking:
             self._collection.after_batch()

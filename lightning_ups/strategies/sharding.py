@@ -48,7 +48,7 @@ from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Sa
 from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
-from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh
+from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh, data_mesh
 from lightning_ups.transforms.mixed_step import one_kind_at_a_time
 from lightning_ups.transforms.replicated import BufferSync, average_gradients
 from lightning_ups.transforms.shard import unsharded
@@ -454,6 +454,12 @@ class ShardingStrategy(ModelParallelStrategy):
                 self.lightning_module.to(self.root_device)
 
     @property
+    def _gathers(self) -> bool:
+        """Whether a device holds parts of parameters alone, which all need in each step."""
+        mesh = data_mesh(self.device_mesh)
+        return mesh.size(mesh.ndim - 1) > 1
+
+    @property
     def _replicas(self) -> Any:
         return self.device_mesh[DATA].get_group()
 
@@ -495,7 +501,8 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @contextmanager
     def _evaluation(self, step: str) -> Iterator[None]:
-        self._poll.poll()
+        if self._gathers:  # else devices may evaluate unlike numbers of batches
+            self._poll.poll()
         check_kept()
         with self._within_step(step):
             yield
@@ -563,7 +570,8 @@ class ShardingStrategy(ModelParallelStrategy):
     @override
     def on_train_end(self) -> None:
         check_kept()
-        self._poll.compare()
+        if self._gathers:
+            self._poll.compare()
         super().on_train_end()
 
     @override

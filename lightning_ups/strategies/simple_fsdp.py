@@ -317,6 +317,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
     def _prepare_training(self, precision: PolicyPrecision) -> None:
         super()._prepare_training(precision)
         self._proven = False
+        self._gathering.noted = 0
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -348,7 +349,12 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @contextmanager
     def _within_backward(self) -> Iterator[None]:
         # What is recomputed reads parameters again.
-        with self._gathering.reading(whole=True), explaining_shards_read("The backward of training_step"):
+        step, gathering = "The backward of training_step", self._gathering
+        with ExitStack() as stack:
+            stack.enter_context(gathering.reading(whole=True))
+            if not self._in_manual_step:  # else the step says it
+                stack.enter_context(explaining_shards_read(step))
+                stack.enter_context(explaining_types(step, param_dtype=gathering.options.param_dtype))
             yield
 
     @override

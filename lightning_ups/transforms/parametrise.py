@@ -102,11 +102,8 @@ class Gathering:
             self._notes = before
 
     def note(self, what: str) -> None:
-        """Take account of a call or a gather, which all devices must make at the same place.
-
-        Where nothing is split, a device may compute by itself what has no backward.
-        """
-        if self._notes and (self.mesh.size(self.mesh.ndim - 1) > 1 or torch.is_grad_enabled()):
+        """Take account of a call or a gather, which all devices must make at the same place if anything is split."""
+        if self._notes and self.mesh.size(self.mesh.ndim - 1) > 1:
             self.noted = crc32(what.encode(), self.noted)
 
     def placements(self, parameter: Tensor) -> tuple[Placement, ...]:

@@ -51,6 +51,7 @@ def test_what_has_a_goal_is_run(llama):
 
 def test_loops_by_hand_collect_garbage_as_ours_does(llama, monkeypatch):
     made = []
+    monkeypatch.setattr(Paced, "batches", 0)
     monkeypatch.setattr(llama, "PacedCollection", lambda interval: made.append(interval) or Paced())
     monkeypatch.setattr(llama, "tell", lambda _: None)
     row, weight = llama.rows()["tiny"], torch.ones(1, requires_grad=True)

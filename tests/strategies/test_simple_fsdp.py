@@ -386,11 +386,17 @@ class ByTurns(cases.Case):
     def build(self):
         super().build()
         self.one, self.other, self.either = nn.Linear(8, 8), nn.Linear(8, 8), Either()
+        if self.where == "nothing repeats":
+            del self.layers, self.either
         self.square = nn.Parameter(torch.randn(8, 8))
 
     def run(self, x):
         rank = dist.get_rank() if dist.is_initialized() and not self.alike else 0
         first = (len(self.losses) + rank) % 2 == 0
+        if self.where == "experts":
+            return self.head(self.layers[int(first)](x))
+        if self.where == "nothing repeats":
+            return self.head((self.one if first else self.other)(x))
         if self.where == "modules":
             return super().run((self.one if first else self.other)(x))
         if self.where == "reads":
@@ -398,9 +404,9 @@ class ByTurns(cases.Case):
         return super().run(self.either(x, first))
 
 
-def by_turns(path, where, *, alike, steps, every, run=simply_on_ranks):
+def by_turns(path, where, *, alike, steps, every, run=simply_on_ranks, **options):
     CASES[where] = type("ByTurns", (ByTurns,), {"where": where, "alike": alike})
-    return run(where, path, {"sigterm_every": every}, 2, {"steps": steps})
+    return run(where, path, {"sigterm_every": every, **options}, 2, {"steps": steps})
 
 
 @pytest.mark.parametrize(("where", "steps", "every"), [("modules", 1, 4), ("branches", 3, 1), ("reads", 1, 4)])
@@ -409,10 +415,59 @@ def test_devices_that_gather_other_parameters_are_told_of(ranks, tmp_path, where
         ranks(partial(by_turns, tmp_path, where, alike=False, steps=steps, every=every))
 
 
-@pytest.mark.parametrize(("steps", "every"), [(1, 4), (3, 1)])
-def test_devices_that_run_other_modules_under_fsdp2_are_told_of_too(ranks, tmp_path, steps, every):
+@pytest.mark.parametrize(
+    ("where", "steps", "every"), [("modules", 1, 4), ("modules", 3, 1), ("experts", 1, 4), ("nothing repeats", 1, 4)]
+)
+def test_devices_that_run_other_modules_under_fsdp2_are_told_of_too(ranks, tmp_path, where, steps, every):
     with pytest.raises(AssertionError, match=r"(?s)other parameters, or in another order.*ddp_find_unused_parameters"):
-        ranks(partial(by_turns, tmp_path, "modules", alike=False, steps=steps, every=every, run=on_ranks))
+        ranks(partial(by_turns, tmp_path, where, alike=False, steps=steps, every=every, run=on_ranks))
+
+
+class Aside(cases.Case):
+    """One device computes what it looks at alone, in steps and in a longer evaluation."""
+
+    def training_step(self, batch, index):
+        if self.global_rank == 0:
+            self.head(torch.ones(2, cases.WIDTH)).detach()
+        return super().training_step(batch, index)
+
+    def val_dataloader(self):
+        return DataLoader(data(), batch_size=4 if self.global_rank else 2)
+
+    def validation_step(self, batch, _):
+        self.loss(batch)
+
+
+def aside(run, path, strategy):
+    CASES["Aside"] = Aside
+    return run("Aside", path, {"sigterm_every": 1, **strategy}, 2, {"steps": 4})
+
+
+@pytest.mark.parametrize("strategy", [{"sharding": "none"}, {"replicate_size": 2}], ids=str)
+@pytest.mark.parametrize("run", [simply_on_ranks, on_ranks])
+def test_a_device_that_holds_all_may_compute_by_itself(ranks, tmp_path, run, strategy):
+    CASES["Aside"] = Aside
+    check(ranks(partial(aside, run, tmp_path, strategy)), expected("Aside", tmp_path, {"steps": 4}))
+
+
+def twice(path, strategy):
+    warnings.simplefilter("ignore")
+    model, said = type("ByTurns", (ByTurns,), {"alike": False})(), []
+    for model.alike in (False, True):
+        callbacks = [Compile(backend="aot_eager")] if strategy is SimpleFSDPStrategy else []
+        lightning = trainer(path, epochs=1, devices=2, strategy=strategy(), callbacks=callbacks)
+        try:
+            lightning.fit(model, DataLoader(data(), batch_size=8))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said, lightning.global_step
+
+
+@pytest.mark.parametrize("strategy", [SimpleFSDPStrategy, FSDP2Strategy])
+def test_a_run_that_was_refused_is_forgotten_by_the_next(ranks, tmp_path, strategy):
+    (said,), steps = ranks(twice, tmp_path, strategy)
+    assert "other parameters, or in another order" in said
+    assert steps == 1
 
 
 @pytest.mark.parametrize("where", ["modules", pytest.param("branches", marks=pytest.mark.slow)])
