@@ -276,10 +276,8 @@ def _discard_gradients(group: Any) -> None:
 def unreduced(root: FSDPModule) -> list[str]:
     """Return the names of parameters whose gradient came after their group was reduced, and was left behind."""
     return [
-        held._param_fqn or held._module_info.param_name
-        for state in _states(root)
-        for group in _groups(state)
-        for held in group.fsdp_params
+        _name(held)
+        for group, held in _handles(root)
         if group.reduce_grads
         and (
             held.unsharded_accumulated_grad is not None
@@ -291,13 +289,20 @@ def unreduced(root: FSDPModule) -> list[str]:
 def replaced(root: FSDPModule) -> list[str]:
     """Return the names of sharded parameters in whose place their modules hold something else by now."""
     return [
-        held._param_fqn or held._module_info.param_name
-        for state in _states(root)
-        for group in _groups(state)
-        for held in group.fsdp_params
+        _name(held)
+        for _, held in _handles(root)
         if (found := held._module_info.module._parameters.get(held._module_info.param_name)) is not held.sharded_param
         and found is not getattr(held, "_unsharded_param", None)
     ]
+
+
+def _handles(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
+    """Yield (group, handle) for every parameter that is sharded."""
+    return ((group, held) for state in _states(root) for group in _groups(state) for held in group.fsdp_params)
+
+
+def _name(held: Any) -> str:
+    return held._param_fqn or held._module_info.param_name
 
 
 def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tensor | None, str, Any]]:

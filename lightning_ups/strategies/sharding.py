@@ -48,7 +48,7 @@ from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Sa
 from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
-from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh, data_mesh
+from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh, data_mesh, num_shares
 from lightning_ups.transforms.mixed_step import one_kind_at_a_time
 from lightning_ups.transforms.replicated import BufferSync, average_gradients
 from lightning_ups.transforms.shard import unsharded
@@ -456,8 +456,7 @@ class ShardingStrategy(ModelParallelStrategy):
     @property
     def _gathers(self) -> bool:
         """Whether a device holds parts of parameters alone, which all need in each step."""
-        mesh = data_mesh(self.device_mesh)
-        return mesh.size(mesh.ndim - 1) > 1
+        return num_shares(data_mesh(self.device_mesh)) > 1
 
     @property
     def _replicas(self) -> Any:

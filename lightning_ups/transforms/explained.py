@@ -37,7 +37,7 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
     try:
         yield
     except RuntimeError as error:
-        said = str(error).splitlines()[0].rstrip(".") if str(error) else ""
+        said = _first_line(error)
         if "mixed torch.Tensor and DTensor" in said:
             raise RuntimeError(
                 f"{step} reads a parameter outside the forward of its module, which it did not do the first time:"
@@ -72,11 +72,15 @@ def explaining_types(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
     try:
         yield
     except RuntimeError as error:
-        said = str(error).splitlines()[0].rstrip(".") if str(error) else ""
-        said = said.partition(". Something in it is beyond")[0]  # what is advised of what no compiler takes
+        # Without what is advised of what no compiler takes.
+        said = _first_line(error).partition(". Something in it is beyond")[0]
         if (text := _about_types(step, said, error, param_dtype)) is not None:
             raise RuntimeError(text) from error
         raise
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else ""
 
 
 def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.dtype | None) -> str | None:
@@ -114,7 +118,7 @@ def explaining_shards_read(step: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # NotImplementedError is one
-        said = str(error).splitlines()[0].rstrip(".") if str(error) else ""
+        said = _first_line(error)
         if error.__cause__ is not None or not any(words in said for words in ("DTensor", "sharding strategy")):
             raise  # explained already, or about something else
         raise RuntimeError(

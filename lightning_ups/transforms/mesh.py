@@ -22,6 +22,7 @@ __all__ = [
     "device_of",
     "least_of_ranks",
     "local_part",
+    "num_shares",
     "part_of",
 ]
 
@@ -94,6 +95,11 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if _REPLICATE in (mesh.mesh_dim_names or ()):
         return mesh[_REPLICATE, _SHARD]
     return mesh[DATA]
+
+
+def num_shares(mesh: DeviceMesh) -> int:
+    """Return into how many parts ``mesh``, a `data_mesh`, splits a parameter."""
+    return mesh.size(mesh.ndim - 1)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

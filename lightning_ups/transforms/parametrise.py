@@ -23,7 +23,7 @@ from lightning_ups._compat.tensors import gradient_hooks
 from lightning_ups._compat.torch import NormWithStatistics
 from lightning_ups.transforms.cast import cast_around
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, part_of
+from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, num_shares, part_of
 from lightning_ups.transforms.replicated import give_first
 from lightning_ups.transforms.sharded_before import check_same, recall, refuse_hooks_after, refuse_lazy, remember
 
@@ -103,7 +103,7 @@ class Gathering:
 
     def note(self, what: str) -> None:
         """Take account of a call or a gather, which all devices must make at the same place if anything is split."""
-        if self._notes and self.mesh.size(self.mesh.ndim - 1) > 1:
+        if self._notes and num_shares(self.mesh) > 1:
             self.noted = crc32(what.encode(), self.noted)
 
     def placements(self, parameter: Tensor) -> tuple[Placement, ...]:
@@ -112,7 +112,7 @@ class Gathering:
         Unlike shares would make unlike graphs, whose collectives may not meet. Other dimensions than the first are for
         what is large: stock callbacks compare parameters, and torch cannot compare all ways of sharding.
         """
-        size = self.mesh.size(self.mesh.ndim - 1)
+        size = num_shares(self.mesh)
         even = [dim for dim, length in enumerate(parameter.shape) if length and length % size == 0]
         if not even or (even[0] > 0 and parameter.numel() < _LARGE):
             return self._whole
