@@ -9,8 +9,9 @@ A plan has one line for each run: its GPUs, the seconds that it may take, its na
 
 Runs that share a GPU follow one another as the plan has them; others run at the same time. Each sees its own GPUs
 alone and has their share of the processor's cores, so that what one asks of the host is not taken from another. One
-that would not end within the limit is left out. What a run printed is in FOLDER/NAME/printed.txt, what it kept beside
-it. Called again with the same folder it goes on with what has not ended well.
+that would not end within the limit is left out. On a machine with fewer GPUs than the plan has, runs of one GPU share
+those that there are, and runs of more are left out. What a run printed is in FOLDER/NAME/printed.txt, what it kept
+beside it. Called again with the same folder it goes on with what has not ended well.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,6 +64,21 @@ def runs_of(text: str) -> list[Run]:
             raise ValueError(f"line {number} needs GPUs, and a name of its own that a folder can have: {line}")
         runs.append(run)
     return runs
+
+
+def fitted(runs: Sequence[Run], *, gpus: int) -> list[Run]:
+    """Return ``runs`` as a machine with so many GPUs makes them; those that need more are left out, and said."""
+    made = list[Run]()
+    for run in runs:
+        if len(run.gpus) > gpus:
+            print(
+                f"{run.name}: left out, it needs {len(run.gpus)} GPUs and there {'is' if gpus == 1 else 'are'} {gpus}"
+            )
+        elif (first := min(run.gpus)) + len(run.gpus) > gpus or max(run.gpus) >= gpus:
+            made.append(replace(run, gpus=frozenset((first + other) % gpus for other in range(len(run.gpus)))))
+        else:
+            made.append(run)
+    return made
 
 
 def cores_of(run: Run, *, gpus: int) -> list[int]:
@@ -157,8 +173,10 @@ def main() -> None:
         parser.error(f"{options.plan} has no run {sorted(unknown)[0]!r}")
     runs = [run for run in runs if options.only is None or run.name in options.only]
     prepare(parser, options.output)
+    if present := torch.cuda.device_count():
+        runs = fitted(runs, gpus=present)
     needed = max((gpu + 1 for run in runs for gpu in run.gpus), default=1)
-    gpus = max(needed, torch.cuda.device_count())
+    gpus = max(needed, present)
     with told_to_end():
         well = SideBySide(options.output, limit=options.limit, gpus=gpus).all_of(runs)
     sys.exit(not well)

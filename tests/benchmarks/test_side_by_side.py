@@ -55,6 +55,16 @@ def test_a_run_sees_its_gpus_and_is_told_its_seconds_and_its_folder(script, tmp_
     assert (tmp_path / "a folder" / "one" / "printed.txt").read_text().splitlines()[-1] == "1,3 7"
 
 
+def test_a_machine_with_fewer_gpus_makes_the_runs_that_it_can(script, capsys):
+    runs = script.runs_of("1 | 5 | late | a\n0 1 | 5 | both | b\n2 3 | 5 | pair | c\n0 | 5 | one | d")
+    seen = {run.name: sorted(run.gpus) for run in script.fitted(runs, gpus=1)}
+    assert seen == {"late": [0], "one": [0]}
+    assert capsys.readouterr().out.splitlines()[0] == "both: left out, it needs 2 GPUs and there is 1"
+    seen = {run.name: sorted(run.gpus) for run in script.fitted(runs, gpus=2)}
+    assert seen == {"late": [1], "both": [0, 1], "pair": [0, 1], "one": [0]}
+    assert script.fitted(runs, gpus=4) == runs
+
+
 def test_gpus_are_counted_among_those_that_are_visible(script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5f")
     assert [script.visible_as(gpu) for gpu in (0, 1)] == ["4", "GPU-5f"]
@@ -125,7 +135,7 @@ def test_kept_plans_name_scripts_and_options_that_there_are(script, import_bench
     runs = script.runs_of(plan.read_text())
     assert runs
     gpus = {gpu for run in runs for gpu in run.gpus}
-    assert len(gpus) == {"two": 2, "four": 4}[plan.stem.partition("_")[0]]
+    assert len(gpus) == {"one": 1, "two": 2, "four": 4}[plan.stem.partition("_")[0]]
     assert max(sum(run.seconds + script.LEAST for run in runs if gpu in run.gpus) for gpu in gpus) <= 595
     for run in runs:
         for command in run.command.split(";"):
