@@ -34,6 +34,7 @@ from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 __all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "taken_over"]
 
 FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
+PIECE = 2**24  # elements that are compared at once: an embedding's own size again may not be free
 
 
 class Writes:
@@ -60,9 +61,9 @@ class Writes:
         return self._looking or self._are_counted(parameter)
 
     def found(self, parameter: nn.Parameter, written: Tensor) -> None:
-        """Note the elements of ``parameter`` that were found to be written."""
+        """Note whether any element of ``parameter`` was found to be ``written``."""
         if not (self._by_value or self._are_counted(parameter)):
-            self._flags.append(written.any())
+            self._flags.append(written)
 
     def end(self) -> None:
         """End what `begin` began; what was found without being counted is known to later steps."""
@@ -92,10 +93,16 @@ class Writes:
 
 
 def taken_over(master: Tensor, low: Tensor) -> Tensor:
-    """Bring into ``master`` what others have written into ``low``, its rounded copy; return where that was."""
+    """Bring into ``master`` what others have written into ``low``, its rounded copy; return whether they have."""
+    flat = all(type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in (master, low))
+    pieces = [(each.view(-1).split(PIECE) if flat else [each]) for each in (master, low)]
+    return torch.stack([_piece_taken_over(*pair) for pair in zip(*pieces, strict=True)]).any()
+
+
+def _piece_taken_over(master: Tensor, low: Tensor) -> Tensor:
     written = low != master.to(low.dtype)
     master.copy_(torch.where(written, low.to(master.dtype), master))
-    return written
+    return written.any()
 
 
 class MasterWeights:

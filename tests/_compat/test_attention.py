@@ -145,7 +145,7 @@ def test_on_a_gpu_each_backend_is_the_reference_or_refuses(backend, case):
     from lightning_ups.kernels.attention.support import refusal
 
     tensors, options = case.tensors(torch.bfloat16, "cuda"), case.options("cuda")
-    flags = {name: options[name] is not None for name in ("window", "documents", "softcap")}
+    flags = {name: options[name] is not None for name in ("window", "documents")} | {"softcap": bool(case.softcap)}
     kind = kind_of(*(tensor.requires_grad_() for tensor in tensors), causal=case.causal, **flags)
     if refused := refusal(backend, kind):
         with pytest.raises(ValueError, match="was asked for and is impossible here"):

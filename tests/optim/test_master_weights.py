@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lightning_ups.optim import MasteredOptimizer, MasterWeights
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, master_weights
 from lightning_ups.transforms.clip import TakesClipCoefficient
 
 
@@ -362,6 +364,37 @@ def test_what_nobody_wrote_keeps_all_its_bits():
     expected = make_model()[0].weight.detach().clone()
     expected[0, 0] = 5.0
     assert torch.equal(masters.of[model[0].weight], expected)
+
+
+class Largest(TorchDispatchMode):
+    """Sees how many bytes the largest tensor has that an operator makes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.nbytes = max(self.nbytes, made.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_weight_is_looked_at_in_pieces(monkeypatch, turned):
+    monkeypatch.setattr(master_weights, "PIECE", 64)
+    model = nn.Linear(40, 50)
+    if turned:  # of gaps between its numbers in the order of memory: as a whole
+        model.weight.data = model.weight.data.T.contiguous().T
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    before = masters.of[model.weight].detach().clone()
+    model.weight.data[3, 7], model.weight.data[49, 39] = 2.0, 3.0
+    with Largest() as largest:
+        masters.take_over(by_value=True)
+    after = masters.of[model.weight].detach()
+    assert (after[3, 7], after[49, 39]) == (2.0, 3.0)
+    assert (after != before).sum() == 2
+    assert largest.nbytes == (4 * 2000 if turned else 4 * 64)
 
 
 def test_uncounted_writes_that_begin_late_are_found_at_a_later_look():
