@@ -207,9 +207,11 @@ def run(case: Case, *, layers: int | None = None, steps: int = STEPS, tokens: in
         accumulate_grad_batches=tokens // (SEQ * batch), gradient_clip_val=1.0, limit_val_batches=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
+    began = time.monotonic()
     with left_on_device(module):
         trainer.fit(module, RandomTokens(vocab_size=module.config.vocab_size, seq_len=SEQ, batch_size=batch))
-    return {"parameters": sum(p.numel() for p in module.parameters()), "batch": batch, **clock.figures()}
+    around = {"begins_s": round(clock.times[0] - began, 1), "ends_s": round(time.monotonic() - clock.times[-1], 1)}
+    return {"parameters": sum(p.numel() for p in module.parameters()), "batch": batch, **clock.figures(), **around}
 
 
 def fits(name: str, layers: int) -> dict[str, Any]:

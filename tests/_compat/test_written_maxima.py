@@ -344,7 +344,7 @@ def test_compiled_training_on_a_gpu_is_rounded_alike(monkeypatch):
             out.float().square().sum().backward()
         return [out.detach(), x.grad, *(parameter.grad for parameter in net.parameters())]
 
-    # Not of the same bits: another kernel writes the product, whose last digit may differ, and float8 rounds to eighths.
+    # Not of the same bits: another kernel writes the product, whose last digit may differ; float8 rounds to eighths.
     wanted = trained_on_gpu(compiler_settings("tensorwise"))
     for one, other in zip(trained_on_gpu(where_written()), wanted, strict=True):
         assert (one - other).float().norm() < 2e-2 * other.float().norm()

@@ -397,6 +397,23 @@ def test_a_large_weight_is_looked_at_in_pieces(monkeypatch, turned):
     assert largest.nbytes == (4 * 2000 if turned else 4 * 64)
 
 
+@pytest.mark.gpu(count=1)
+def test_a_master_on_the_host_takes_over_what_was_written_on_the_device(monkeypatch):
+    monkeypatch.setattr(master_weights, "PIECE", 64)
+    model = nn.Linear(40, 50, device="cuda")
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    for master in masters.of.values():
+        master.data = master.data.cpu()
+    before = masters.of[model.weight].detach().clone()
+    model.weight.data[3, 7], model.weight.data[49, 39] = 2.0, 3.0
+    masters.take_over(by_value=True)
+    after = masters.of[model.weight].detach()
+    assert (after.device.type, after[3, 7], after[49, 39]) == ("cpu", 2.0, 3.0)
+    assert (after != before).sum() == 2
+    masters.undo()
+    assert (model.weight.device.type, model.weight.dtype) == ("cuda", torch.float32)
+
+
 def test_uncounted_writes_that_begin_late_are_found_at_a_later_look():
     model = make_model()
     masters = MasterWeights(model, dtype=torch.bfloat16)
