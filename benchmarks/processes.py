@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "finished", "portable", "result_of", "told_to_end"]
+__all__ = ["Interrupted", "finished", "free_port", "portable", "result_of", "told_to_end"]
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -162,7 +162,7 @@ def _rank(rank: int, ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_port() if rank == 0 else _PORTS[-1]),
+        "MASTER_PORT": str(free_port() if rank == 0 else _PORTS[-1]),
         "TORCHELASTIC_RUN_ID": "benchmark",  # Lightning then takes the ranks as they are and starts none
     }
 
@@ -170,7 +170,8 @@ def _rank(rank: int, ranks: int) -> dict[str, str]:
 _PORTS: list[int] = []
 
 
-def _port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody listens to."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         _PORTS.append(free.getsockname()[1])

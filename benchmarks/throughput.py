@@ -6,21 +6,25 @@
 with arithmetic by hand. `cost` cases switch it off and on every 20 steps inside one process and report the paired
 difference with its interval of 95 %; `look small` compares the steps before the close look with those after it, since
 torch's profiler may leave something behind. `trouble` cases inject one trouble each; `first` is what the summary then
-names, and `healthy` is the control. `exchange` needs two GPUs. On a CPU all sizes are tiny, so that the script can be
-tried.
+names, and `healthy` is the control. `exchange` is between two GPUs, or between two processes of one. On a CPU all sizes
+are tiny, so that the script can be tried.
 """
 
 import math
 import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from cases import left_on_device, main
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from processes import free_port
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
@@ -272,10 +276,29 @@ INJECTED = ("slow loader", "host sync", "slow exchange")
 
 def exchange() -> dict[str, Any]:
     """Let gradients go through sockets in place of NVLink."""
-    if torch.cuda.device_count() < 2:
-        return {"skipped": "needs two GPUs"}
+    if not ON_GPU:
+        return {"skipped": "needs a GPU"}
     os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_IB_DISABLE": "1"}
-    return trouble("slow exchange", devices=2, strategy="ddp")
+    if torch.cuda.device_count() > 1:
+        return trouble("slow exchange", devices=2, strategy="ddp")
+    with other_machine():
+        return trouble("slow exchange", num_nodes=2, strategy="ddp")
+
+
+@contextmanager
+def other_machine() -> Iterator[None]:
+    """Let a second process take part as a machine of its own, with the same GPU: NCCL tells hosts by their names."""
+    if "NODE_RANK" in os.environ:
+        yield
+        return
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "NCCL_HOSTID": "0"}
+    told = {**os.environ, "NODE_RANK": "1", "NCCL_HOSTID": "1"}
+    command = [sys.executable, __file__, "--case", "trouble exchange"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=told) as other:
+        try:
+            yield
+        finally:
+            other.terminate()
 
 
 def found(throughput: TokenThroughput) -> Summary:
