@@ -31,6 +31,7 @@ from lightning_ups._compat.finetuning import finetuning_by_identity
 from lightning_ups._compat.nccl import destroy_at_exit, prepare_nccl
 from lightning_ups._compat.recording import Recording, recording
 from lightning_ups._compat.shard_data import check_kept, shard_data_written
+from lightning_ups._compat.shard_numbers import taken_whole
 from lightning_ups._compat.sigterm import SigtermPoll
 from lightning_ups.order import (
     Context,
@@ -47,6 +48,7 @@ from lightning_ups.order import (
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
+from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
 from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh, data_mesh, num_shares
 from lightning_ups.transforms.mixed_step import one_kind_at_a_time
@@ -388,6 +390,8 @@ class ShardingStrategy(ModelParallelStrategy):
         self._in_effect.enter_context(without_inference_mode(trainer))
         self._in_effect.enter_context(finetuning_by_identity())
         self._in_effect.enter_context(shard_data_written())
+        for place in taken_whole():
+            self._in_effect.enter_context(instead_of(*place))
 
     @override
     def _get_process_group_backend(self) -> str:
