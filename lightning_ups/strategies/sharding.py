@@ -48,6 +48,7 @@ from lightning_ups.order import (
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
+from lightning_ups.transforms.explained import note_shards
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
 from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh, data_mesh, num_shares
@@ -616,5 +617,6 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        note_shards(exception, strategy=type(self).__name__)
         super().on_exception(exception)
         self.checkpoints.fail()

@@ -15,6 +15,7 @@ __all__ = [
     "explaining_types",
     "float32_for",
     "note_second_backward",
+    "note_shards",
 ]
 
 _OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
@@ -143,6 +144,23 @@ def advice_on_mixed_types(cure: str, *, in_float32: bool = False) -> Iterator[No
                 f" {cure}{f', or {float32_for(error)}' if in_float32 else ''}."
             )
         raise
+
+
+_OF_SHARDS = ("DTensor", "supported for tensor subclasses", "FSDP does not support deepcopy")
+
+
+def note_shards(error: BaseException, *, strategy: str) -> None:
+    """Let ``error`` say what to do if code outside of a step took a part of a tensor for the whole."""
+    if error.__cause__ is not None or getattr(error, "__notes__", None):
+        return  # explained already
+    if isinstance(error, (RuntimeError, TypeError, AssertionError)) and any(word in str(error) for word in _OF_SHARDS):
+        error.add_note(
+            f"Under {strategy} parameters and gradients are shards outside of a step: each device has a part (DTensor)."
+            " tensor.full_tensor() is the whole one, if every device calls it: outside of what rank zero does alone."
+            " Set values before they are sharded, in __init__ or configure_model, and copy modules there;"
+            " later: tensor.copy_(torch.distributed.tensor.distribute_tensor(values, tensor.device_mesh,"
+            " tensor.placements))."
+        )
 
 
 _OF_A_SECOND_BACKWARD = {

@@ -1,5 +1,6 @@
 """What a user of FSDP2Strategy meets beside the losses: evaluation, callbacks, errors, precision, offload."""
 
+import copy
 import signal
 import warnings
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from lightning_ups.callbacks import Compile
 from lightning_ups.order import applied
-from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.transforms.shard import unsharded
 from tests.strategies import cases
 from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, train, weights_of, whole
@@ -98,6 +100,37 @@ def after_an_exception(tmp_path, where):
 def test_a_fit_after_an_exception_within_a_forward(ranks, tmp_path):
     losses = ranks(after_an_exception, tmp_path, "forward")
     assert losses == pytest.approx(expected("Case", tmp_path, {})["losses"], rel=1e-5)
+
+
+OUTSIDE = {
+    "numpy": lambda module: module.head.weight.detach().cpu().numpy(),
+    "format": lambda module: f"{module.head.weight.norm():.3f}",
+    "copy": lambda module: module.head.weight.data.copy_(torch.ones(module.head.weight.shape)),
+    "deepcopy": lambda module: copy.deepcopy(module.layers[0]),
+    "other": lambda _: 1 / 0,
+}
+
+
+def failed_outside(tmp_path, what, kind):
+    model, lightning = made(tmp_path)
+    if kind == "simple":
+        lightning = trainer(tmp_path, strategy=SimpleFSDPStrategy(), devices=2, callbacks=[Compile(backend="eager")])
+    model.on_train_start = lambda: OUTSIDE[what](model)
+    with pytest.raises((RuntimeError, TypeError, AssertionError, ZeroDivisionError)) as failed:
+        lightning.fit(model, loader())
+    return getattr(failed.value, "__notes__", [])
+
+
+@pytest.mark.parametrize(("what", "kind"), [*((what, "fsdp2") for what in OUTSIDE), ("numpy", "simple")])
+def test_code_outside_of_a_step_that_takes_a_part_for_the_whole_is_told_so(ranks, tmp_path, what, kind):
+    notes = ranks(failed_outside, tmp_path, what, kind)
+    if what == "other":
+        assert notes == []
+        return
+    (note,) = notes
+    name = "FSDP2Strategy" if kind == "fsdp2" else "SimpleFSDPStrategy"
+    assert note.startswith(f"Under {name} parameters and gradients are shards outside of a step")
+    assert "tensor.full_tensor()" in note
 
 
 def types_seen(tmp_path, precision):

@@ -3,7 +3,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from lightning_ups.transforms.explained import advice_on_mixed_types, explaining_reads, explaining_types, float32_for
+from lightning_ups.transforms.explained import (
+    advice_on_mixed_types,
+    explaining_reads,
+    explaining_types,
+    float32_for,
+    note_shards,
+)
 
 
 def test_two_types_are_explained_under_a_precision():
@@ -88,3 +94,15 @@ def test_other_errors_stay_as_they_are(error):
     with pytest.raises(type(error)) as seen, explaining_reads("training_step", param_dtype=torch.bfloat16):
         raise error
     assert seen.value is error
+
+
+def test_an_error_about_shards_has_one_note():
+    error = RuntimeError("aten.copy_.default got mixed torch.Tensor and DTensor")
+    for _ in range(2):
+        note_shards(error, strategy="FSDP2Strategy")
+    assert len(error.__notes__) == 1
+    explained = RuntimeError("reads a DTensor. Use DDP.")
+    explained.__cause__ = error
+    for other in (explained, KeyError("DTensor"), RuntimeError("no memory")):
+        note_shards(other, strategy="FSDP2Strategy")
+        assert not hasattr(other, "__notes__")
