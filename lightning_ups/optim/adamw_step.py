@@ -19,7 +19,17 @@ from lightning_ups._compat.optimizers import count_step, flag_to_skip, has_own_s
 from lightning_ups._compat.optional import has
 from lightning_ups._compat.tensors import local_of, plain_memory
 
-__all__ = ["AdamWStep", "OneKernel", "Settings", "Slot", "one_kernel", "reference_step", "settings_of", "slots_of"]
+__all__ = [
+    "AdamWStep",
+    "OneKernel",
+    "Settings",
+    "Slot",
+    "one_kernel",
+    "reference_step",
+    "settings_of",
+    "slots_of",
+    "suits_one_kernel",
+]
 
 
 _ALIGNMENT, _VECTOR = 16, 8  # bytes of the widest load, and so many elements of a gradient or a copy
@@ -194,12 +204,25 @@ def settings_of(optimizer: Optimizer, group: dict[str, Any], *, device: torch.de
     differentiated, maximizing, numbers that are tensors, ``fused=False`` or ``foreach=True``, weight decay that is not
     decoupled, and weights that are not contiguous in float32 on a GPU with Triton: on ``device``, if that is given.
     """
+    if not (all(map(_is_ours, group["params"])) if device is None else _will_be_ours(group["params"], device)):
+        return None
+    return _asked_of(optimizer, group)
+
+
+def suits_one_kernel(optimizer: Optimizer) -> bool:
+    """Return whether the step would be one kernel on a GPU with Triton, wherever the weights are now, fake ones too."""
+    return all(
+        _asked_of(optimizer, group) is not None
+        and all(w.dtype is torch.float32 and w.is_contiguous() for w in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def _asked_of(optimizer: Optimizer, group: dict[str, Any]) -> Settings | None:
     if type(optimizer) not in (Adam, AdamW) or _asks_for_more(group):
         return None
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     if not all(isinstance(number, (int, float)) for number in numbers):
-        return None
-    if not (all(map(_is_ours, group["params"])) if device is None else _will_be_ours(group["params"], device)):
         return None
     if has_own_step(optimizer):
         return None

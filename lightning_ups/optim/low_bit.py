@@ -49,15 +49,21 @@ def make_portable(optimizers: Iterable[Optimizer]) -> None:
             optimizer.register_load_state_dict_pre_hook(_together)
 
 
-def make_state_alone(optimizer: Optimizer) -> Optimizer:
+def make_state_alone(optimizer: Optimizer, *, in_eight_bits: bool = False) -> Optimizer:
     """Let a step of ``optimizer``, if it has low-bit state, make that and no more; for tensors without numbers.
 
     Its own step is compiled, and takes nothing besides; and it computes its table of codes from numbers.
+
+    Args:
+        optimizer: Of any class.
+        in_eight_bits: Make the state that torchao's AdamW8bit has over the same parameters, whatever it is.
     """
-    name = next((base.__name__ for base in type(optimizer).__mro__ if _is_torchaos(base)), None)
+    kinds = (base.__name__ for base in type(optimizer).__mro__ if _is_torchaos(base))
+    name = "AdamW8bit" if in_eight_bits else next(kinds, None)
     if name is None:
         return optimizer
     bits, table = (4, 16) if "4bit" in name else (8, 0 if "Fp8" in name else 256)
+    blocks = 256 if in_eight_bits else optimizer.block_size  # type: ignore[attr-defined]
 
     def average(parameter: Tensor, block_size: int) -> Any:
         local = local_of(parameter)
@@ -68,10 +74,11 @@ def make_state_alone(optimizer: Optimizer) -> Optimizer:
 
     def step(*_: Any, **__: Any) -> None:
         for group in optimizer.param_groups:
-            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+            largest = group.get("amsgrad") and not in_eight_bits
+            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if largest else [])]
             for p in group["params"]:
                 if p.grad is not None and p not in optimizer.state:
-                    optimizer.state[p] = {each: average(p, optimizer.block_size) for each in names}  # type: ignore[attr-defined]
+                    optimizer.state[p] = {each: average(p, blocks) for each in names}
 
     vars(optimizer)["step"] = step
     return optimizer

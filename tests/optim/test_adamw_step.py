@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
+from lightning_ups._compat.rehearsal import FakeTensorMode
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, adamw_step
 from lightning_ups.optim.adamw_step import (
     AdamWStep,
@@ -13,6 +14,7 @@ from lightning_ups.optim.adamw_step import (
     reference_step,
     settings_of,
     slots_of,
+    suits_one_kernel,
 )
 
 SHAPES = [(), (1,), (5,), (33, 17), (3, 70001), (64, 64)]
@@ -143,6 +145,16 @@ def test_state_of_a_step_that_was_not_fused_is_used():
 def test_what_the_kernel_does_not_do_is_left_to_the_optimizer(anywhere, make):
     optimizer = make(parameters())
     assert settings_of(optimizer, optimizer.param_groups[0]) is None
+    assert not suits_one_kernel(optimizer)
+
+
+def test_what_a_gpu_would_do_is_known_without_one():
+    optimizer = AdamW(parameters())
+    assert one_kernel(optimizer) is None
+    assert suits_one_kernel(optimizer)
+    with FakeTensorMode():
+        assert suits_one_kernel(Adam([nn.Parameter(torch.empty(2, 3))], lr=1e-3))
+        assert not suits_one_kernel(AdamW([nn.Parameter(torch.empty(2, 3, dtype=torch.bfloat16))]))
 
 
 def test_a_step_that_was_replaced_is_not_passed_over(anywhere):
