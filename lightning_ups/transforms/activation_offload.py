@@ -29,7 +29,8 @@ class Offloaded:
     Args:
         ran: The blocks that ran with gradients.
         moved_bytes: Copied to the host, each storage once.
-        left_bytes: Saved on the device all the same: small tensors, and those of classes of their own.
+        left_bytes: Saved on the device all the same: small tensors, those of classes of their own, and those whose
+            bytes mean conjugate or negative numbers.
         shared: How many saved tensors shared what was moved already.
         late: How many were needed before anyone had asked for them.
     """
@@ -80,6 +81,8 @@ class _Range:
 
     def __init__(self, source: Tensor, memory: Memory, pool: _Pool) -> None:
         self._memory, self.nbytes = memory, source.nbytes
+        self._version, self._written = source._version, False
+        self._kept: Tensor | None = None
         self.source: Tensor | None = source  # until it is stored; meanwhile its memory must not be used again
         self._host, free = pool.take(source.nbytes)
         self.stored = memory.store([(self._host[: source.nbytes], source)], after=[memory.mark(), free])
@@ -91,9 +94,16 @@ class _Range:
     def let_go(self, *, keep: bool = False) -> None:
         """Let what is queued from now on use its memory; or keep it there, since it is needed next."""
         self._memory.wait(self.stored)
+        self._written = self.written  # a copy may have been made after that
         if keep and self.device is None:
-            self.device = self.source
+            self.device = self._kept = self.source
         self.source = None
+
+    @property
+    def written(self) -> bool:
+        """Whether someone has written to it since it was saved."""
+        here = self._kept if self.source is None else self.source
+        return self._written or (here is not None and here._version != self._version)
 
     def load(self) -> None:
         """Begin to bring it back."""
@@ -130,16 +140,19 @@ class _Handle:
     run: "_Run"
 
 
+_Key = tuple[int, int, int, int]  # a storage, where in it, how many bytes, and how often it had been written to
+
+
 class _Run:
     """One forward of one block."""
 
     def __init__(self, before: "_Run | None") -> None:
         self.before = None if before is None else weakref.ref(before)  # which is next in backward
-        self.ranges: dict[tuple[int, int, int], weakref.ref[_Range]] = {}
+        self.ranges: dict[_Key, weakref.ref[_Range]] = {}
         self.held: list[_Range] = []  # whose sources must live
         self.prefetched = False
 
-    def find(self, key: tuple[int, int, int]) -> _Range | None:
+    def find(self, key: _Key) -> _Range | None:
         """Return the range of these bytes, if it cannot be one that had their place before."""
         found = self.ranges[key]() if key in self.ranges else None
         return found if found is not None and found.source is not None else None
@@ -199,23 +212,23 @@ class _Mover:
             return tensor
         form = form_of(tensor)
         dense = form.stride == tuple(tensor.stride())
-        storage = tensor.untyped_storage()
         first = int(tensor.storage_offset()) * tensor.element_size()
         start = first if dense else 0
-        nbytes = form.nbytes if dense else storage.nbytes()
+        nbytes = form.nbytes if dense else tensor.untyped_storage().nbytes()
         if nbytes > SPREAD * form.nbytes or start % form.dtype.itemsize:
             self.done.left_bytes += form.nbytes
             return tensor
-        found = self._range(run, storage, start, nbytes)
+        found = self._range(run, tensor, start, nbytes - nbytes % form.dtype.itemsize)
         return _Handle(found, 0 if dense else first, Form(form.dtype, form.size, tuple(tensor.stride())), run)
 
-    def _range(self, run: _Run, storage: torch.UntypedStorage, start: int, nbytes: int) -> _Range:
-        key = (storage.data_ptr(), start, nbytes)
+    def _range(self, run: _Run, tensor: Tensor, start: int, nbytes: int) -> _Range:
+        key = (_storage(tensor), start, nbytes, tensor._version)
         for earlier in (run, self._last):
             if earlier is not None and (found := earlier.find(key)) is not None:
                 self.done.shared += 1
                 return found
-        raw = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(storage, start, (nbytes,), (1,))
+        size = tensor.element_size()
+        raw = tensor.detach().as_strided((nbytes // size,), (1,), start // size).view(torch.uint8)
         made = _Range(raw, self._memory, self.pool)
         run.ranges[key] = weakref.ref(made)
         run.held.append(made)
@@ -224,9 +237,11 @@ class _Mover:
 
     def _moves(self, tensor: Tensor) -> bool:
         if (
-            type(tensor) is not Tensor
+            type(tensor) is not self._memory.moves
             or tensor.device.type != self._memory.device.type
             or tensor.layout != torch.strided
+            or tensor.is_conj()  # their bytes are not their numbers
+            or tensor.is_neg()
         ):
             if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
                 self.done.left_bytes += tensor.numel() * tensor.element_size()
@@ -242,6 +257,8 @@ class _Mover:
         if not isinstance(handle, _Handle):
             return handle
         self.finish()
+        if handle.range.written:
+            raise RuntimeError(_written_to(handle.form))
         if handle.range.device is None and handle.run.prefetched:
             self.done.late += 1
         handle.run.prefetch()
@@ -251,12 +268,21 @@ class _Mover:
         return view_of(raw, handle.start, handle.form)
 
 
+def _written_to(form: Form) -> str:
+    return (
+        f"A tensor of shape {[*form.size]} and type {str(form.dtype).removeprefix('torch.')} was written to after a"
+        " block had saved it for backward."
+        " ActivationOffload copies it beside the work, before or after that, and gradients would be wrong."
+        " Write `x = x + y` instead of `x += y`, in the block or with what it returns."
+    )
+
+
 def _storages(module: nn.Module) -> set[int]:
     return {_storage(part) for t in (*module.parameters(), *module.buffers()) for part in plain_parts(t.detach())}
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata  # and not where its data is: fake tensors have none
 
 
 def _is_parameter(tensor: Tensor) -> bool:

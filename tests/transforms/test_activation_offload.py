@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ups.optim.offload_memory import Memory
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.compile import Compiler, compiled
 from lightning_ups.transforms.recompute import recompute
@@ -128,6 +129,82 @@ def test_parameters_views_and_casts_of_them_are_left_alone():
             block(x).float().sum().backward()
         # Each of the matrices would be 16384 bytes, or 8192 cast; a cast of a buffer is no parameter.
         assert done.moved_bytes == (0 if not autocast else 8192)
+
+
+def test_conjugate_and_negative_views_stay_what_they_are():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+        def forward(self, x):
+            turned = (x * self.weight).conj()
+            return turned * x + turned.imag * (x.conj() @ self.weight).imag
+
+    def found(offloads):
+        torch.manual_seed(0)
+        block = Complex()
+        x = torch.randn(8, 8, dtype=torch.complex64, requires_grad=True)
+        with offload_activations([block] if offloads else [], memory=LateMemory(), min_bytes=0, device=CPU) as done:
+            block(2 * x).abs().sum().backward()
+        return [x.grad, block.weight.grad], done
+
+    (right, _), (ours, done) = found(offloads=False), found(offloads=True)
+    assert_equal(ours, right)
+    assert done.moved_bytes > 0
+    assert done.left_bytes > 0
+
+
+class Sigmoids(nn.Module):
+    """Writes in place to what its blocks have saved, if it is told so."""
+
+    def __init__(self, writes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Sigmoid()) for _ in range(3))
+        self.writes = writes
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            x = x.add_(1) if i == self.writes else x + 1
+        return x
+
+
+@pytest.mark.parametrize("memory", [LateMemory, lambda: Memory(CPU)])
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_what_is_written_to_after_it_was_saved_is_an_error_as_without_it(writes, memory):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(Sigmoids(writes), steps=1)
+    model = Sigmoids(writes)
+    with (
+        offloaded(model, memory()),
+        pytest.raises(
+            RuntimeError, match=r"^A tensor of shape \[4, 16, 32\] and type float32 .* with what it returns\.$"
+        ),
+    ):
+        gradients(model, steps=1)
+    right, model = gradients(Sigmoids(None)), Sigmoids(None)
+    with offloaded(model, memory()):
+        assert_equal(gradients(model), right)
+
+
+def test_what_is_saved_before_and_after_a_write_is_saved_twice():
+    class Twice(nn.Module):
+        def forward(self, x):
+            wide = x * 2
+            unused = wide.sigmoid() * wide  # saves it, and is no part of the loss
+            wide.mul_(3)
+            return wide * wide, unused
+
+    def found(offloads):
+        x = torch.ones(4, 8, requires_grad=True)
+        block = Twice()
+        with offload_activations([block] if offloads else [], memory=Memory(CPU), min_bytes=0, device=CPU):
+            block(x)[0].sum().backward()
+        return x.grad
+
+    assert torch.equal(found(offloads=True), found(offloads=False))
 
 
 def test_memory_of_the_host_is_used_again():
