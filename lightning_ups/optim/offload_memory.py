@@ -23,7 +23,12 @@ class Memory:
 
     Args:
         device: Where the state is used.
+
+    Attributes:
+        moves: The class of the tensors that are moved; others stay where they are.
     """
+
+    moves: type[Tensor] = Tensor
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,9 +80,10 @@ class StreamedMemory(Memory):
             return pinned(nbytes)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned for offloaded state ({error})."
-                " The state of the optimizer needs that much more memory than this machine has, or than may be locked."
-                " Leave a share on the device (resident=...), use a low-bit optimizer, or raise `ulimit -l`."
+                f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned for what is offloaded ({error})."
+                " That is more than this machine has left, or than may be locked."
+                " Leave more on the device, by OptimizerOffload(resident=...) or ActivationOffload(every_k=...), use a"
+                " low-bit optimizer, or raise `ulimit -l`."
             ) from error
 
     @override

@@ -29,6 +29,8 @@ def test_memory_that_cannot_be_pinned_is_told_with_the_cure(monkeypatch):
     with pytest.raises(RuntimeError, match=r"or raise `ulimit -l`\.$") as error:
         memory.host(2**20)
     assert "1 MiB of host memory" in str(error.value)
+    assert "ActivationOffload(every_k=...)" in str(error.value)  # which takes of it too, and has no `resident`
+    assert "state of the optimizer" not in str(error.value)
 
 
 @pytest.mark.gpu(count=1)
