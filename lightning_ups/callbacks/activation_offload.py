@@ -44,6 +44,7 @@ class ActivationOffload(Declaration):
     """
 
     stage = Stage.OFFLOAD
+    moves_saved = True
 
     def __init__(
         self, *, blocks: Sequence[str] | None = None, every_k: int = 1, min_mb: float = MIN_BYTES / 2**20
@@ -75,7 +76,7 @@ class ActivationOffload(Declaration):
             every_k=self.every_k,
         )
         with offload_activations(
-            chosen.values(), device=context.device, min_bytes=int(self.min_mb * 2**20)
+            chosen.values(), memory=context.memory, device=context.device, min_bytes=int(self.min_mb * 2**20)
         ) as offloaded:
             self._unproven = offloaded, context.report
             try:

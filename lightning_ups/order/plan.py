@@ -12,6 +12,7 @@ from lightning_ups._compat.optional import has
 from lightning_ups.order.placement import Placement
 from lightning_ups.order.policy import policy_of
 from lightning_ups.order.precision import PolicyPrecision
+from lightning_ups.order.refusals import one_graph
 from lightning_ups.order.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
@@ -39,7 +40,7 @@ class Variant:
         samples: The share of the batch that a microbatch has.
         host: The share of each kind that lies on the host.
         chunk: Bytes of a chunk of optimizer state on the host, as a layout has it.
-        state: Bytes of optimizer state for a parameter; None: as declared.
+        state: Bytes of optimizer state for a parameter under a strategy that shards; None: as declared.
         price: What it costs in speed, for reading.
         rank: The order of prices.
     """
@@ -110,10 +111,16 @@ class Planner:
             tokens: Of a sequence, in place of the batch's.
 
         Raises:
-            Uncountable: If it cannot be rehearsed.
+            Uncountable: If it cannot be rehearsed, or changes nothing and would be refused in the first step.
         """
         wanted = samples or self._samples_of(variant)
         step = self._at(variant, wanted) if tokens is None else self._step(variant, samples=wanted, tokens=tokens)
+        if variant.change.offloading and not step.on_host:
+            raise Uncountable(
+                "ActivationOffload would move nothing: blocks save no tensor of its min_mb, or more."
+                " Small copies cost more time than they save memory."
+                " Use larger batches."
+            )
         return peak_of(step, self._layout(variant))
 
     def fits(self, variant: Variant, **size: int) -> bool:
@@ -124,7 +131,13 @@ class Planner:
         """Return how many samples a microbatch may have, 0 if not even one; None if batches have no size."""
         if self.samples is None or self.usable is None:
             return None
-        return _largest(lambda samples: self.fits(variant, samples=samples))
+        found = _largest(lambda samples: self.fits(variant, samples=samples))
+        if not found or not self._moves(variant):
+            return found
+        # What is too small to be moved is moved in larger batches: only those that move the same lie on a line.
+        found = _largest(lambda samples: self._holds(variant, self._at(variant, samples, beside=found)))
+        near = (n for n in (found, int(0.98 * found)) if n and self._holds(variant, self._step(variant, samples=n)))
+        return next(near, None) or _largest(lambda n: self._holds(variant, self._step(variant, samples=n)))
 
     def longest_sequence(self, variant: Variant) -> int | None:
         """Return how many positions a sequence may have at the batch's number of samples; None if it has none.
@@ -166,6 +179,12 @@ class Planner:
         """Yield the neighbouring settings that differ from the declared one, in the order of their price."""
         yield from sorted(self._variants(), key=lambda variant: variant.rank)
 
+    def moves_nothing(self) -> bool:
+        """Return whether a declared callback that moves what is saved for backward would find nothing to move."""
+        if not self._moves(self.declared) or self._split(self.declared):
+            return False
+        return not self._at(self.declared, self._samples_of(self.declared)).on_host
+
     def cures(self, *, most: int = 3) -> list[tuple[Variant, int]]:
         """Return the cheapest variants that save something, and how many bytes each saves."""
         before, found = self.moment(self.declared).total, []
@@ -201,6 +220,7 @@ class Planner:
             yield _checkpointing("matmuls", price="1 to 5 % slower", rank=3)
         if recomputed != "nothing":
             yield _checkpointing("nothing", price="15 to 25 % slower", rank=5)
+        yield from self._moved(with_inputs_alone=recomputed == "nothing")
         if self.devices > 1:
             yield from self._shardings()
         yield from self._offloads({type(step).__name__ for step in self.run.declarations})
@@ -213,6 +233,21 @@ class Planner:
                 price="slower where the device is then too small a part busy",
                 rank=4,
             )
+
+    def _moved(self, *, with_inputs_alone: bool) -> Iterator[Variant]:
+        run = self.run
+        declared = any(step.stage is Stage.OFFLOAD for step in run.declarations)
+        if declared or run.compiled_by_user or one_graph(run) or self._split(self.declared):
+            return
+        yield Variant(
+            name="ActivationOffload",
+            yaml=_callback("ActivationOffload"),
+            change=Change(offloading=True),
+            price="inputs of blocks travel over the host link beside the work"
+            if with_inputs_alone
+            else "slower where blocks compute for a shorter time than what they save travels",
+            rank=4 if with_inputs_alone else 7,
+        )
 
     def _shardings(self) -> Iterator[Variant]:
         ours = Placement(name="FSDP2Strategy", shards=True, ours=True)
@@ -249,10 +284,18 @@ class Planner:
             yield Variant(
                 name="AdamW8bit",
                 yaml="optimizer: torchao.optim.AdamW8bit",
+                change=Change(low_bit=None if self.run.strategy.shards else True),
                 state=2 * (1 + 4 / 256),
                 price="a little slower; another optimizer",
                 rank=8,
             )
+
+    def _moves(self, variant: Variant) -> bool:
+        offloading = variant.change.offloading
+        return any(step.moves_saved for step in self.run.declarations) if offloading is None else offloading
+
+    def _holds(self, variant: Variant, step: Step) -> bool:
+        return peak_of(step, self._layout(variant)).total <= (self.usable or 0)
 
     def _samples_of(self, variant: Variant) -> int:
         return max(int((self.samples or 1) * variant.samples), 1)
@@ -260,13 +303,13 @@ class Planner:
     def _run(self, variant: Variant) -> Run:
         return self.run if variant.strategy is None else replace(self.run, strategy=variant.strategy)
 
-    def _at(self, variant: Variant, samples: int) -> Step:
-        """Return a step with ``samples``, between or beyond two that are rehearsed."""
+    def _at(self, variant: Variant, samples: int, *, beside: int | None = None) -> Step:
+        """Return a step with ``samples``, between or beyond two that are rehearsed: ``beside`` and twice that."""
         if self.samples is None:
             return self._step(variant)
         if samples == self.samples:
             return self._step(variant, samples=samples)
-        one = max(self.samples, 2)  # not a single sample: torch may treat a dimension of one in its own way
+        one = max(beside or self.samples, 2)  # not a single sample: torch may treat a dimension of one in its own way
         first, second = (self._step(variant, samples=n) for n in (one, 2 * one))
         return between(first, second, (samples - one) / one)
 
@@ -316,8 +359,6 @@ class Planner:
         stored = sum(p.numel() * p.element_size() for p in run.module.parameters()) / elements
         if sharding == "copies":
             computed = next((b for b in (self._computed(run),) if b and self._has_masters(run)), stored)
-            if variant.state is not None:
-                host["optimizer state"] = max(1 - variant.state / 8, 0)
             return Layout(devices=self.devices, computed=computed, workspace=workspace, on_host=host, chunk=chunk)
         share = self._share
         if self._settings.get("offload") and variant.strategy is None:

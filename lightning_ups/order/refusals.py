@@ -12,7 +12,7 @@ from lightning_ups.order.stage import Stage
 from lightning_ups.transforms.parametrise import is_parametrised
 from lightning_ups.transforms.shard import is_sharded
 
-__all__ = ["REFUSALS", "Refusal", "check", "refusals", "refuse_second"]
+__all__ = ["REFUSALS", "Refusal", "check", "one_graph", "refusals", "refuse_second"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +145,12 @@ REFUSALS = (
     ),
     Refusal(
         what=lambda run: (
-            f"{_one_graph(run)[0]} makes one graph of whole models or replays CUDA graphs, and {_offloading(run)[0]} is"
+            f"{one_graph(run)[0]} makes one graph of whole models or replays CUDA graphs, and {_offloading(run)[0]} is"
             " given."
         ),
         why="Inside one graph no block can hand over what it saves, and the memory of a replayed graph is its own.",
         cure="Use Compile(scope='blocks', mode='default') under a strategy of blocks, or leave the offloading out.",
-        holds=lambda run: run.training and bool(_offloading(run)) and bool(_one_graph(run)),
+        holds=lambda run: run.training and bool(_offloading(run)) and bool(one_graph(run)),
     ),
     Refusal(
         what=lambda run: f"{_uncompiled(run)[0]} has a setting that acts only on compiled code, and nothing compiles.",
@@ -357,7 +357,8 @@ def _offloading(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.stage is Stage.OFFLOAD]
 
 
-def _one_graph(run: Run) -> list[str]:
+def one_graph(run: Run) -> list[str]:
+    """Return the names of what makes one graph of whole models, or replays graphs."""
     preferring = [type(step).__name__ for step in run.declarations if step.prefers_whole and not run.strategy.shards]
     return [*_whole(run), *preferring, *_graphed(run), *([run.strategy.name] if run.strategy.whole_graph else [])]
 

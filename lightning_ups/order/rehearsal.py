@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -18,17 +18,22 @@ from torch.optim import Optimizer
 from lightning_ups._compat.lightning import trainer_of
 from lightning_ups._compat.rehearsal import NEEDS_VALUES, FakeTensorMode, fake_mode
 from lightning_ups.optim import MasteredOptimizer
+from lightning_ups.optim.adamw_step import suits_one_kernel
 from lightning_ups.optim.low_bit import make_state_alone
 from lightning_ups.order.applier import Context
 from lightning_ups.order.policy import policy_of
 from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
+from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_losses
+from lightning_ups.transforms.cast import cast_around
+from lightning_ups.transforms.in_float32 import computing_in_float32, kept_in_float32, within
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.memory import Ledger, Phase
 from lightning_ups.transforms.memory_compiled import as_compiled
 from lightning_ups.transforms.memory_cuda import step_as_on_cuda
+from lightning_ups.transforms.memory_offloaded import RehearsedMemory
 from lightning_ups.transforms.memory_step import Play, Step, rehearse
 from lightning_ups.transforms.memory_tensor_parallel import cut_for_one_device
 from lightning_ups.transforms.memory_twin import fake_batch, twin
@@ -52,10 +57,14 @@ class Change:
     Args:
         checkpointing: What blocks that are recomputed keep.
         compiling: What is compiled.
+        offloading: Whether what blocks save for backward goes to the host.
+        low_bit: Whether the optimizer is torchao's AdamW of eight bits, where nothing is sharded.
     """
 
     checkpointing: Checkpointing | None = None
     compiling: Compiling | None = None
+    offloading: bool | None = None
+    low_bit: bool | None = None
 
 
 class OptimizerShare(NamedTuple):
@@ -102,19 +111,31 @@ def rehearse_run(
     change, mode, ledger = change or Change(), fake_mode(), Ledger()
     with ExitStack() as stack, _explained(run):
         module, masters = _twin(run, mode, stack)
-        fakes = fake_batch(batch, mode=mode)
+        with mode:
+            fakes = run.precision.convert_input(fake_batch(batch, mode=mode))
         _stand_in(module, run)
         stack.enter_context(without_kv_cache(module))
         if tensor_parallel is not None:
             plan, size = tensor_parallel
             styles = styles_of(module, plan=plan_of(module, plan), size=size)
             cut_for_one_device(module, styles=styles, size=size)
+        with mode:
+            _cast(module, run, stack)
         _recomputed(module, run, change, stack)
         inside = _compiled(module, run, change, ledger, stack)
+        memory = RehearsedMemory(ledger)
+        if tensor_parallel is None:
+            _offloaded(module, run, change, memory, stack)
         play = Play(
             module=module,
             loss=lambda: _loss(module.training_step(fakes, 0)),
-            optimizers=lambda: [] if run.strategy.shards else _optimizers(module, optimizers, masters, microbatches),
+            optimizers=lambda: (
+                []
+                if run.strategy.shards
+                else _optimizers(
+                    module, optimizers, masters, microbatches, run=run, ledger=ledger, low_bit=bool(change.low_bit)
+                )
+            ),
             mode=mode,
             masters=[] if masters is None else [*masters.of.values()],
             blocks={name: block for name, block in select_blocks(module, None).items() if block not in inside},
@@ -124,7 +145,7 @@ def rehearse_run(
             microbatches=min(microbatches, 2),  # from the second on, each is like the one before
             own_step=partial(_own_step, module, fakes) if by_itself else None,
         )
-        return rehearse(play, ledger=ledger)
+        return replace(rehearse(play, ledger=ledger), on_host=memory.on_host)
 
 
 def _own_step(
@@ -183,7 +204,7 @@ def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None =
         play = Play(
             module=module,
             loss=lambda: torch.zeros(()),
-            optimizers=lambda: _optimizers(module, optimizers, None, 1),
+            optimizers=lambda: _optimizers(module, optimizers, None, 1, run=run, ledger=ledger),
             mode=mode,
             gradients=True,
         )
@@ -271,12 +292,39 @@ def _stand_in(module: LightningModule, run: Run) -> None:
 
 def _recomputed(module: LightningModule, run: Run, change: Change, stack: ExitStack) -> None:
     if change.checkpointing is None:
-        context = Context(device=torch.device("cpu"), mesh=None, training=True, precision=run.precision)
+        context = _context(run)
         for step in run.declarations:
             if step.stage is Stage.RECOMPUTE and not _on_host(step):
                 stack.enter_context(copy.copy(step).change(module, context))
     elif change.checkpointing != "off":
         stack.enter_context(recompute(select_blocks(module, None).values(), save=change.checkpointing))
+
+
+def _cast(module: LightningModule, run: Run, stack: ExitStack) -> None:
+    """Let what enters and leaves roots be cast, as strategies that shard do it; elsewhere precisions do."""
+    policy = policy_of(run.precision)
+    if not run.strategy.shards or policy is None or policy.param is None:
+        return
+    kept = [*kept_in_float32(module, policy.in_float32).values()]
+    for parameter in (p for part in kept for p in part.parameters()):
+        parameter.data = parameter.data.float() if parameter.dtype is policy.param else parameter.data
+    stack.enter_context(computing_in_float32(kept, outputs=policy.param))
+    outermost = [root for _, root in roots(module)]
+    stack.enter_context(cast_around(outermost, inputs=policy.param, outputs=policy.output, given_as_is=within(kept)))
+
+
+def _offloaded(module: LightningModule, run: Run, change: Change, memory: RehearsedMemory, stack: ExitStack) -> None:
+    if change.offloading is None:
+        for step in run.declarations:
+            if step.moves_saved:
+                stack.enter_context(copy.copy(step).change(module, _context(run, memory)))
+    elif change.offloading:
+        blocks = select_blocks(module, None).values()
+        stack.enter_context(offload_activations(blocks, memory=memory, device=memory.device))
+
+
+def _context(run: Run, memory: RehearsedMemory | None = None) -> Context:
+    return Context(device=torch.device("cpu"), mesh=None, training=True, precision=run.precision, memory=memory)
 
 
 def _on_host(step: Any) -> bool:
@@ -321,6 +369,8 @@ def _autocast(run: Run) -> Any:
     if isinstance(precision, PolicyPrecision):
         lowered = precision.policy.param is not None and precision.weights == "autocast" and not run.strategy.shards
         return torch.autocast("cpu", dtype=precision.policy.param) if lowered else nullcontext()
+    if isinstance(precision, (HalfPrecision, DoublePrecision)):
+        return precision.forward_context()
     return nullcontext()
 
 
@@ -336,13 +386,34 @@ def _loss(output: Any) -> Tensor:
 
 
 def _optimizers(
-    module: LightningModule, make: Callable[[nn.Module], Any] | None, masters: Any, microbatches: int
+    module: LightningModule,
+    make: Callable[[nn.Module], Any] | None,
+    masters: Any,
+    microbatches: int,
+    *,
+    run: Run,
+    ledger: Ledger,
+    low_bit: bool = False,
 ) -> Sequence[Optimizer]:
-    made = make(module) if make is not None else module.configure_optimizers()
-    found = [make_state_alone(step_as_on_cuda(optimizer)) for optimizer in _flattened(made)]
-    if masters is None:
-        return found
-    return [MasteredOptimizer(optimizer, masters, accumulate=microbatches > 1) for optimizer in found]
+    made = [*_flattened(make(module) if make is not None else module.configure_optimizers())]
+    found = [make_state_alone(optimizer, in_eight_bits=low_bit) for optimizer in made]
+    if masters is not None:
+        found = [MasteredOptimizer(optimizer, masters, accumulate=microbatches > 1) for optimizer in found]
+    for optimizer in found:
+        stepped = optimizer.inner if isinstance(optimizer, MasteredOptimizer) else optimizer
+        if isinstance(run.precision, PolicyPrecision) and suits_one_kernel(stepped):
+            vars(optimizer)["step"] = _counting_nothing(optimizer.step, ledger)
+        else:
+            step_as_on_cuda(optimizer)
+    return found
+
+
+def _counting_nothing(step: Callable[..., Any], ledger: Ledger) -> Callable[..., Any]:
+    def uncounted(*args: Any, **kwargs: Any) -> Any:
+        with ledger.paused():
+            return step(*args, **kwargs)
+
+    return uncounted
 
 
 def _flattened(made: Any) -> Iterator[Optimizer]:

@@ -257,7 +257,7 @@ def _lines(asked: Asked, planner: Planner, rows: Sequence[_Row], origin: str) ->
         yield ""
         yield from change
     yield ""
-    yield from _titled("notes", [*_notes(asked), *asked.notes])
+    yield from _titled("notes", [*_notes(asked, planner), *asked.notes])
     if refused := [refusal.text(asked.run) for refusal in refusals(asked.run)]:
         yield from _titled("refused", refused)
 
@@ -286,6 +286,8 @@ def _parts(moment: Moment) -> Iterator[str]:
     for kind, size in moment.by_kind().items():
         if size >= 0.005 * moment.total or size >= 0.1 * GIB:
             yield f"{readable(size):>9}  {kind}{_whose(moment, kind)}"
+    if moment.on_host:
+        yield f"{readable(moment.on_host)} of the host's memory for each GPU"
 
 
 def _whose(moment: Moment, kind: Any) -> str:
@@ -328,7 +330,7 @@ def _holds(device: Device, planner: Planner, moment: Moment) -> bool:
 
 def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
     known = planner.usable is not None
-    yield f"{'':34}{'peak':>9}{'saves':>10}{'  fits' if known else ''}{'  batch' if known else ''}  price"
+    yield f"{'':34}{'peak':>10}{'saves':>10}{'  fits' if known else ''}{'  batch' if known else ''}  price"
     before = rows[0].moment
     assert before is not None
     for row in rows:
@@ -336,7 +338,7 @@ def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
             yield f"{row.variant.name:34}  not counted: {row.why.partition('. ')[0]}"[:_WIDTH]
             continue
         saves = "" if row is rows[0] else readable(before.total - row.moment.total)
-        line = f"{row.variant.name:34}{readable(row.moment.total):>9}{saves:>10}"
+        line = f"{row.variant.name:34}{readable(row.moment.total):>10}{saves:>10}"
         if known:
             fits = "yes" if row.moment.total <= (planner.usable or 0) else "no"
             line += f"{fits:>6}{row.batch if row.batch is not None else '-':>7}"
@@ -353,13 +355,18 @@ def _change(planner: Planner, rows: Sequence[_Row]) -> list[str]:
     return [f"# so that it fits: {fitting[0].variant.name}", *fitting[0].variant.yaml.splitlines()]
 
 
-def _notes(asked: Asked) -> Iterator[str]:
+def _notes(asked: Asked, planner: Planner) -> Iterator[str]:
     yield (
         "Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts."
         " docs/plan.md says what is assumed, and how far measured peaks lie from it."
     )
     if any(step.stage.name == "COMPILE" for step in asked.run.declarations):
         yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
+    if planner.moves_nothing():
+        yield (
+            "ActivationOffload would move nothing, which is an error in the first step: what its blocks save is smaller"
+            " than its min_mb, or none of them runs by itself."
+        )
     if asked.run.strategy.shards and not asked.run.strategy.ours:
         yield (
             f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights, and what the"
@@ -377,6 +384,7 @@ def _facts(planner: Planner, rows: Sequence[_Row], origin: str) -> dict[str, Any
             {
                 "name": row.variant.name,
                 "peak_bytes": row.moment and row.moment.total,
+                "host_bytes": row.moment and row.moment.on_host,
                 "phase": row.moment and row.moment.phase,
                 "by_kind": row.moment and row.moment.by_kind(),
                 "activations_by_block": row.moment and row.moment.by_owner("activations"),

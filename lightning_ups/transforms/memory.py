@@ -60,11 +60,13 @@ class Moment:
         phase: The part of the step.
         place: The block that was running, by name; empty outside of all.
         held: Bytes by kind and owner. The owner of an activation is the block that made it.
+        on_host: Bytes of the host's memory that are held besides, at the most.
     """
 
     phase: Phase = "setup"
     place: str = ""
     held: Mapping[tuple[Kind, str], int] = field(default_factory=dict)
+    on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -174,6 +176,13 @@ class Ledger(TorchDispatchMode):
                     self._add(record.kind, record.owner, -record.size)
                     record.kind, record.owner = kind, owner
                     self._add(kind, owner, record.size)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count ``tensor`` as nothing, such as memory of the host."""
+        with self.paused():
+            for key, _, storage in _memory(tensor):
+                self._strike(key, None)
+                self._records[key] = _Record(0, "temporaries", "", weakref.ref(storage, partial(self._strike, key)))
 
     def owner_of(self, tensor: Tensor, kind: Kind) -> str | None:
         """Return whose ``tensor`` is, or None if it is not of that kind."""

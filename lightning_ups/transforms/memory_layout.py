@@ -54,18 +54,21 @@ class Layout:
 def peak_of(step: Step, layout: Layout) -> Moment:
     """Return when ``step`` takes the most of one device under ``layout``."""
     moments = _copied(step, layout) if layout.sharding == "copies" else _sharded(step, layout)
-    return max((_with_host(moment, layout) for moment in moments), key=lambda moment: moment.total)
+    found = [_with_host(moment, layout) for moment in moments]
+    on_host = step.on_host + max(moment.on_host for moment in found)
+    return replace(max(found, key=lambda moment: moment.total), on_host=on_host)
 
 
 def _with_host(moment: Moment, layout: Layout) -> Moment:
     shares = layout.on_host or {}
-    held = {(kind, owner): round(size * (1 - shares.get(kind, 0))) for (kind, owner), size in moment.held.items()}
-    away = moment.of(*_STATE) - sum(size for (kind, _), size in held.items() if kind in _STATE)
+    held = {key: round(size * (1 - shares.get(key[0], 0))) for key, size in moment.held.items()}
+    moved = {key: moment.held[key] - size for key, size in held.items()}
+    away = sum(size for (kind, _), size in moved.items() if kind in _STATE)
     if layout.chunk is not None and moment.phase == "optimizer":
         held = {key: size for key, size in held.items() if key[0] != "temporaries"}
     held["workspaces", ""] = held.get(("workspaces", ""), 0) + layout.workspace
     held["temporaries", "host"] = 3 * min(layout.chunk or 0, away)
-    return replace(moment, held={key: size for key, size in held.items() if size})
+    return replace(moment, held={key: size for key, size in held.items() if size}, on_host=sum(moved.values()))
 
 
 def _copied(step: Step, layout: Layout) -> Iterator[Moment]:
@@ -185,6 +188,7 @@ def between(first: Step, second: Step, share: float) -> Step:
         peaks={phase: _mixed(first.peaks[phase], second.peaks[phase], share) for phase in first.peaks},
         loose={key: _mixed(first.loose[key], second.loose[key], share) for key in first.loose if key in second.loose},
         saved=_mixed(first.saved, second.saved, share),
+        on_host=max(round(first.on_host * (1 - share) + second.on_host * share), 0),
     )
 
 

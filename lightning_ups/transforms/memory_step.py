@@ -73,6 +73,7 @@ class Step:
         trained: Those of them that are trained.
         largest: The largest parameter.
         in_float8: Those of ``elements`` that are weights of layers that multiply in float8.
+        on_host: Bytes of the host's memory that what is saved for backward takes.
     """
 
     peaks: Mapping[Phase, Moment]
@@ -83,6 +84,7 @@ class Step:
     trained: Mapping[str, int]
     largest: int
     in_float8: Mapping[str, int] = field(default_factory=dict)
+    on_host: int = 0
 
     @property
     def peak(self) -> Moment:

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 import lightning_ups.callbacks
-from lightning_ups.callbacks import ActivationCheckpoint, Compile, OptimizerOffload
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
 from lightning_ups.models import GPTModule
 from lightning_ups.order import Placement, Run
 from lightning_ups.order import plan as plan_module
@@ -72,9 +72,93 @@ def test_what_is_declared_is_no_neighbour():
     assert "ActivationCheckpoint(save=matmuls)" in names(plan)
 
 
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, FSDP2Strategy])
+def test_state_of_eight_bits_and_the_wide_gradients_that_its_step_takes(strategy):
+    torchao = pytest.importorskip("torchao.optim")
+    plan = planner(batch=(1, 9), strategy=strategy, devices=1 if strategy is SingleDeviceStrategy else 2)
+    (variant,) = [v for v in plan.variants() if v.name == "AdamW8bit"]
+    chosen = Planner(plan.run, plan.batch, settings={}, optimizers=lambda m: torchao.AdamW8bit(m.parameters(), lr=1e-3))
+    found, right = plan.moment(variant), chosen.moment(chosen.declared)
+    assert found.on_host == 0
+    assert found.total == pytest.approx(right.total, rel=0.02)
+    assert found.of("optimizer state") == pytest.approx(right.of("optimizer state"), rel=0.1)
+
+
 def test_low_bit_state_is_no_neighbour_of_state_on_the_host():
     assert "AdamW8bit" in names(planner())
     assert "AdamW8bit" not in names(planner(OptimizerOffload()))
+
+
+def offered(*args, **options):
+    return next((v for v in planner(*args, **options).variants() if v.name == "ActivationOffload"), None)
+
+
+def test_offloading_of_what_blocks_save_is_a_neighbour_where_blocks_run_by_themselves():
+    alone, with_inputs = offered(), offered(ActivationCheckpoint(save="nothing"))
+    assert alone.rank > with_inputs.rank
+    assert "slower" in alone.price
+    assert "slower" not in with_inputs.price
+    assert yaml.safe_load(alone.yaml) == {"trainer.callbacks+": [{"class_path": "ActivationOffload"}]}
+    assert offered(Compile()) is not None
+    assert offered(Compile(scope="auto"), strategy=FSDP2Strategy, devices=2) is not None
+    for callback in (
+        ActivationOffload(), Compile(scope="model"), Compile(scope="auto"), Compile(mode="reduce-overhead")
+    ):  # fmt: skip
+        assert offered(callback) is None
+    assert offered(strategy=SimpleFSDPStrategy, devices=2) is None
+    split = {"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}
+    assert offered(strategy=FSDP2Strategy, devices=2, **split) is None
+
+
+WIDE = (64, 257)  # of the tiny GPT, with products of 4 MiB and more
+
+
+@pytest.mark.parametrize("others", [(), (ActivationCheckpoint(save="nothing"),), (Compile(),)], ids=str)
+def test_the_neighbour_is_what_the_callback_is(others):
+    plan, declared = planner(*others, batch=WIDE), planner(ActivationOffload(), *others, batch=WIDE)
+    (variant,) = [v for v in plan.variants() if v.name == "ActivationOffload"]
+    found = declared.moment(declared.declared)
+    assert plan.moment(variant) == found
+    assert found.on_host > 0
+    assert found.total < plan.moment(plan.declared).total
+    assert plan.moment(plan.declared).on_host == 0
+
+
+def test_the_memory_of_the_host_that_offloading_takes():
+    plan = planner(OptimizerOffload(), ActivationOffload(), batch=WIDE)
+    step = plan._step(plan.declared, samples=64)
+    state = step.fixed.of("optimizer state", "master weights")
+    assert plan.moment(plan.declared).on_host == step.on_host + state > state > 0
+
+
+def test_offloading_that_would_move_nothing_is_no_cure():
+    plan = planner()  # whose blocks save less than a MiB at a time
+    (variant,) = [v for v in plan.variants() if v.name == "ActivationOffload"]
+    with pytest.raises(Uncountable, match=r"^ActivationOffload would move nothing.* Use larger batches\.$"):
+        plan.moment(variant)
+    assert not plan.moves_nothing()
+    assert planner(ActivationOffload()).moves_nothing()
+    assert not planner(ActivationOffload(), batch=WIDE).moves_nothing()
+
+
+def test_under_sharding_too_it_moves():
+    plain, moved = (
+        planner(*callbacks, strategy=FSDP2Strategy, devices=2, batch=WIDE) for callbacks in ((), (ActivationOffload(),))
+    )
+    before, after = (plan.moment(plan.declared) for plan in (plain, moved))
+    assert after.of("activations") < 0.7 * before.of("activations")
+    assert after.on_host > 0
+
+
+def test_the_largest_batch_where_what_is_too_small_stays():
+    # What goes into a block has 64 KiB in each sample. Of 4 it stays, of 8 it goes, and the line through the two
+    # leads elsewhere.
+    others = (ActivationCheckpoint(save="nothing"), ActivationOffload(min_mb=0.3))
+    plan = planner(*others, gib=fitting(0.6), batch=(4, 257))
+    assert plan.moves_nothing()
+    largest = plan.largest_batch(plan.declared)
+    assert plan._holds(plan.declared, plan._step(plan.declared, samples=largest))
+    assert not plan._holds(plan.declared, plan._step(plan.declared, samples=int(1.03 * largest) + 1))
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDP2Strategy])

@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile
 from lightning_ups.models import GPTModule
 from lightning_ups.order import Placement, Run
 from lightning_ups.order.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
@@ -96,6 +96,88 @@ def test_declared_compilation_and_what_is_asked_instead():
     assert declared < plain
     assert rehearse_run(run(), BATCH, change=Change(compiling="blocks")).saved.of("activations") == declared
     assert rehearse_run(run(None, Compile()), BATCH, change=Change(compiling="off")).saved.of("activations") == plain
+
+
+def saved_of(step):
+    """Return what is kept for backward, of blocks and besides."""
+    owners = step.saved.by_owner("activations")
+    return [owners.get(f"model.layers.{i}", 0) for i in range(4)], owners.get("", 0)
+
+
+LONG = torch.empty(4, 257, dtype=torch.long, device="meta")
+INPUT = 4 * 256 * 128 * 2  # bytes of what goes into a block of the tiny GPT, in bfloat16
+
+
+def offloading(*others, **options):
+    asked = run(None, ActivationOffload(min_mb=0, **options), *others, precision=BF16Precision())
+    return rehearse_run(asked, LONG)
+
+
+def test_declared_offloading_leaves_the_last_block():
+    plain = rehearse_run(run(precision=BF16Precision()), LONG)
+    blocks, besides = saved_of(plain)
+    moved = offloading()
+    kept, outside = saved_of(moved)
+    # Of the block before the last stays its result, which the last one saves; of the embedding, nothing.
+    assert kept == [0, 0, INPUT, blocks[3]]
+    assert outside == besides - INPUT
+    # What a block saves is what it makes, with its input in place of its result.
+    assert moved.on_host == sum(blocks)
+    assert plain.on_host == 0
+
+
+def test_one_block_is_brought_back_ahead():
+    blocks, _ = saved_of(rehearse_run(run(precision=BF16Precision()), LONG))
+    owners = {
+        place: m.by_owner("activations") for (phase, place), m in offloading().loose.items() if phase == "backward"
+    }
+    for i in (3, 2, 1):
+        here = owners[f"model.layers.{i}"]
+        assert here[f"model.layers.{i - 1}"] == blocks[i - 1]
+        assert 0 < here[f"model.layers.{i}"] < blocks[i]  # some of it is used by then
+        # Of the block before that, its result, which this one's neighbour saved as its input.
+        assert here.get(f"model.layers.{i - 2}", 0) == (INPUT if i > 1 else 0)
+
+
+def test_every_second_block_and_large_tensors_alone():
+    blocks, _ = saved_of(rehearse_run(run(precision=BF16Precision()), LONG))
+    second = offloading(every_k=2)
+    assert saved_of(second)[0] == [INPUT, *blocks[1:]]
+    assert second.on_host == blocks[0] + blocks[2]
+    large = rehearse_run(run(None, ActivationOffload(min_mb=2 * INPUT / 2**20), precision=BF16Precision()), LONG)
+    assert 0 < large.on_host < offloading().on_host
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_with_checkpointing_the_inputs_of_blocks_move(compiles):
+    others = [ActivationCheckpoint(save="nothing"), *([Compile()] if compiles else [])]
+    assert offloading(*others).on_host == 4 * INPUT
+
+
+def test_products_that_eager_code_keeps_stay():
+    plain = rehearse_run(run(None, ActivationCheckpoint(save="matmuls"), precision=BF16Precision()), LONG)
+    moved = offloading(ActivationCheckpoint(save="matmuls"))
+    assert moved.on_host == 4 * INPUT
+    assert plain.saved.of("activations") - moved.saved.of("activations") == 3 * INPUT
+
+
+def test_what_compiled_code_saves_moves():
+    blocks, _ = saved_of(rehearse_run(run(None, Compile(), precision=BF16Precision()), LONG))
+    moved = offloading(Compile())
+    assert saved_of(moved)[0] == [0, 0, INPUT, blocks[3]]
+    assert moved.on_host == sum(blocks)
+
+
+def test_in_one_graph_nothing_moves():
+    assert offloading(Compile(scope="model")).on_host == 0
+
+
+def test_offloading_that_is_asked_instead():
+    asked = run(None, precision=BF16Precision())
+    declared = rehearse_run(run(None, ActivationOffload(), precision=BF16Precision()), LONG)
+    wanted = rehearse_run(asked, LONG, change=Change(offloading=True))
+    assert wanted == declared
+    assert wanted.on_host == 0  # of a MiB, which is what a callback without arguments asks for, there is none
 
 
 def test_under_sharding_parameters_are_of_the_type_of_computation_and_nothing_steps():
@@ -282,3 +364,71 @@ class Asks(Depends):
 
 def test_there_is_a_stand_in_for_the_trainer():
     assert rehearse_run(run(Asks()), torch.empty(1, 4)).peak.total > 0
+
+
+class Wide(LightningModule):
+    """Takes numbers, and not the numbers of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(512, 512), nn.Sigmoid(), nn.Linear(512, 512), nn.Sigmoid())
+
+    def training_step(self, batch, _):
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_batches_of_numbers_are_cast_as_the_run_casts_them():
+    saved = {}
+    for name, options in {
+        "32": {},
+        "half": {"precision": HalfPrecision("bf16-true")},
+        "masters": {"precision": BF16Precision()},
+        "sharded": {"precision": BF16Precision(), "strategy": FSDP2Strategy, "devices": 2},
+        "sharded, stock": {"precision": MixedPrecision("bf16-mixed", "cuda"), "strategy": FSDP2Strategy, "devices": 2},
+    }.items():
+        step = rehearse_run(run(Wide(), **options), torch.empty(1024, 512))
+        saved[name] = step.saved.of("activations")
+    numbers = 1024 * 512
+    # The results of two sigmoids, and the batch as it is cast where that is not the batch from then on.
+    sizes = {"32": 4 + 4, "half": 2 + 2, "masters": 2 + 2 + 2, "sharded": 2 + 2 + 2, "sharded, stock": 2 + 2 + 2}
+    assert saved == {name: pytest.approx(size * numbers, rel=0.01) for name, size in sizes.items()}
+
+
+class Spectral(nn.Module):
+    """Knows no bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64)), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.out(torch.fft.irfft(torch.fft.rfft(x)[..., :8] @ self.weight, n=64))
+
+
+def test_what_computes_in_float32_does_so_under_sharding_too():
+    asked = run(Wide(), precision=BF16Precision(in_float32=["net.1"]))
+    asked.module.net = nn.Sequential(nn.Linear(64, 64), Spectral(), nn.Linear(64, 64))
+    sharded = replace(asked, strategy=Placement.of(FSDP2Strategy), num_devices=2)
+    saved = [rehearse_run(each, torch.empty(256, 64)).saved.of("activations") for each in (asked, sharded)]
+    assert saved[0] == saved[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "options"), [("masters", {}), ("masters", {"fused": True}), ("autocast", {})], ids=str
+)
+def test_a_step_that_is_one_kernel_takes_nothing(weights, options):
+    def taken(**others):
+        step = rehearse_run(
+            run(precision=BF16Precision(weights=weights)),
+            BATCH,
+            optimizers=lambda module: torch.optim.AdamW(module.parameters(), **options, **others),
+        )
+        elements = sum(step.elements.values())
+        assert step.fixed.of("optimizer state") == pytest.approx(8 * elements, rel=0.02)
+        return step.peaks["optimizer"].of("temporaries") / elements
+
+    assert taken() == 0
+    assert taken(maximize=True) > 3.9  # torch's own, which the kernel is not: of masters, it wants wide gradients

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_ups.__main__ import main as command_line
+from lightning_ups.callbacks import ActivationOffload
 from lightning_ups.models import GPTModule
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
@@ -161,6 +163,19 @@ def test_what_is_said(capsys):
     assert len(rows) == 3
     assert all(" yes" in row for row in rows)
     assert max(map(len, out.splitlines())) <= 125
+
+
+def test_what_lies_on_the_host_and_what_would_move_nothing(capsys):
+    idle = "ActivationOffload would move nothing, which is an error in the first step"
+    code, out = shown(capsys, asked(ActivationOffload()), batch="64x257:int64", gpu="24")
+    assert code == 0
+    assert re.search(r"^ +[0-9.]+ [GM]iB of the host's memory for each GPU$", out, re.MULTILINE)
+    assert idle not in " ".join(out.split())
+    _, small = shown(capsys, asked(ActivationOffload()), batch="1x9:int64", gpu="24")
+    assert "of the host's memory" not in small
+    assert idle in " ".join(small.split())
+    _, facts = shown(capsys, asked(ActivationOffload()), batch="64x257:int64", as_json=True)
+    assert json.loads(facts)["settings"][0]["host_bytes"] > 10 * 2**20
 
 
 def test_what_does_not_fit_says_what_to_write_and_ends_with_2(capsys):

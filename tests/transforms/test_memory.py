@@ -122,6 +122,19 @@ def test_a_pause(ledger):
     assert seen.shape == (512,)
 
 
+def test_memory_that_is_left_out_and_views_of_it(ledger):
+    host = floats(4)
+    ledger.leave_out(host)
+    assert ledger.total == 0
+    view = host[:100].view(-1, 2)
+    del host
+    assert ledger.total == 0
+    del view
+    again = floats(4)  # whose memory may be at the same place
+    assert ledger.total == 4 * KB
+    del again
+
+
 def test_tied_tensors_are_counted_once():
     a, ledger = torch.zeros(300), Ledger()
     ledger.claim([a, a.view(3, 100), a[:2]], "parameters")

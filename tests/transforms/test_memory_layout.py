@@ -1,4 +1,5 @@
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -6,10 +7,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from torch import nn
 
+from lightning_ups._compat.autograd import outside_modes
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload
+from lightning_ups.optim.offload_memory import Memory
 from lightning_ups.order import Placement, Run
 from lightning_ups.order.plan import Planner
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms import activation_offload
 from lightning_ups.transforms.memory import Ledger, Moment
 from lightning_ups.transforms.memory_layout import Layout, between, peak_of
 from lightning_ups.transforms.memory_step import Step
@@ -138,11 +143,25 @@ def test_what_is_on_the_device_of_state_on_the_host():
     assert taken_in_optimizer(on_host=whole, chunk=0) == {}
 
 
+def test_the_memory_of_the_host_is_the_most_that_lies_there():
+    moments = {
+        "forward": Moment(phase="forward", held={("optimizer state", ""): 80, ("activations", ""): 1000}),
+        "backward": Moment(phase="backward", held={("optimizer state", ""): 80, ("gradients", ""): 40}),
+    }
+    some = replace(step(), peaks=moments, on_host=7)
+    shares = {"optimizer state": 0.5, "gradients": 1.0}
+    assert peak_of(some, Layout()).on_host == 7
+    peak = peak_of(some, Layout(on_host=shares))
+    assert (peak.phase, peak.on_host) == ("forward", 7 + 40 + 40)
+
+
 def test_memory_between_two_batches_and_beyond():
     first, second = step(activations=100 * M), step(activations=200 * M)
     assert peak_of(between(first, second, 0.5), Layout()).of("activations") == 150 * M
     assert peak_of(between(first, second, 3), Layout()).of("activations") == 400 * M
     assert between(first, second, 0).peaks == first.peaks
+    hosts = replace(first, on_host=100), replace(second, on_host=300)
+    assert [between(*hosts, share).on_host for share in (0.5, 2, -1)] == [200, 500, 0]
 
 
 # Against FSDP2 itself, on two ranks: what is alive in its steps, tensor by tensor.
@@ -151,9 +170,9 @@ def test_memory_between_two_batches_and_beyond():
 class Stack(LightningModule):
     """Eight layers of one product each, which a CPU runs as a GPU does, with a head outside of them."""
 
-    def __init__(self, width=256, depth=8):
+    def __init__(self, width=256, depth=8, rows=16):
         super().__init__()
-        self.model = Body(width, depth)
+        self.model, self.rows = Body(width, depth), rows
 
     def training_step(self, batch, _):
         return self.model(batch).square().mean()
@@ -162,7 +181,11 @@ class Stack(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=True)
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(64, 256), batch_size=16)
+        return torch.utils.data.DataLoader(range(8 * self.rows), batch_size=self.rows, collate_fn=self.drawn)
+
+    @staticmethod
+    def drawn(items):
+        return torch.randn(len(items), 256)
 
 
 class Body(nn.Module):
@@ -198,7 +221,7 @@ class Alive(Ledger):
         alive = 0
         for record in list(self._records.values()):
             storage = record.finalizer()
-            alive += 0 if storage is None else storage.nbytes()
+            alive += storage.nbytes() if storage is not None and record.size else 0
         self.most = max(self.most, alive)
         return result
 
@@ -206,11 +229,25 @@ class Alive(Ledger):
 PRECISIONS = {"32": Precision, "bf16": BF16Precision}
 
 
-def _most_alive(sharding, precision):
+class Apart(Memory):
+    """A host whose memory is none of the device's."""
+
+    def __init__(self, alive):
+        super().__init__(torch.device("cpu"))
+        self.alive = alive
+
+    def host(self, nbytes):
+        with outside_modes():
+            memory = super().host(nbytes)
+        self.alive.leave_out(memory)
+        return memory
+
+
+def _most_alive(sharding, precision, rows=16, callbacks=()):
     torch.manual_seed(0)
     alive = Alive()
-    with alive:
-        module = Stack()
+    with alive, patch.object(activation_offload, "memory_of", lambda _: Apart(alive)):
+        module = Stack(rows=rows)
         alive.claim(module.parameters(), "parameters")
         trainer = Trainer(
             accelerator="cpu",
@@ -222,7 +259,7 @@ def _most_alive(sharding, precision):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[Reset(alive)],
+            callbacks=[Reset(alive), *callbacks],
         )
         trainer.fit(module)
     return alive.most
@@ -237,18 +274,18 @@ class Reset(Callback):
             self.alive.most = 0  # the steps before had no optimizer state
 
 
-def _planned(sharding, precision):
+def _planned(sharding, precision, rows=16, callbacks=()):
     module = Stack()
     run = Run(
         module=module,
         strategy=Placement.of(FSDP2Strategy),
         precision=PRECISIONS[precision](),
-        callbacks=(),
+        callbacks=callbacks,
         accelerator="cuda",
         num_devices=2,
         num_nodes=1,
     )
-    planner = Planner(run, torch.randn(16, 256), settings={"sharding": sharding})
+    planner = Planner(run, torch.randn(rows, 256), settings={"sharding": sharding})
     return planner.moment(planner.declared)
 
 
@@ -265,3 +302,20 @@ def test_against_what_is_alive_under_fsdp2(ranks, sharding, precision):
     measured = ranks(_most_alive, sharding, precision)
     planned = _planned(sharding, precision)
     assert planned.total == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        (),
+        (ActivationOffload(min_mb=0),),
+        pytest.param((ActivationCheckpoint(save="nothing"), ActivationOffload(min_mb=0)), marks=pytest.mark.slow),
+    ],
+    ids=["plain", "moved", "inputs moved"],
+)
+def test_activations_of_what_enters_in_float32(ranks, callbacks):
+    # So many rows that the activations are most of it, in bfloat16 as parameters are gathered.
+    measured = ranks(_most_alive, "full", "bf16", 2048, callbacks)
+    planned = _planned("full", "bf16", 2048, callbacks)
+    assert planned.of("activations", "temporaries") > 0.5 * planned.total
+    assert planned.total == pytest.approx(measured, rel=0.02)
