@@ -23,6 +23,7 @@ from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.float8 import fitting_linears
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.verify import (
+    REST,
     Band,
     Departure,
     Step,
@@ -124,6 +125,7 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
             " Give --steps 1 or more; 3 are enough for most."
         )
     _check_known(trial.precision)
+    trial.check_fits_one_device()
     references = _References(trial, steps=steps)
     plain = references.plain()
     if not any(step.norm for step in plain):
@@ -131,6 +133,13 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
             f"{type(trial.module).__name__} took no optimizer step with a gradient."
             " What is compared are the gradients before each step of the optimizer."
             " Check that the configuration trains by itself: python -m lightning_ups fit."
+        )
+    if (wrong := next((i for i, step in enumerate(plain) if not _is_number(step)), None)) is not None:
+        before = f", or compare the steps before it: --steps {wrong}" if wrong else ""
+        raise ValueError(
+            f"The reference of {type(trial.module).__name__}, float32 and eager, has what is no number at step {wrong}."
+            " Nothing can be near that, whatever the configuration does."
+            f" Mend the module or its data first{before}."
         )
     band = band_between(plain, references.rounded())
     powers = references.powers(plain, band) if faults else {}
@@ -210,19 +219,22 @@ class _References:
 
     def powers(self, plain: Sequence[Step], band: Band) -> dict[str, float]:
         """Return how many bands away from the reference each fault leads, where it shows most."""
-        found_blocks = find_blocks(self._trial.module)
-        # A gradient that is scaled shows in a block that has one.
-        trained = [name for name, block in found_blocks.items() if any(p.requires_grad for p in block.parameters())]
-        if not (blocks := trained or [*found_blocks]):
+        steps = 1 + next(i for i, step in enumerate(plain) if step.norm)
+        did = plain[steps - 1].blocks
+        ran = [name for name in find_blocks(self._trial.module) if name in did and did[name].added is not None]
+        trained = [name for name in ran if did[name].norm]
+        if not (blocks := trained or ran):
             return {}
         middle = blocks[len(blocks) // 2]
         result: dict[str, float] = {}
         for name, fault in FAULTS.items():
-            found = self._train(precision=Precision(), plain=True, fault=(middle, fault), steps=1)
+            # A gradient that is scaled shows where there is one: if need be, outside the blocks.
+            place = REST if fault is FAULTS["a gradient scaled by 2"] and not trained else middle
+            found = self._train(precision=Precision(), plain=True, fault=(place, fault), steps=steps)
             result[name] = max(
                 each.distance / band[each.step, each.block, each.what]
-                for each in distances(plain[:1], found)
-                if each.block in (middle, None)
+                for each in distances(plain[:steps], found)
+                if each.block in (place, None)
             )
         return result
 
@@ -246,6 +258,10 @@ class _References:
             self._state = watch.state
         module.zero_grad(set_to_none=True)
         return watch.steps
+
+
+def _is_number(step: Step) -> bool:
+    return math.isfinite(step.norm) and (step.loss is None or math.isfinite(step.loss))
 
 
 def _recipe(precision: Precision) -> str | None:
@@ -273,7 +289,7 @@ class _WatchSteps(Callback):
             self._stack.enter_context(self._prepare(pl_module))
         if self._fault is not None:
             name, fault = self._fault
-            self._stack.enter_context(fault(blocks[name]))
+            self._stack.enter_context(fault(pl_module if name == REST else blocks[name]))
         self._watch = Watch(pl_module, blocks, self._tape)
         self._stack.callback(self._watch.close)
 

@@ -39,7 +39,7 @@ class BlockStep:
     """What one block did in one step.
 
     Args:
-        given: The input that came to it; a sample, as all of these. None: it did not run.
+        given: The input that came to it in its first call; a sample, as all of these. None: it did not run.
         added: What it added to its input, or its output if that has another shape.
         passed: The gradient that it passed on, of its input.
         gradient: The gradient of its parameters. None: there is none.
@@ -58,12 +58,12 @@ class Step:
     """What happened in one step.
 
     Args:
-        loss: The loss, of the last microbatch.
+        loss: The loss, of the last microbatch. None: the step returned none.
         norm: The norm of the gradient, before it is clipped.
         blocks: The blocks by name, in the order of the model; what is in none of them is the last.
     """
 
-    loss: float = math.nan
+    loss: float | None = None
     norm: float = math.nan
     blocks: dict[str, BlockStep] = field(default_factory=dict)
 
@@ -111,8 +111,13 @@ def distances(reference: Sequence[Step], other: Sequence[Step]) -> Iterator[Depa
             for what, distance in _of_block(block, found.blocks.get(name, BlockStep())):
                 yield Departure(step=number, block=name, what=what, distance=distance)
         yield Departure(step=number, block=None, what="gradient norm", distance=_ratio(right.norm, found.norm))
-        loss = abs(found.loss - right.loss) / max(abs(right.loss), 1e-12)
-        yield Departure(step=number, block=None, what="loss", distance=loss)
+        yield Departure(step=number, block=None, what="loss", distance=_of_loss(right.loss, found.loss))
+
+
+def _of_loss(right: float | None, found: float | None) -> float:
+    if right is None or found is None:
+        return 0.0 if right is found else math.inf
+    return abs(found - right) / max(abs(right), 1e-12)
 
 
 def _of_block(right: BlockStep, found: BlockStep) -> Iterator[tuple[What, float]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +78,13 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
 
 
 def _product(block: nn.Module) -> nn.Module:
-    """Return the last layer that multiplies: what it gives is added to the stream that all later blocks read."""
-    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    """Return a layer that multiplies, the last of the largest: what it gives is added to what later blocks read.
+
+    Of the largest, since a small one may be an adapter, whose product is zero when training begins.
+    """
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear) and not _is_read(module)]
     if found := linears or [module for module in block.modules() if _multiplies(module)]:
-        return found[-1]
+        return max(reversed(found), key=lambda module: cast("Tensor", module.weight).numel())
     raise ValueError(
         f"{type(block).__name__} holds no linear layer, no convolution, and nothing else with a matrix of its own."
         " These faults are put into the product of one, to see what they do to the numbers."
@@ -94,7 +97,14 @@ def _computing(product: nn.Module, block: nn.Module) -> nn.Module:
     return next((m for m in block.modules() if is_computed(m) and product in {*m.modules()}), product)
 
 
+def _is_read(module: nn.Module) -> bool:
+    # By nn.MultiheadAttention, which never calls it.
+    return type(module).__name__ == "NonDynamicallyQuantizableLinear"
+
+
 def _multiplies(module: nn.Module) -> bool:
+    if _is_read(module):
+        return False
     weight = vars(module)["_parameters"].get("weight")  # transformers' Conv1D is no nn.Linear
     looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     return weight is not None and weight.dim() > 1 and not looks_up and not [*module.children()]

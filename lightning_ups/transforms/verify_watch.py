@@ -93,7 +93,8 @@ class Watch:
         self._calls[name] = self._calls.get(name, -1) + 1
         place = (len(self.steps), self._calls[name], name)
         self._awaited.setdefault(name, []).append(place)
-        self._step.blocks.setdefault(name, BlockStep()).given = sampled(x)
+        if self._is_first(name):
+            self._step.blocks.setdefault(name, BlockStep()).given = sampled(x)
         if self._records:
             self._tape.inputs[place] = x.detach().cpu()
         forced = self._tape.inputs.get(place)
@@ -101,8 +102,12 @@ class Watch:
 
     def take_output(self, y: Tensor, x: Tensor, name: str) -> None:
         """Take down what a block made of its input."""
-        if name in self._calls:
+        if self._is_first(name):
             self._step.blocks[name].added = sampled(y.float() - x.float() if y.shape == x.shape else y)
+
+    def _is_first(self, name: str) -> bool:
+        # Where blocks run again, what comes to the first may be what the last has made of it.
+        return self._calls.get(name) == 0
 
     def take_passed(self, gradient: Tensor, name: str) -> None:
         """Take down the gradient that a block passed on."""

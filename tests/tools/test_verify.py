@@ -1,5 +1,6 @@
 """The guard is green on what is right and red on each fault, which it names by its block."""
 
+import math
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -255,6 +256,66 @@ def test_a_gradient_that_is_scaled_is_looked_for_in_a_block_that_has_one():
     module = Deep(4)
     module.model.layers[2:].requires_grad_(False)
     assert verify(trial(module=module, plugins=[BF16Precision()]), steps=1).green
+
+
+def test_where_nothing_but_the_head_is_trained_a_scaled_gradient_is_looked_for_there():
+    module = Deep(4)
+    module.model.layers.requires_grad_(False)
+    verdict = verify(trial(module=module, plugins=[BF16Precision()]), steps=1)
+    assert verdict.green
+    assert verdict.power > 2
+
+
+class ByTurns(Deep):
+    """Half of the blocks run in the first step of an optimizer, and the others in the second."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for half, optimizer in zip((slice(0, 2), slice(2, 4)), self.optimizers(), strict=True):
+            x = self.model.embedding(batch[:, :-1])
+            for block in self.model.layers[half]:
+                x = block(x)
+            optimizer.zero_grad()
+            self.manual_backward(x.square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        layers = self.model.layers
+        return [torch.optim.SGD(half.parameters(), lr=0.1) for half in (layers[:2], layers[2:])]
+
+
+def test_faults_are_put_into_a_block_that_runs_in_the_step_that_is_looked_at():
+    verdict = verify(trial(module=ByTurns(), plugins=[BF16Precision()]))
+    assert verdict.green
+    assert verdict.power > 2
+
+
+class Skipping(Deep):
+    """Leaves its first batch out."""
+
+    def training_step(self, batch, index):
+        return None if index == 0 else super().training_step(batch, index)
+
+
+def test_a_step_without_a_loss_is_one_on_both_sides():
+    verdict = verify(trial(module=Skipping(2), plugins=[BF16Precision()]), steps=2)
+    assert verdict.green
+    assert verdict.power > 2
+    assert verify(trial(module=Skipping(2)), steps=2, faults=False).same
+
+
+class Diverging(Deep):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) * (math.nan if index else 1)
+
+
+def test_a_reference_that_is_no_number_is_no_fault_of_the_configuration():
+    with pytest.raises(ValueError, match=r"The reference of Diverging.*at step 1\..*before it: --steps 1\."):
+        verify(trial(module=Diverging(2), plugins=[BF16Precision()]))
+    assert verify(trial(module=Diverging(2), plugins=[BF16Precision()]), steps=1).green
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])

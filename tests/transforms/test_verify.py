@@ -112,6 +112,13 @@ def test_a_loss_alone_names_no_block():
     assert first_block(found, NAMES) is None
 
 
+def test_steps_without_a_loss_agree_with_no_others():
+    silent = training()
+    silent[0].loss = None
+    assert is_same(silent, [*silent])
+    assert [each.what for each in departures(training(), silent, band_between(training(), training()))] == ["loss"]
+
+
 def test_a_training_that_ends_early_leaves_the_band():
     plain = training()
     assert departures(plain, training(steps=1), band_between(plain, plain))

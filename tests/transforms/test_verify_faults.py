@@ -62,8 +62,32 @@ class Convolved(Block):
         return super().forward(x[..., None])[..., 0]
 
 
+class Adapted(Block):
+    """With an adapter whose product is zero when training begins, as LoRA's is."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False))
+        nn.init.zeros_(self.adapter[1].weight)
+
+    def forward(self, x):
+        return super().forward(x) + self.adapter(x)
+
+
+class Attending(Block):
+    """What comes last is a layer that is never called: its weight is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x):
+        h = torch.tanh(self.up(x))
+        return x + self.down(h + self.attention(h, h, h)[0])
+
+
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("kind", [Block, Turned, Convolved])
+@pytest.mark.parametrize("kind", [Block, Turned, Convolved, Adapted, Attending])
 def test_a_fault_has_its_effect_and_goes(kind, name):
     block = kind()
     right = run(block)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.verify import REST
+from lightning_ups.transforms.verify import REST, band_between, departures, first_block
 from lightning_ups.transforms.verify_watch import Tape, Watch
 
 
@@ -75,6 +75,30 @@ def test_each_microbatch_has_its_own():
     model, tape = Model(), Tape()
     run(model, tape, calls=2)
     assert len(tape.inputs) == len(tape.gradients) == 6
+
+
+def test_of_blocks_that_run_again_the_first_call_shows_where_an_error_is():
+    model, tape = Model(), Tape()
+    blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+
+    def twice():
+        watch = Watch(model, blocks, tape)
+        torch.manual_seed(1)
+        x = torch.randn(8, 4)
+        for layer in [*model.layers, *model.layers]:
+            x = x + layer(x)
+        x.square().sum().backward()
+        watch.note_gradients(lambda p: p.grad)
+        watch.note_loss(1.0)
+        watch.close()
+        model.zero_grad()
+        return watch.steps
+
+    right = twice()
+    with torch.no_grad():
+        model.layers[1].weight.mul_(3)
+    found = departures(right, twice(), band_between(right, right))
+    assert first_block(found, [*blocks]) == "layers.1"
 
 
 def test_an_evaluation_is_not_taken_down():
