@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["check_head", "check_timed"]
+__all__ = ["check_head", "check_timed", "check_tokens"]
 
 
 def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
@@ -20,18 +20,27 @@ def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
         )
 
 
+def check_tokens(tokens: int | None, *, said: str) -> None:
+    """Refuse a number of ``tokens`` that is none, in the words in which it was ``said``.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise ValueError(
+            f"{said} is no number of rows."
+            " It is how many rows linear layers multiply at once: mostly batch size times sequence length."
+            " Give a whole number of 1 or more, or leave it out: a step with the first batch shows it."
+        )
+
+
 def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path | None) -> None:
     """Refuse a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at beside another.
 
     Raises:
         ValueError: If either is given.
     """
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-        raise ValueError(
-            f"{of}(tokens={tokens!r}) is no number of rows."
-            " It is how many rows linear layers multiply at once: mostly batch size times sequence length."
-            " Give a whole number of 1 or more, or leave it out: a step with the first batch shows it."
-        )
+    check_tokens(tokens, said=f"{of}(tokens={tokens!r})")
     given = {name: value for name, value in (("tokens", tokens), ("table", table)) if value is not None}
     if filter != "auto" and given:
         name, value = next(iter(given.items()))

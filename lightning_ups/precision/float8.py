@@ -20,7 +20,7 @@ from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
-from lightning_ups.transforms.advise_shapes import layers_of, layers_with_rows, products_of
+from lightning_ups.transforms.advise_shapes import check_ran, layers_of, layers_with_rows, products_of
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, roots
@@ -189,6 +189,8 @@ class Float8Precision(PolicyPrecision):
             with fake_twin(module) as twin:
                 fakes: Any = {name: twin.get_submodule(name) for name in linears}
                 layers = layers_of(fakes, lambda: fake_step(twin, batch))
+            if linears:
+                check_ran(layers, linears=linears, of=type(module).__name__, tokens="tokens=16384")
         device = module.trainer.strategy.root_device
         timer = self.timer or (timer_on(device) if device.type == "cuda" else None)
         table = obtain_table(products_of(layers), [self.recipe], device=device, path=self.table, timer=timer)

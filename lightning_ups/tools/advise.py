@@ -1,8 +1,10 @@
 """Whether float8 would make a configuration faster on this GPU, layer by layer, and by how much; nothing is trained."""
 
+import json
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,13 +12,14 @@ import torch
 
 from lightning_ups._compat.fake import fake_step, fake_twin
 from lightning_ups._compat.te import engine, why_not
-from lightning_ups.order import Stage, policy_of
+from lightning_ups.order import PolicyPrecision, Stage, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
+from lightning_ups.precision.arguments import check_tokens
 from lightning_ups.tools.trial import StepClock, Trial
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice, best_recipe
 from lightning_ups.transforms.advise_engine import ENGINE, engine_layers, engine_recipe, is_engine, read_first
-from lightning_ups.transforms.advise_shapes import Layer, layers_of, layers_with_rows, names_of, products_of
+from lightning_ups.transforms.advise_shapes import Layer, check_ran, layers_of, layers_with_rows, names_of, products_of
 from lightning_ups.transforms.advise_table import Table, Timer, cache_path, obtain_table, where
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.float8 import Recipe, fitting_linears
@@ -64,7 +67,7 @@ def show(trial: Trial, **asked: Any) -> int:
         print(f"a step in bfloat16 takes {best.step_ms:.1f} ms, and these products {share:.0%} of it")
     for advice in choices:
         print(f"{advice.recipe:20} {advice.verdict()}")
-    print(*_cure(best), sep="\n")
+    print(*_cure(best, _settings(trial, best, head=asked.get("head", False), tokens=asked.get("tokens"))), sep="\n")
     return 0
 
 
@@ -109,6 +112,7 @@ def advise(
             f" The first {WARMUP} compile, and are not timed."
             f" Give --steps {STEPS} or so, or --steps 0 to do without the time of a whole step."
         )
+    check_tokens(tokens, said=f"--tokens {tokens}")
     device = torch.device("cuda", 0) if trial.run.accelerator == "cuda" else torch.device("cpu")
     can_time = device.type == "cuda" and torch.cuda.is_available()
     if not (dry or table or timer or can_time):
@@ -117,8 +121,11 @@ def advise(
             " Whether float8 is faster is a matter of the GPU, so it is measured on the one that will train."
             " Run it there; or bring the times from there by --table FILE; or see the products alone by --dry."
         )
+    steps = 0 if dry else steps if steps is not None else STEPS if can_time else 0
+    if steps:
+        trial.check_fits_one_device()
     names = [*_possible(trial, recipes or _wanted(trial, device), device=device, here=can_time)]
-    considered = _layers(trial, names, head=head, tokens=tokens or getattr(trial.precision, "tokens", None))
+    considered = _layers(trial, names, head=head, tokens=_rows(trial, tokens))
     if not considered:
         raise ValueError(
             f"No linear layer of {type(trial.module).__name__} can compute in float8."
@@ -136,12 +143,16 @@ def advise(
         times = times.joined(obtain_table(products_of(layers), [name], device=device, path=table, timer=timer))
     if table is None:
         print(f"times are kept in {cache_path(where(device))}")
-    step_ms = _step_ms(trial, steps if steps is not None else STEPS if can_time else 0)
+    step_ms = _step_ms(trial, steps)
     microbatches = trial.settings.get("accumulate_grad_batches") or 1
     return [
         Advice(recipe=name, layers=layers, table=times, step_ms=step_ms, microbatches=microbatches)
         for name, layers in considered.items()
     ]
+
+
+def _rows(trial: Trial, tokens: int | None) -> int | None:
+    return tokens if tokens is not None else getattr(trial.precision, "tokens", None)
 
 
 def _one_of_each(names: Iterable[str]) -> list[str]:
@@ -214,6 +225,7 @@ def _layers(trial: Trial, names: Sequence[str], *, head: bool, tokens: int | Non
         return {}
     called = _called(trial, linears, batch) if tokens is None else _given(trial, linears, tokens)
     trial.module.trainer = None
+    check_ran(called, linears=linears, of=type(trial.module).__name__, tokens="--tokens 16384")
     layers = {name: [layer for layer in called if layer.name in fitting[name]] for name in names}
     for name, plan in plans.items():
         layers[name], others = engine_layers(plan, called)
@@ -259,8 +271,10 @@ def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:
 def _step_ms(trial: Trial, steps: int) -> float | None:
     if steps <= WARMUP:
         return None
-    clock = StepClock(warmup=WARMUP)
-    trial.fit(clock, steps=steps, precision=BF16Precision())
+    clock, policy = StepClock(warmup=WARMUP), policy_of(trial.precision)
+    own = trial.precision.weights if isinstance(trial.precision, PolicyPrecision) else "masters"
+    precision = BF16Precision(weights=own, in_float32=() if policy is None else policy.in_float32)
+    trial.fit(clock, steps=steps, precision=precision)
     return clock.step_ms
 
 
@@ -279,12 +293,37 @@ def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
         print("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip())
 
 
-def _cure(best: Advice) -> Iterator[str]:
+def _settings(trial: Trial, best: Advice, *, head: bool, tokens: int | None) -> dict[str, Any]:
+    """Return the arguments of a precision that converts what ``best`` would, and leaves the rest as it is asked for."""
+    asked, kind = trial.precision, _kind(best)
+    found: dict[str, Any] = {"recipe": engine_recipe(best.recipe)}
+    if head or (isinstance(asked, kind) and asked.head):
+        found["head"] = True
+    for name in ("include", "exclude", "norms", "fuse", "weights"):
+        parameter = signature(kind).parameters.get(name)
+        if parameter is None or not isinstance(asked, PolicyPrecision if name == "weights" else kind):
+            continue
+        value = getattr(asked, name)
+        if value != parameter.default:
+            found[name] = value
+    policy = policy_of(asked)
+    if policy is not None and policy.in_float32:
+        found["in_float32"] = policy.in_float32
+    if len(best.winners) < len(best.layers):
+        found["filter"] = "auto"
+        if (rows := _rows(trial, tokens)) is not None:
+            found["tokens"] = rows
+    return found
+
+
+def _kind(best: Advice) -> type[Float8Precision] | type[TEPrecision]:
+    return TEPrecision if is_engine(best.recipe) else Float8Precision
+
+
+def _cure(best: Advice, settings: Mapping[str, Any]) -> Iterator[str]:
     if not best.winners:
         yield "\nTo do: keep BF16Precision."
         return
-    everything = len(best.winners) == len(best.layers)
-    rest = "" if everything else ", filter: auto"
-    precision = "TEPrecision" if is_engine(best.recipe) else "Float8Precision"
-    yield f"\nTo do:\ntrainer:\n  plugins:\n    - class_path: {precision}"
-    yield f"      init_args: {{recipe: {engine_recipe(best.recipe)}{rest}}}"
+    yield f"\nTo do:\ntrainer:\n  plugins:\n    - class_path: {_kind(best).__name__}"
+    said = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items())
+    yield f"      init_args: {{{', '.join(said)}}}"

@@ -80,7 +80,12 @@ class Trial:
             precision: Instead of the one asked for.
             plain: Leave out what the configuration adds: its strategy and its declarations.
             state: What the module holds at the start. None: what it holds now.
+
+        Raises:
+            ValueError: If the strategy that is asked for needs more than one device.
         """
+        if not plain:
+            self.check_fits_one_device()
         if state is not None:
             self.module.load_state_dict(state)
         seed_everything(self.seed, workers=True, verbose=False)
@@ -88,6 +93,21 @@ class Trial:
             trainer = self._trainer(folder, watch, steps=steps, precision=precision, plain=plain)
             trainer.fit(self.module, datamodule=self.data)
         return trainer
+
+    def check_fits_one_device(self) -> None:
+        """Refuse a strategy that cannot be tried on one device.
+
+        Raises:
+            ValueError: If it needs more.
+        """
+        names = ("tensor_parallel_size", "replicate_size")
+        if split := {n: size for n in names if (size := self.run.strategy.settings.get(n, 1)) > 1}:
+            said = ", ".join(f"{name}={size}" for name, size in split.items())
+            raise ValueError(
+                f"{self.run.strategy.name}({said}) cannot be tried here."
+                " A configuration is tried on one device, and this strategy divides its work among more."
+                " Try it without: --trainer.strategy fsdp2. For advise, --steps 0 needs no trial."
+            )
 
     def batch(self) -> Any:
         """Return a batch as training would see it, and let the module know its Trainer, as in fit."""
@@ -134,25 +154,38 @@ def _warnings_only() -> AbstractContextManager[None]:
 class StepClock(Callback):
     """Takes the time of a step, from the first after ``warmup`` steps to the last.
 
+    Under manual optimization, which steps as often as it likes in a batch, a step is a batch.
+
     Args:
         warmup: Steps that do not count: in them, code is compiled.
     """
 
     def __init__(self, *, warmup: int) -> None:
-        self._warmup = warmup
+        self._warmup, self._batches = warmup, 0
         self._marks: list[tuple[int, Any]] = []
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        if step >= self._warmup and (not self._marks or self._marks[-1][0] < step):
+        self._batches += 1
+        step = trainer.global_step if pl_module.automatic_optimization else self._batches
+        if trainer.global_step >= self._warmup and (not self._marks or self._marks[-1][0] < step):
             self._marks.append((step, _mark(trainer.strategy.root_device)))
 
     @property
     def step_ms(self) -> float:
-        """Milliseconds of one step."""
+        """Milliseconds of one step.
+
+        Raises:
+            ValueError: If no whole step came after those that do not count.
+        """
+        if len(self._marks) < 2:
+            raise ValueError(
+                f"No step was timed: {len(self._marks)} of {self._batches} batches ended after {self._warmup} steps."
+                " A training_step that steps an optimizer many times is over after few batches."
+                " Give more --steps, or --steps 0 to do without the time of a whole step."
+            )
         (first, start), (last, end) = self._marks[0], self._marks[-1]
         if isinstance(start, float):
             return 1000 * (end - start) / (last - first)

@@ -32,7 +32,8 @@ class Advice:
 
     def milliseconds(self, layer: Layer, recipe: str) -> float:
         """Return what the products of ``layer`` take in a microbatch."""
-        return sum(self.table.times[product][recipe].total_ms * n for product, n in layer.calls.items())
+        times = {product: self.table.times[product][recipe] for product in layer.calls}
+        return sum(times[product].of(dgrad=layer.dgrad, wgrad=layer.wgrad) * n for product, n in layer.calls.items())
 
     def wins(self, layer: Layer) -> bool:
         """Return whether ``layer`` by itself is faster in float8, by more than times vary."""

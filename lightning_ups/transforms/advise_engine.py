@@ -85,17 +85,18 @@ def engine_layers(conversion: TEConversion, called: Iterable[Layer]) -> tuple[li
     Returns:
         Those that would multiply, and why each other one would not, by name.
     """
-    calls, rows = {layer.name: layer.calls for layer in called}, conversion.calls.rows
+    found, rows = {layer.name: layer for layer in called}, conversion.calls.rows
     layers: list[Layer] = []
     others: dict[str, str] = {}
     for name, first in read_first(conversion).items():
-        if first not in calls:
+        if first not in found:
             others[name] = "does not run in a training step"
-        elif odd := [p.rows for p in calls[first] if p.rows % rows]:
+        elif odd := [p.rows for p in found[first].calls if p.rows % rows]:
             others[name] = f"gets {odd[0]} rows, which is no multiple of {rows}"
         else:
-            borrower = conversion.borrowers[name]
-            layers.append(Layer(name, {_product(borrower, p.rows): count for p, count in calls[first].items()}))
+            borrower, calls = conversion.borrowers[name], found[first].calls
+            products = {_product(borrower, p.rows): count for p, count in calls.items()}
+            layers.append(replace(found[first], name=name, calls=products))
     return layers, others
 
 

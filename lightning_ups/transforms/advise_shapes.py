@@ -1,14 +1,16 @@
 """The matrix products that a model really has: how many rows each of its linear layers gets, and how often."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["Layer", "Product", "layers_of", "layers_with_rows", "names_of", "products_of"]
+__all__ = ["Layer", "Product", "check_ran", "layers_of", "layers_with_rows", "names_of", "products_of"]
 
 
 @dataclass(frozen=True, order=True)
@@ -60,10 +62,14 @@ class Layer:
     Args:
         name: Its name in the model.
         calls: How often it multiplies each shape.
+        dgrad: Whether the gradient of its input is computed; not, where nothing before it is trained.
+        wgrad: Whether that of its weight is; not, where that is frozen.
     """
 
     name: str
     calls: Mapping[Product, int]
+    dgrad: bool = True
+    wgrad: bool = True
 
 
 def layers_of(linears: Mapping[str, nn.Linear], step: Callable[[], Any]) -> list[Layer]:
@@ -74,24 +80,56 @@ def layers_of(linears: Mapping[str, nn.Linear], step: Callable[[], Any]) -> list
         step: Such as a ``training_step``. Without values is enough: only shapes are looked at.
     """
     calls: dict[str, Counter[Product]] = {name: Counter() for name in linears}
+    passing: set[str] = set()  # those that pass a gradient on
     with ExitStack() as stack:
         for name, linear in linears.items():
-            handle = linear.register_forward_pre_hook(_count(calls[name]), with_kwargs=True)
-            stack.callback(handle.remove)
+            hook = _count(calls[name], passes_on=partial(passing.add, name))
+            stack.callback(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
         step()
-    return [Layer(name, dict(counted)) for name, counted in calls.items() if counted]
+    return [
+        Layer(name, dict(counted), dgrad=name in passing, wgrad=linears[name].weight.requires_grad)
+        for name, counted in calls.items()
+        if counted
+    ]
+
+
+def check_ran(layers: Sequence[Layer], *, linears: Iterable[str], of: str, tokens: str) -> None:
+    """Refuse to decide about ``linears`` of which none ran.
+
+    Args:
+        layers: Those that ran.
+        linears: Those that could have.
+        of: The class of the model.
+        tokens: How the number of rows is given.
+
+    Raises:
+        ValueError: If there are no ``layers``.
+    """
+    if not layers:
+        raise ValueError(
+            f"No linear layer of {of} ran in a training step with the first batch."
+            f" {next(iter(linears))} could compute in float8, and how much it multiplies is not known."
+            f" Say how many rows linear layers get: {tokens}, mostly batch size times sequence length."
+        )
 
 
 def layers_with_rows(linears: Mapping[str, nn.Linear], rows: int) -> list[Layer]:
     """Return ``linears`` as if each were called once in a step, with so many ``rows``."""
-    return [Layer(name, {Product(rows, m.in_features, m.out_features): 1}) for name, m in linears.items()]
+    return [
+        Layer(name, {Product(rows, m.in_features, m.out_features): 1}, wgrad=m.weight.requires_grad)
+        for name, m in linears.items()
+    ]
 
 
-def _count(into: "Counter[Product]") -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _count(
+    into: "Counter[Product]", *, passes_on: Callable[[], Any]
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def hook(linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["input"]
         features: Any = linear.in_features, linear.out_features
         into[Product(x.numel() // max(x.shape[-1], 1), *features)] += 1
+        if x.requires_grad or not torch.is_grad_enabled():  # a checkpoint may run it so, and again for backward
+            passes_on()
 
     return hook
 

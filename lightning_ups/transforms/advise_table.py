@@ -40,7 +40,11 @@ class Times:
     @property
     def total_ms(self) -> float:
         """All three."""
-        return self.forward_ms + self.dgrad_ms + self.wgrad_ms
+        return self.of(dgrad=True, wgrad=True)
+
+    def of(self, *, dgrad: bool, wgrad: bool) -> float:
+        """Return what the forward takes, and those gradients that are computed."""
+        return self.forward_ms + (self.dgrad_ms if dgrad else 0.0) + (self.wgrad_ms if wgrad else 0.0)
 
 
 Timer = Callable[[Product, str], Times]
@@ -63,10 +67,19 @@ class Table:
         """Return the table in a file.
 
         Raises:
+            FileNotFoundError: If it cannot be read.
             ValueError: If the file is not one of these.
         """
         try:
-            tree: Any = json.loads(Path(path).read_text())
+            text = Path(path).read_text()
+        except OSError as error:
+            raise FileNotFoundError(
+                f"The table of float8 times at {path} cannot be read: {error.strerror}."
+                " Such a file is written by `advise` on a GPU, which says where."
+                " Give the path of one, or leave it out, on a GPU, to time what is missing."
+            ) from error
+        try:
+            tree: Any = json.loads(text)
             if tree["format"] != _FORMAT:
                 raise ValueError(tree["format"])
             times = {
@@ -144,7 +157,7 @@ def obtain_table(
         timer: Times a product that is in no table. None: there is none here.
 
     Raises:
-        FileNotFoundError: If ``path`` is no file.
+        FileNotFoundError: If ``path`` cannot be read.
         ValueError: If the file is no table, or lacks a shape.
         RuntimeError: If nothing can be timed here.
     """

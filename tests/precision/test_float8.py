@@ -249,6 +249,25 @@ def test_auto_leaves_what_does_not_run(tmp_path, monkeypatch):
     assert len(precision.conversion.converted) == 4
 
 
+class Idle(Wide):
+    """Leaves its first batch out."""
+
+    def training_step(self, batch, index):
+        return None if index == 0 else super().training_step(batch, index)
+
+
+def test_auto_does_not_decide_about_what_it_saw_nothing_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    precision = Float8Precision(filter="auto", emulate=True)
+    precision.timer, _ = times(up=0.5, down=0.5)
+    with pytest.raises(ValueError, match=r"No linear layer of Idle ran.*tokens=16384"):
+        fit(tmp_path, precision, model=Idle())
+    told = Float8Precision(filter="auto", emulate=True, tokens=8)
+    told.timer = precision.timer
+    fit(tmp_path, told, model=Idle())
+    assert len(told.conversion.converted) == 6
+
+
 def test_a_filter_is_one_of_two():
     with pytest.raises(ValueError, match=r"filter='fast'\) is not a known choice.*'all', 'auto'"):
         Float8Precision(filter="fast")
@@ -310,6 +329,31 @@ def test_what_does_not_fit_is_named(tmp_path):
     model.on_train_start = lambda: seen.append(applied(model.trainer.strategy).report.lines())
     fit(tmp_path, Float8Precision(emulate=True), model=model, callbacks=[ActivationCheckpoint(save="nothing")])
     assert any("3 do not, among them layers.1.0 (32 x 40 is no multiple of 16)" in line for line in seen[0])
+
+
+@pytest.mark.parametrize("callbacks", [[], [ActivationCheckpoint(save="nothing")]], ids=["alone", "with a callback"])
+@pytest.mark.parametrize("weights", ["masters", "autocast"])
+def test_what_it_did_is_said_once_in_each_run_alone_as_well(tmp_path, caplog, weights, callbacks):
+    precision = Float8Precision(emulate=True, weights=weights, include=["layers.*.0", "head"])
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+            fit(tmp_path, precision, callbacks=callbacks)
+        said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Precision: ")]
+        assert len(said) == 2
+        assert said[0].endswith({"masters": "by master weights", "autocast": "by autocast"}[weights])
+        assert said[1].endswith(
+            "3 linear layers multiply in float8, tensorwise; 1 do not, among them head (32 x 1 is no multiple of 16)"
+        )
+
+
+def test_that_auto_leaves_bfloat16_is_said_by_the_precision_alone(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    precision = Float8Precision(emulate=True, filter="auto")
+    precision.timer = lambda *_: Times(forward_ms=1, dgrad_ms=1, wgrad_ms=1)
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        fit(tmp_path, precision)
+    assert any("leave bfloat16" in record.getMessage() for record in caplog.records)
 
 
 class Casting(Wide):

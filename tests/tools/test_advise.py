@@ -1,5 +1,6 @@
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -7,7 +8,7 @@ from lightning_ups.__main__ import main
 from lightning_ups._compat.optional import has
 from lightning_ups.callbacks import Compile
 from lightning_ups.models.gpt import GPT, GPTConfig
-from lightning_ups.precision import Float8Precision, TEPrecision
+from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.tools import advise
 from lightning_ups.tools.advise import own_options, show
 from lightning_ups.tools.asked import run_of
@@ -65,10 +66,10 @@ def test_the_table_the_share_and_what_to_do(capsys, monkeypatch):
 def test_the_layers_of_a_float8_precision_are_those_considered(capsys):
     asked = trial(plugins=[Float8Precision(exclude=["blocks.*.3"], emulate=True)])
     show(asked, recipes=["tensorwise"], timer=timer)
-    out = capsys.readouterr().out
-    assert "blocks.*.3" not in out
-    assert "convert all layers by tensorwise" in out
-    assert "init_args: {recipe: tensorwise}" in out
+    table, _, to_do = capsys.readouterr().out.partition("To do:")
+    assert "blocks.*.3" not in table
+    assert "convert all layers by tensorwise" in table
+    assert 'init_args: {recipe: tensorwise, exclude: ["blocks.*.3"]}' in to_do
 
 
 def test_where_nothing_wins_it_says_so(capsys):
@@ -130,6 +131,81 @@ def test_rows_can_be_given_where_no_step_shows_them(asked, options, capsys):
         show(trial(Looking()), dry=True)
     assert show(trial(Looking(), **asked), dry=True, **options) == 0
     assert "64 x 16 x 32" in capsys.readouterr().out
+
+
+class Idle(Wide):
+    """Leaves the first batch out."""
+
+    def training_step(self, batch, index):
+        return None if index == 0 else super().training_step(batch, index)
+
+
+def test_a_step_in_which_nothing_ran_says_what_to_give(capsys):
+    with pytest.raises(ValueError, match=r"No linear layer of Idle ran in a training step.*blocks.0.1.*--tokens"):
+        show(trial(Idle()), dry=True)
+    assert show(trial(Idle()), dry=True, tokens=64) == 0
+
+
+@pytest.mark.parametrize("tokens", [0, -5])
+def test_a_number_of_rows_that_is_none_is_refused(tokens):
+    with pytest.raises(ValueError, match=rf"--tokens {tokens} is no number of rows.*1 or more"):
+        show(trial(), dry=True, tokens=tokens)
+
+
+def init_args(capsys):
+    return yaml.safe_load(capsys.readouterr().out.partition("To do:")[2])["trainer"]["plugins"][0]["init_args"]
+
+
+def test_what_to_write_converts_what_was_advised(capsys):
+    show(trial(Looking()), recipes=["tensorwise"], timer=timer, head=True, tokens=64)
+    assert init_args(capsys) == {"recipe": "tensorwise", "head": True, "filter": "auto", "tokens": 64}
+    asked = {"include": ["blocks.*.1"], "exclude": ["blocks.0.1"], "weights": "autocast", "in_float32": ["blocks.0"]}
+    show(trial(plugins=[Float8Precision(emulate=True, **asked)]), recipes=["tensorwise"], timer=timer)
+    assert init_args(capsys) == {"recipe": "tensorwise", **asked}
+    show(
+        trial(plugins=[BF16Precision(weights="autocast", in_float32=["blocks.0"])]), recipes=["tensorwise"], timer=timer
+    )
+    assert init_args(capsys) == {
+        "recipe": "tensorwise",
+        "weights": "autocast",
+        "in_float32": ["blocks.0"],
+        "filter": "auto",
+    }
+
+
+class Mixing(Wide):
+    """Multiplies by a float32 matrix of its own, which autocast alone allows, and transforms, which float32 does."""
+
+    def __init__(self, *, mixes):
+        super().__init__()
+        self.mixes, self.part = mixes, Part(mixes=mixes)
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) + self.part(batch).sum()
+
+
+class Part(nn.Module):
+    def __init__(self, *, mixes):
+        super().__init__()
+        self.mixes, self.linear = mixes, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) @ torch.eye(8) if self.mixes else torch.fft.rfft(self.linear(x)).abs()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda: Float8Precision(emulate=True, weights="autocast"),
+        lambda: BF16Precision(weights="autocast"),
+        lambda: Float8Precision(emulate=True, in_float32=["part"]),
+        lambda: BF16Precision(in_float32=["part"]),
+    ],
+)
+def test_a_step_is_timed_in_the_types_that_are_asked_for(asked):
+    made = asked()
+    tried = trial(Mixing(mixes=made.weights == "autocast"), plugins=[made])
+    assert show(tried, recipes=["tensorwise"], timer=timer, steps=7) == 0
 
 
 def test_what_computes_in_float32_is_not_considered(capsys):

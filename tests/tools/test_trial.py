@@ -7,6 +7,7 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.precision import BF16Precision
+from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.tools.asked import run_of
 from lightning_ups.tools.trial import StepClock, Trial
 from tests.cli_toys import Data, Noted, Toy
@@ -88,3 +89,43 @@ def test_the_time_of_a_step_leaves_out_the_first(monkeypatch):
     trial(accumulate_grad_batches=2).fit(clock, steps=4, plain=True)
     assert clock.step_ms == pytest.approx(1250)
     assert torch.is_tensor(next(trial().module.parameters()))
+
+
+class Twice(Toy):
+    """Steps two optimizers for each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def test_under_manual_optimization_a_step_is_a_batch(monkeypatch):
+    ticks = iter([100.0, 101.0, 103.0])
+    monkeypatch.setattr("lightning_ups.tools.trial.time.perf_counter", lambda: next(ticks))
+    clock = StepClock(warmup=3)
+    trial(module=Twice()).fit(clock, steps=7, plain=True)
+    assert clock.step_ms == pytest.approx(1500)
+
+
+def test_too_few_batches_to_time_one_say_so():
+    clock = StepClock(warmup=3)
+    trial(module=Twice()).fit(clock, steps=4, plain=True)
+    with pytest.raises(ValueError, match=r"1 of 2 batches ended after 3 steps.*Give more --steps"):
+        clock.step_ms  # noqa: B018
+
+
+def test_a_strategy_that_needs_more_devices_says_what_to_try():
+    strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt")
+    tried = trial(strategy=strategy, devices=2)
+    with pytest.raises(ValueError, match=r"FSDP2Strategy\(tensor_parallel_size=2\) cannot be tried.*strategy fsdp2"):
+        tried.fit(Watch(), steps=1)
+    tried.fit(Watch(), steps=1, plain=True)

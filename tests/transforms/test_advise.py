@@ -35,6 +35,14 @@ def test_the_gain_of_a_step_follows_from_the_share_of_its_time():
     assert advice().gain(LAYERS) is None
 
 
+def test_gradients_that_are_not_computed_take_no_time():
+    frozen = [replace(layer, wgrad=False) for layer in LAYERS]
+    found = replace(advice(step_ms=40.0), layers=frozen)
+    assert found.products_ms == 11.0
+    assert found.gain(found.layers) == pytest.approx(40 / 35.5 - 1)
+    assert replace(found, layers=[replace(layer, dgrad=False) for layer in frozen]).products_ms == 5.5
+
+
 def test_microbatches_count():
     found = advice(step_ms=80.0, microbatches=2)
     assert found.gain(found.winners) == pytest.approx(80 / 60 - 1)

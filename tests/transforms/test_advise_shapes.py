@@ -1,5 +1,6 @@
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ups.transforms.advise_shapes import Layer, Product, layers_of, layers_with_rows, names_of, products_of
 
@@ -14,7 +15,7 @@ def test_rows_and_calls_of_each_layer():
 
     found = layers_of(dict(model.items()), step)
     assert found == [
-        Layer("a", {Product(15, 4, 8): 1}),
+        Layer("a", {Product(15, 4, 8): 1}, dgrad=False),
         Layer("b", {Product(15, 8, 4): 1, Product(5, 8, 4): 1}),
     ]
     assert not model["a"]._forward_pre_hooks
@@ -22,8 +23,32 @@ def test_rows_and_calls_of_each_layer():
 
 def test_rows_that_are_given_are_those_of_one_call():
     linears = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
-    seen = layers_of(linears, lambda: linears["down"](linears["up"](torch.empty(5, 4))))
+    seen = layers_of(linears, lambda: linears["down"](linears["up"](torch.empty(5, 4, requires_grad=True))))
     assert layers_with_rows(linears, 5) == seen
+
+
+def test_gradients_that_are_not_computed_are_known():
+    linears = {name: nn.Linear(4, 4) for name in ("frozen", "adapter", "base", "head")}
+    for name in ("frozen", "base"):
+        linears[name].requires_grad_(False)
+
+    def step():
+        x = linears["frozen"](torch.ones(2, 4))
+        linears["head"](linears["base"](x + linears["adapter"](x)))
+
+    found = {layer.name: (layer.dgrad, layer.wgrad) for layer in layers_of(linears, step)}
+    assert found == {
+        "frozen": (False, False),
+        "adapter": (False, True),
+        "base": (True, False),
+        "head": (True, True),
+    }
+    assert [layer.wgrad for layer in layers_with_rows(linears, 2)] == [False, True, False, True]
+
+
+def test_what_a_checkpoint_runs_without_gradients_first_has_them_later():
+    linear, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    assert layers_of({"a": linear}, lambda: checkpoint(linear, x, use_reentrant=True))[0].dgrad
 
 
 def test_shapes_are_counted_over_layers():

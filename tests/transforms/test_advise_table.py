@@ -100,6 +100,12 @@ def test_a_file_that_is_no_table_is_named(tmp_path, text):
         Table.read(path)
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    for path in (tmp_path / "nowhere.json", tmp_path):
+        with pytest.raises(FileNotFoundError, match=rf"table of float8 times at {path} cannot be read.*leave it out"):
+            obtain_table([SMALL], ["tensorwise"], device=CPU, path=path)
+
+
 def test_a_write_is_whole_or_nothing(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     Table({"device": "cpu"}).write(path)
