@@ -393,10 +393,11 @@ class _NormOp(nn.Module):
             x, self.weight, getattr(self, "bias", None), eps=self.eps, kind=self.kind,
             zero_centered=self.zero_centered_gamma,
         )  # fmt: skip
-        if out.requires_grad:
-            # As the real one, whose backward reads the attribute: it must be there, and whole.
+        if out.grad_fn is not None:
+            # As the real one, whose backward reads the attribute: it must be there, and whole. Of the node, and not of
+            # the tensor: where that is what a block returns, its hooks are FSDP2's, which gather, and come before.
             shape = x.shape[-self.weight.dim() :]
-            out.register_hook(lambda _: self._is_whole(shape))
+            out.grad_fn.register_prehook(lambda _: self._is_whole(shape))
         return out
 
     def _is_whole(self, shape):

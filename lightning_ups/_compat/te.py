@@ -35,6 +35,7 @@ __all__ = [
     "set_scales",
     "why_no_attention",
     "why_not",
+    "why_not_on",
 ]
 
 REQUIREMENT, EXTRA, FEATURE = "transformer-engine>=2.20", "te", "TEPrecision"
@@ -129,13 +130,18 @@ def make_recipe(
 def why_not(name: str | None, device: torch.device) -> str | None:
     """Return why the recipe cannot run on ``device``, or None if it can."""
     te = engine()
-    if device.type != DEVICE:
-        return f"it runs on {DEVICE} devices alone"
+    if (why := why_not_on(device.type)) is not None:
+        return why
     if name is None:
         return None
     checks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
     available, reason = checks.get(name, te.is_fp8_available)(return_reason=True)
     return None if available else reason.rstrip(".")
+
+
+def why_not_on(kind: str) -> str | None:
+    """Return why nothing of it can run on devices of this kind, or None if it may; it need not be installed."""
+    return None if kind == DEVICE else f"it runs on {DEVICE} devices alone"
 
 
 def why_no_attention(name: str, device: torch.device, *, width: int | None = None) -> str | None:

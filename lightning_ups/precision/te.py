@@ -25,13 +25,14 @@ from lightning_ups._compat.te import (
     make_recipe,
     why_no_attention,
     why_not,
+    why_not_on,
 )
-from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Weights
+from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Weights
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
 from lightning_ups.transforms.advise_engine import engine_layers, engine_name, modules_of, read_first
-from lightning_ups.transforms.advise_shapes import Layer, layers_of, layers_with_rows, products_of
+from lightning_ups.transforms.advise_shapes import Layer, check_ran, layers_of, layers_with_rows, products_of
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
@@ -168,6 +169,13 @@ class TEPrecision(PolicyPrecision):
         return twin
 
     @override
+    def refusal(self, run: Run) -> str | None:
+        if (size := run.strategy.settings.get("tensor_parallel_size", 1)) > 1:
+            return _split(size)
+        why = why_not_on(run.accelerator)
+        return None if why is None else _incapable(self.recipe, run.accelerator, why)
+
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         if is_sharded(module):
             raise RuntimeError(
@@ -259,7 +267,10 @@ class TEPrecision(PolicyPrecision):
         batch = first_batch(module.trainer)
         with fake_twin(module) as twin:
             fakes: Any = {name: twin.get_submodule(name) for name in linears}
-            return engine_layers(plan, layers_of(fakes, lambda: fake_step(twin, batch)))
+            called = layers_of(fakes, lambda: fake_step(twin, batch))
+        if linears:
+            check_ran(called, linears=linears, of=type(module).__name__, tokens="tokens=16384")
+        return engine_layers(plan, called)
 
     def _advise(self, module: LightningModule, layers: Sequence[Layer]) -> Advice:
         device, name = module.trainer.strategy.root_device, engine_name(str(self.recipe))
@@ -380,11 +391,7 @@ class TEPrecision(PolicyPrecision):
         self._group = None
         if self.mesh is not None:
             if self.mesh[TENSOR].size() > 1:
-                raise ValueError(
-                    f"TEPrecision is given with tensor parallelism over {self.mesh[TENSOR].size()} devices."
-                    " Its kernels know no DTensor, which is what tensor parallelism here is made of."
-                    " Use tensor_parallel_size=1, or Float8Precision."
-                )
+                raise ValueError(_split(self.mesh[TENSOR].size()))
             self._group = self.mesh[DATA].get_group()
         elif trainer is not None and trainer.world_size > 1:
             self._group = dist.group.WORLD
@@ -392,12 +399,7 @@ class TEPrecision(PolicyPrecision):
             return
         device = trainer.strategy.root_device
         if (why := why_not(self.recipe, device)) is not None:
-            raise RuntimeError(
-                f"TEPrecision(recipe={self.recipe!r}) cannot run on {device.type}: {why}."
-                " Transformer Engine needs a GPU: 'delayed' and 'current' capability 8.9, such as L40S or H100;"
-                " 'block' 9.0 with CUDA 12.9; 'mxfp8' 10.0, Blackwell."
-                " Use another recipe, recipe=None for bfloat16, or BF16Precision."
-            )
+            raise RuntimeError(_incapable(self.recipe, device.type, why))
         if self.fp8_attention and (why := why_no_attention(str(self.recipe), device)) is not None:
             raise RuntimeError(
                 f"TEPrecision(recipe={self.recipe!r}, fp8_attention=True) cannot train here: {why}."
@@ -425,6 +427,23 @@ class TEPrecision(PolicyPrecision):
                 " All attention that is called in a block that repeats is computed in float8 then."
                 " Use fp8_attention=False, or name parts outside of the blocks."
             )
+
+
+def _split(size: int) -> str:
+    return (
+        f"TEPrecision is given with tensor parallelism over {size} devices."
+        " Its kernels know no DTensor, which is what tensor parallelism here is made of."
+        " Use tensor_parallel_size=1, or Float8Precision."
+    )
+
+
+def _incapable(recipe: str | None, device: str, why: str) -> str:
+    return (
+        f"TEPrecision(recipe={recipe!r}) cannot run on {device}: {why}."
+        " Transformer Engine needs a GPU: 'delayed' and 'current' capability 8.9, such as L40S or H100;"
+        " 'block' 9.0 with CUDA 12.9; 'mxfp8' 10.0, Blackwell."
+        " Use another recipe, recipe=None for bfloat16, or BF16Precision."
+    )
 
 
 # What is faster, for modules that a fit has left sharded: they cannot be looked at as they were.

@@ -12,9 +12,11 @@ from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import Placement, Run, applied, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.tools.asked import run_of
 from lightning_ups.transforms.advise_table import Times
 from lightning_ups.transforms.te_fusions import Fusion
 from tests import fake_te
+from tests.tools.test_asked import DEFAULTS
 from tests.toys import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -585,6 +587,16 @@ class TestErrors:
         ):
             fit(tmp_path, TEPrecision())
 
+    def test_what_cannot_be_on_a_machine_that_is_not_here_is_known_without_it(self):
+        settings = DEFAULTS | {"accelerator": "gpu", "devices": 2}
+        split = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt")
+        with fake_te.installed(everywhere=False):
+            assert TEPrecision().refusal(run_of(Net(), settings, [])) is None
+            on_cpu = TEPrecision().refusal(run_of(Net(), DEFAULTS, []))
+            assert on_cpu.startswith("TEPrecision(recipe='current') cannot run on cpu: it runs on cuda devices alone.")
+            text = TEPrecision().refusal(run_of(Net(), settings | {"strategy": split}, []))
+            assert text.endswith("Use tensor_parallel_size=1, or Float8Precision.")
+
     def test_a_recipe_that_the_device_lacks(self, tmp_path):
         with pytest.raises(RuntimeError, match=r"recipe='mxfp8'.*required for MXFP8 execution.*Use another recipe"):
             fit(tmp_path, TEPrecision(recipe="mxfp8"))
@@ -740,9 +752,7 @@ def sharded(precision, folder, *, epochs=2, ckpt=None, into=None, **options):
     with fake_te.installed():
         made = precision()
         callbacks = [ActivationCheckpoint(save="nothing")] if options.pop("recompute", False) else []
-        model = Net()
-        if options.pop("built_late", False):
-            model = Late()
+        model = options.pop("kind", Net)()
         run = trainer(
             folder, plugins=[made], callbacks=callbacks, epochs=epochs, strategy=FSDP2Strategy(**options), devices=2,
             use_distributed_sampler=False,
@@ -761,6 +771,21 @@ class Late(Net):
     def configure_model(self):
         torch.manual_seed(0)
         self.model = GPT(SHAPE)
+
+
+class PostNorm(Net):
+    """Blocks that end with a norm, whose backward is the first thing in that of the block."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        self.model = nn.ModuleDict(
+            {"in": nn.Embedding(32, 32), "blocks": nn.TransformerEncoder(block, 2), "out": nn.Linear(32, 32)}
+        )
+
+    def loss(self, batch):
+        x = self.model["blocks"](self.model["in"](batch[:, :-1]))
+        return nn.functional.cross_entropy(self.model["out"](x).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def plain():
@@ -804,6 +829,12 @@ class TestFSDP2:
         found = ranks(sharded, precision, tmp_path)
         near(found, expected, rel=2e-2)
 
+    @pytest.mark.parametrize("precision", [bf16, current, delayed])
+    def test_blocks_that_end_with_a_norm(self, ranks, tmp_path, precision):
+        found = ranks(post_norm, precision, tmp_path)
+        near(found, ranks(post_norm, plain, tmp_path), rel=2e-2)
+        assert found != ranks(post_norm, plain, tmp_path)
+
     @pytest.mark.parametrize("precision", [current, delayed])
     def test_recomputed_blocks_train_bit_for_bit_as_without(self, ranks, tmp_path, precision):
         found = ranks(recomputing, precision, tmp_path)
@@ -845,12 +876,16 @@ class TestFSDP2:
         assert text.endswith("shard nothing in configure_model.")
 
 
+def post_norm(precision, folder):
+    return sharded(precision, folder, kind=PostNorm)
+
+
 def recomputing(precision, folder):
     return sharded(precision, folder, recompute=True)
 
 
 def on_meta(precision, folder):
-    return sharded(precision, folder, meta_device=True, built_late=True)
+    return sharded(precision, folder, meta_device=True, kind=Late)
 
 
 def saving(precision, folder, path):
