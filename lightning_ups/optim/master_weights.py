@@ -256,6 +256,7 @@ class MasteredOptimizer(Optimizer):
         self._late_done = False
         self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
         self._followed: set[nn.Parameter] = set()
+        self._shown: set[nn.Parameter] = set()  # whose gradients are copies of what their masters have
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
@@ -421,6 +422,30 @@ class MasteredOptimizer(Optimizer):
         self._complete_reduction()
         found = (self._gradient(parameter) for parameter in self._parameters())
         return [gradient for gradient in found if gradient is not None]
+
+    @torch.no_grad()
+    def show_gradients(self) -> None:
+        """Let each parameter whose master has a gradient have it too, rounded, for those who look there."""
+        for parameter in self._mastered():
+            gradient = self.masters.of[parameter].grad
+            if gradient is not None and parameter.grad is None and gradient.layout is torch.strided:
+                parameter.grad = gradient.to(parameter.dtype)
+                self._shown.add(parameter)
+
+    @torch.no_grad()
+    def take_over_gradients(self) -> None:
+        """Bring into the masters' gradients what others have written into the parameters', shown ones or a wrapper's."""
+        for parameter in self._mastered():
+            master = self.masters.of[parameter]
+            if master.grad is None or master.grad.layout is not torch.strided:
+                continue
+            if parameter.grad is not None:
+                taken_over(master.grad, parameter.grad)
+            elif parameter in self._shown:
+                master.grad = None
+        for parameter in self._shown:
+            parameter.grad = None
+        self._shown.clear()
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         master = self.masters.of.get(parameter)

@@ -1,5 +1,6 @@
 """bfloat16 weights without masters, which the optimizer rounds into by chance."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -56,7 +57,17 @@ class BF16WeightsPrecision(PolicyPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
+    def _look_at_weights(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Say nothing: weights without masters are what was asked for, and optimizers are checked."""
+
+    @property
+    @override
+    def _how(self) -> str:
+        return super()._how if self._sharded else "bfloat16 weights"
+
+    @override
     def forward_context(self) -> Any:
+        self._say()
         if self._sharded:
             return nullcontext()
         return advice_on_mixed_types("Cast them, as in x.to(self.weight.dtype), or use BF16Precision")

@@ -1,15 +1,15 @@
 """Casting what enters and leaves a module, where its weights have another type than the data."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["cast_around", "cast_tensors"]
+__all__ = ["cast_around", "cast_tensors", "telling_rounded_losses"]
 
 
 @contextmanager
@@ -99,3 +99,45 @@ def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return tree
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+@contextmanager
+def telling_rounded_losses(
+    modules: Iterable[nn.Module], *, dtype: torch.dtype, cure: str, tell: Callable[[str], Any]
+) -> Iterator[None]:
+    """Tell, once for each of ``modules`` while this is open, that it computes a loss in ``dtype`` itself.
+
+    Args:
+        modules: What is looked at in its first call with gradients: a loss is a number among what it returns.
+        dtype: The low precision that it computes in.
+        cure: What to do about it.
+        tell: Gets the text.
+    """
+    with ExitStack() as undo:
+        for module in modules:
+            # Before what is returned is cast, by hooks that may have been there before.
+            look = _Look(dtype, cure, tell)
+            undo.callback(module.register_forward_hook(look, prepend=True).remove)
+        yield
+
+
+class _Look:
+    """A hook that acts once; its copy does not."""
+
+    def __init__(self, dtype: torch.dtype, cure: str, tell: Callable[[str], Any]) -> None:
+        self.dtype, self.cure, self.tell, self.done = dtype, cure, tell, False
+
+    def __call__(self, module: nn.Module, _: Any, values: Any) -> None:
+        if self.done or not torch.is_grad_enabled():
+            return
+        self.done = True
+        if any(isinstance(t, Tensor) and t.dtype is self.dtype and t.dim() == 0 for t in tree_leaves(values)):
+            self.tell(
+                f"{type(module).__name__} computes its loss in {str(self.dtype).removeprefix('torch.')}, whose numbers"
+                " have eight bits."
+                " Its values go by steps of a hundredth or so, and its gradients are rounded more than others."
+                f" {self.cure}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "done": True}

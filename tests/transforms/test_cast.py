@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.cast import cast_around, cast_tensors
+from lightning_ups.transforms.cast import cast_around, cast_tensors, telling_rounded_losses
 
 
 class Talkative(nn.Module):
@@ -124,3 +124,42 @@ def test_a_copy_compiles_as_one_graph():
     with cast_around([layer], inputs=torch.float32, outputs=torch.float64):
         twin = nn.Sequential(copy.deepcopy(layer))
     assert torch.compile(twin, backend="eager", fullgraph=True)(x).dtype is torch.float32
+
+
+class Losing(nn.Module):
+    """Returns a loss beside what it is of, as models of transformers do."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.layer = nn.Linear(2, 2).to(dtype)
+
+    def forward(self, x):
+        y = self.layer(x.to(self.layer.weight.dtype))
+        return {"loss": y.square().mean(), "logits": y}
+
+
+def test_a_loss_of_low_precision_is_told_once_and_not_by_a_copy():
+    told, model = [], Losing()
+    with (
+        cast_around([model], inputs=torch.bfloat16, outputs=torch.float32),
+        telling_rounded_losses([model], dtype=torch.bfloat16, cure="Do this.", tell=told.append),
+    ):
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert not told
+        copied = copy.deepcopy(model)
+        assert model(torch.ones(1, 2))["loss"].dtype is torch.float32
+        model(torch.ones(1, 2))
+        copied(torch.ones(1, 2))
+    assert not model._forward_hooks
+    assert len(told) == 1
+    assert told[0].startswith("Losing computes its loss in bfloat16, whose numbers have eight bits.")
+    assert told[0].endswith("Do this.")
+
+
+def test_what_is_no_loss_of_low_precision_is_not():
+    told, models = [], [Losing(torch.float32), nn.Linear(2, 2).to(torch.bfloat16)]
+    with telling_rounded_losses(models, dtype=torch.bfloat16, cure="", tell=told.append):
+        for model in models:
+            model(torch.ones(1, 2, dtype=models[1].weight.dtype))
+    assert not told
