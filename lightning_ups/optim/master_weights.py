@@ -434,7 +434,7 @@ class MasteredOptimizer(Optimizer):
 
     @torch.no_grad()
     def take_over_gradients(self) -> None:
-        """Bring into the masters' gradients what others have written into the parameters', shown ones or a wrapper's."""
+        """Bring into the masters' gradients what others have written into those of the parameters."""
         for parameter in self._mastered():
             master = self.masters.of[parameter]
             if master.grad is None or master.grad.layout is not torch.strided:
