@@ -45,6 +45,8 @@ class Configuration:
     sharding: str = "full"
     devices: int = 1
     accumulate: int = 1
+    offload: tuple[str, ...] = ()  # optimizer, activations
+    chunked: bool = False  # the loss from the head's weight, without all logits
     foreign: bool = False  # transformers' Llama, with its own loss
 
 
@@ -119,6 +121,16 @@ def recorded() -> dict[str, tuple[Configuration, float]]:
         "FSDP2, blocks compiled": ("2026-11-22_simple_fsdp_1B-2_beside_compiled", shared),
     }.items():
         wanted[f"1B, 2 GPUs, {way}"] = folder, {"way": way, "cache": "cold"}, {**options, "devices": 2}
+    alone: dict[str, Any] = {
+        **{"size": "8B", "batch": 1, "accumulate": 32, "chunked": True, "compile": "blocks"},
+        "checkpoint": _saves(save="nothing"),
+    }
+    folder = "2026-11-23_offload_8B"
+    wanted["8B, checkpointing"] = f"{folder}_checkpointing", {"case": "checkpointing"}, alone
+    moved = {**alone, "offload": ("optimizer",)}
+    wanted["8B, optimizer offload"] = folder, {"case": "optimizer offload, checkpointing"}, moved
+    moved = {**alone, "batch": 4, "accumulate": 8, "offload": ("optimizer", "activations")}
+    wanted["8B, both kinds of offload, batch 4"] = folder, {"case": "together"}, moved
     return {
         name: (Configuration(name=name, **options), _peak(RESULTS / folder, found))
         for name, (folder, found, options) in wanted.items()
@@ -220,7 +232,8 @@ def _module(config: Configuration) -> Any:
 
     if config.foreign:
         return _llama(config)
-    return GPTModule(size=config.size, lr=3e-4, warmup_steps=2, max_seq_len=config.seq)  # type: ignore[arg-type]
+    loss = {"loss": "chunked"} if config.chunked else {}
+    return GPTModule(size=config.size, lr=3e-4, warmup_steps=2, max_seq_len=config.seq, **loss)  # type: ignore[arg-type]
 
 
 def _llama(config: Configuration) -> Any:
@@ -281,11 +294,12 @@ def _precision(config: Configuration) -> Any:
 
 
 def _callbacks(config: Configuration) -> list[Any]:
-    from lightning_ups.callbacks import ActivationCheckpoint, Compile
+    from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
 
+    offloads = [{"optimizer": OptimizerOffload, "activations": ActivationOffload}[what]() for what in config.offload]
     scope = config.compile
     compiled = [Compile(scope=scope) if isinstance(scope, str) else Compile(blocks=scope)] if scope else []  # type: ignore[arg-type]
-    return [*compiled, *([ActivationCheckpoint(**dict(config.checkpoint))] if config.checkpoint else [])]
+    return [*compiled, *([ActivationCheckpoint(**dict(config.checkpoint))] if config.checkpoint else []), *offloads]
 
 
 def _strategy(config: Configuration, *, name: bool = False) -> Any:
@@ -314,6 +328,7 @@ def main() -> None:
         what, text = options.worker
         given = json.loads(text)
         given["checkpoint"] = given["checkpoint"] and tuple(map(tuple, given["checkpoint"]))
+        given["offload"] = tuple(given["offload"])
         given["compile"] = tuple(given["compile"]) if isinstance(given["compile"], list) else given["compile"]
         config = Configuration(**given)
         figures = {"plan": planned, "measure": measured}[what](config)
