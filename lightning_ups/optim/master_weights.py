@@ -133,6 +133,7 @@ class MasterWeights:
         self.dtype = dtype
         _refuse_lazy(module)
         self.of: dict[nn.Parameter, nn.Parameter] = {}
+        self.accumulates = True  # whether a reduction adds to what there is: else parameters keep it themselves
         self.reduced: set[nn.Parameter] = set()  # since the last step, by a wrapper, which counts unused ones as zero
         for parameter in _convertible(module, leave):
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
@@ -164,7 +165,7 @@ class MasterWeights:
             self.writes.begin()
         for parameter, master in self.of.items():
             if by_value or self.writes.possible(parameter):
-                self.writes.found(parameter, taken_over(master, parameter))
+                self.writes.found(parameter, taken_over(master.detach(), parameter.detach()))
         self.writes.end()
         self.note_writes(self.of)
 
@@ -256,7 +257,8 @@ class MasteredOptimizer(Optimizer):
         self._late_done = False
         self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
         self._followed: set[nn.Parameter] = set()
-        self._shown: set[nn.Parameter] = set()  # whose gradients are copies of what their masters have
+        self._seen: set[nn.Parameter] = set()  # in whose gradients others may write now
+        self._shown: set[nn.Parameter] = set()  # of these, whose gradients are copies and not a wrapper's
         super().__init__(groups, inner.defaults)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
@@ -323,6 +325,7 @@ class MasteredOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self.take_over_gradients()
             self.masters.take_over()
             self._hand_over_options()
             self._complete_reduction()
@@ -419,33 +422,54 @@ class MasteredOptimizer(Optimizer):
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
+        looked_at = bool(self._seen)
+        self.take_over_gradients()
         self._complete_reduction()
+        if looked_at:
+            self.show_gradients()
         found = (self._gradient(parameter) for parameter in self._parameters())
         return [gradient for gradient in found if gradient is not None]
 
     @torch.no_grad()
     def show_gradients(self) -> None:
-        """Let each parameter whose master has a gradient have it too, rounded, for those who look there."""
+        """Let each parameter whose master has a gradient have it too, rounded, for those who look and write there."""
+        self._seen.clear()
         for parameter in self._mastered():
             gradient = self.masters.of[parameter].grad
-            if gradient is not None and parameter.grad is None and gradient.layout is torch.strided:
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if parameter.grad is None and parameter not in self.masters.reduced:  # else no rank has used it
                 parameter.grad = gradient.to(parameter.dtype)
                 self._shown.add(parameter)
+            elif parameter.grad is not None and parameter not in self._late:
+                parameter.grad.copy_(gradient)
+            if parameter.grad is not None:
+                self._seen.add(parameter)
+
+    def show_gradients_again(self) -> None:
+        """Let parameters have what was made of the masters' gradients, if they are looked at."""
+        if self._seen:
+            self.show_gradients()
+
+    def renew_shown_gradients(self) -> None:
+        """Take over what was written into gradients that are looked at, and let parameters have what came of it."""
+        if self._seen:
+            self.take_over_gradients()
+            self.show_gradients()
 
     @torch.no_grad()
     def take_over_gradients(self) -> None:
-        """Bring into the masters' gradients what others have written into those of the parameters."""
-        for parameter in self._mastered():
+        """Bring into the masters' gradients what others have written into those that are shown, and hide these."""
+        for parameter in self._seen:
             master = self.masters.of[parameter]
-            if master.grad is None or master.grad.layout is not torch.strided:
-                continue
-            if parameter.grad is not None:
-                taken_over(master.grad, parameter.grad)
-            elif parameter in self._shown:
+            if parameter.grad is None:
                 master.grad = None
+            elif master.grad is not None:
+                taken_over(master.grad, parameter.grad)
         for parameter in self._shown:
             parameter.grad = None
         self._shown.clear()
+        self._seen.clear()
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         master = self.masters.of.get(parameter)
@@ -511,7 +535,7 @@ class MasteredOptimizer(Optimizer):
             self.masters.of[parameter].grad, parameter.grad = gradient, None
 
     def _move_unless_reduced(self, parameter: nn.Parameter) -> None:
-        if self._wrapper is None or not self._wrapper.require_backward_grad_sync:
+        if self._wrapper is None or parameter in self._late or not self._wrapper.require_backward_grad_sync:
             self._move_gradient(parameter)
 
     def _move_gradient(self, parameter: nn.Parameter) -> None:

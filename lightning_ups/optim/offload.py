@@ -208,6 +208,7 @@ class OffloadedOptimizer(Optimizer):
         coefficient, self._coefficient = self._coefficient, None
         if isinstance(self._inner, MasteredOptimizer):
             self._inner._hand_over_options()
+            self._inner.take_over_gradients()
         wanted = {parameter for group in self.param_groups for parameter in group["params"]}
         with torch.no_grad(), hooked_once(self.stepper):
             self.steps.step(wanted, coefficient=coefficient)

@@ -49,7 +49,7 @@ def _reduced(masters: MasterWeights, bucket: dist.GradBucket) -> Future[Tensor]:
     total = buffer.to(torch.float32)
     parts = total.split([parameter.numel() for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
-        if parameter in masters.of and (earlier := masters.of[parameter].grad) is not None:
+        if masters.accumulates and parameter in masters.of and (earlier := masters.of[parameter].grad) is not None:
             part.add_(earlier.flatten())  # of the microbatches before this one
 
     def finish(_: Any) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 
 from lightning_ups._compat.fake import fake_step, fake_twin
 from lightning_ups._compat.te import engine, why_not
-from lightning_ups.order import PolicyPrecision, Stage, policy_of
+from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
-from lightning_ups.precision.arguments import check_tokens
+from lightning_ups.precision.arguments import check_head, check_tokens
 from lightning_ups.tools.trial import StepClock, Trial
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice, best_recipe
@@ -121,6 +121,7 @@ def advise(
             " Whether float8 is faster is a matter of the GPU, so it is measured on the one that will train."
             " Run it there; or bring the times from there by --table FILE; or see the products alone by --dry."
         )
+    check_head(type(trial.precision).__name__, head=head, include=getattr(trial.precision, "include", None))
     steps = 0 if dry else steps if steps is not None else STEPS if can_time else 0
     if steps:
         trial.check_fits_one_device()
@@ -272,8 +273,7 @@ def _step_ms(trial: Trial, steps: int) -> float | None:
     if steps <= WARMUP:
         return None
     clock, policy = StepClock(warmup=WARMUP), policy_of(trial.precision)
-    own = trial.precision.weights if isinstance(trial.precision, PolicyPrecision) else "masters"
-    precision = BF16Precision(weights=own, in_float32=() if policy is None else policy.in_float32)
+    precision = BF16Precision(weights=_weights(trial), in_float32=() if policy is None else policy.in_float32)
     trial.fit(clock, steps=steps, precision=precision)
     return clock.step_ms
 
@@ -299,9 +299,12 @@ def _settings(trial: Trial, best: Advice, *, head: bool, tokens: int | None) -> 
     found: dict[str, Any] = {"recipe": engine_recipe(best.recipe)}
     if head or (isinstance(asked, kind) and asked.head):
         found["head"] = True
-    for name in ("include", "exclude", "norms", "fuse", "weights"):
+    if (weights := _weights(trial)) != signature(kind).parameters["weights"].default:
+        found["weights"] = weights
+    alike = isinstance(asked, kind) and getattr(asked, "recipe", None) == found["recipe"]
+    for name in ("include", "exclude", "norms", "fuse", *(["all_gather"] if alike else [])):
         parameter = signature(kind).parameters.get(name)
-        if parameter is None or not isinstance(asked, PolicyPrecision if name == "weights" else kind):
+        if parameter is None or not isinstance(asked, kind):
             continue
         value = getattr(asked, name)
         if value != parameter.default:
@@ -314,6 +317,13 @@ def _settings(trial: Trial, best: Advice, *, head: bool, tokens: int | None) -> 
         if (rows := _rows(trial, tokens)) is not None:
             found["tokens"] = rows
     return found
+
+
+def _weights(trial: Trial) -> Weights:
+    """Return how the run that is asked for has weights of low precision, if its precision asks for one of the two."""
+    asked = trial.precision
+    told = isinstance(asked, PolicyPrecision) and "weights" in signature(type(asked)).parameters
+    return asked.weights if told else "masters"
 
 
 def _kind(best: Advice) -> type[Float8Precision] | type[TEPrecision]:

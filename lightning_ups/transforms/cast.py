@@ -1,6 +1,6 @@
 """Casting what enters and leaves a module, where its weights have another type than the data."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -108,7 +108,8 @@ def telling_rounded_losses(
     """Tell, once for each of ``modules`` while this is open, that it computes a loss in ``dtype`` itself.
 
     Args:
-        modules: What is looked at in its first call with gradients: a loss is a number among what it returns.
+        modules: What is looked at in its first call with gradients: a loss is a number that it returns first, or so
+            called.
         dtype: The low precision that it computes in.
         cure: What to do about it.
         tell: Gets the text.
@@ -128,10 +129,12 @@ class _Look:
         self.dtype, self.cure, self.tell, self.done = dtype, cure, tell, False
 
     def __call__(self, module: nn.Module, _: Any, values: Any) -> None:
-        if self.done or not torch.is_grad_enabled():
+        if self.done or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.done = True
-        if any(isinstance(t, Tensor) and t.dtype is self.dtype and t.dim() == 0 for t in tree_leaves(values)):
+        # The first of what is returned, or what is called so: a temperature, which comes after, is none.
+        loss = values.get("loss") if isinstance(values, Mapping) else next(iter(tree_leaves(values)), None)
+        if isinstance(loss, Tensor) and loss.dtype is self.dtype and loss.dim() == 0:
             self.tell(
                 f"{type(module).__name__} computes its loss in {str(self.dtype).removeprefix('torch.')}, whose numbers"
                 " have eight bits."

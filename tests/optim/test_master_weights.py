@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_ups.optim import MasteredOptimizer, MasterWeights, master_weights
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, OffloadedOptimizer, master_weights
 from lightning_ups.transforms.clip import TakesClipCoefficient
 
 
@@ -380,13 +380,15 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_large_weight_is_looked_at_in_pieces(monkeypatch, turned):
+@pytest.mark.parametrize(("turned", "offloaded"), [(False, False), (False, True), (True, False)])
+def test_a_large_weight_is_looked_at_in_pieces(monkeypatch, turned, offloaded):
     monkeypatch.setattr(master_weights, "PIECE", 64)
     model = nn.Linear(40, 50)
     if turned:  # of gaps between its numbers in the order of memory: as a whole
         model.weight.data = model.weight.data.T.contiguous().T
     masters = MasterWeights(model, dtype=torch.bfloat16)
+    if offloaded:
+        OffloadedOptimizer(MasteredOptimizer(AdamW(model.parameters()), masters))
     before = masters.of[model.weight].detach().clone()
     model.weight.data[3, 7], model.weight.data[49, 39] = 2.0, 3.0
     with Largest() as largest:

@@ -113,7 +113,9 @@ def test_offloading_of_what_blocks_save_is_a_neighbour_where_blocks_run_by_thems
 WIDE = (64, 257)  # of the tiny GPT, with products of 4 MiB and more
 
 
-@pytest.mark.parametrize("others", [(), (ActivationCheckpoint(save="nothing"),), (Compile(),)], ids=["alone", "recomputed", "compiled"])
+@pytest.mark.parametrize(
+    "others", [(), (ActivationCheckpoint(save="nothing"),), (Compile(),)], ids=["alone", "recomputed", "compiled"]
+)
 def test_the_neighbour_is_what_the_callback_is(others):
     plan, declared = planner(*others, batch=WIDE), planner(ActivationOffload(), *others, batch=WIDE)
     (variant,) = [v for v in plan.variants() if v.name == "ActivationOffload"]

@@ -8,7 +8,7 @@ from lightning_ups.__main__ import main
 from lightning_ups._compat.optional import has
 from lightning_ups.callbacks import Compile
 from lightning_ups.models.gpt import GPT, GPTConfig
-from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
+from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from lightning_ups.tools import advise
 from lightning_ups.tools.advise import own_options, show
 from lightning_ups.tools.asked import run_of
@@ -171,6 +171,32 @@ def test_what_to_write_converts_what_was_advised(capsys):
         "in_float32": ["blocks.0"],
         "filter": "auto",
     }
+
+
+def test_a_precision_without_a_choice_of_weights_is_timed_as_masters_and_writes_none(capsys, monkeypatch):
+    asked = trial(plugins=[BF16WeightsPrecision()])
+    show(asked, recipes=["tensorwise"], timer=timer)
+    assert "weights" not in init_args(capsys)
+    used = []
+    monkeypatch.setattr(Trial, "fit", lambda self, *_, precision, **__: used.append(precision.weights))
+    with pytest.raises(ValueError, match="No step was timed"):
+        advise._step_ms(asked, 30)
+    assert used == ["masters"]
+
+
+def test_the_gathers_that_were_asked_for_stay(capsys):
+    for recipe, found in (("tensorwise", {"all_gather": False}), ("rowwise", {})):
+        show(
+            trial(plugins=[Float8Precision(emulate=True, all_gather=False, recipe=recipe)]),
+            recipes=["tensorwise"],
+            timer=timer,
+        )
+        assert init_args(capsys) == {"recipe": "tensorwise", "filter": "auto", **found}
+
+
+def test_head_beside_include_is_refused():
+    with pytest.raises(ValueError, match=r"Float8Precision\(include=\['blocks\.\*\.1'\], head=True\) says twice"):
+        show(trial(plugins=[Float8Precision(emulate=True, include=["blocks.*.1"])]), dry=True, head=True)
 
 
 class Mixing(Wide):

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -163,3 +164,29 @@ def test_what_is_no_loss_of_low_precision_is_not():
         for model in models:
             model(torch.ones(1, 2, dtype=models[1].weight.dtype))
     assert not told
+
+
+class Scoring(nn.Module):
+    """Returns scores, and the temperature by which they were divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.layer(x), self.scale.exp()
+
+
+def test_a_number_that_comes_after_others_is_no_loss():
+    told, model = [], Scoring().to(torch.bfloat16)
+    with telling_rounded_losses([model], dtype=torch.bfloat16, cure="", tell=told.append):
+        model(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert not told
+
+
+def test_a_loss_is_no_break_of_a_whole_graph():
+    model = Losing()
+    with telling_rounded_losses([model], dtype=torch.bfloat16, cure="", tell=warnings.warn):
+        model.compile(fullgraph=True, backend="eager")
+        assert model(torch.ones(1, 2))["loss"].dtype is torch.bfloat16
