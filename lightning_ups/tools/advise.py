@@ -322,8 +322,9 @@ def _settings(trial: Trial, best: Advice, *, head: bool, tokens: int | None) -> 
 def _weights(trial: Trial) -> Weights:
     """Return how the run that is asked for has weights of low precision, if its precision asks for one of the two."""
     asked = trial.precision
-    told = isinstance(asked, PolicyPrecision) and "weights" in signature(type(asked)).parameters
-    return asked.weights if told else "masters"
+    if isinstance(asked, PolicyPrecision) and "weights" in signature(type(asked)).parameters:
+        return asked.weights
+    return "masters"
 
 
 def _kind(best: Advice) -> type[Float8Precision] | type[TEPrecision]:
