@@ -112,6 +112,7 @@ QUICK = (
     "1B, 2 GPUs, FSDP2, eager",
     "1B, 2 GPUs, FSDP2, blocks compiled",
     "llama 8B",
+    "8B, both kinds of offload, batch 4",
 )
 SLOW = (
     "compile",
@@ -126,6 +127,8 @@ SLOW = (
     "llama 150M-32",
     "llama 1B-8",
     "llama 1B-4-float8",
+    "8B, checkpointing",
+    "8B, optimizer offload",
 )
 
 
