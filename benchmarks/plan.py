@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ class Configuration:
     devices: int = 1
     accumulate: int = 1
     offload: tuple[str, ...] = ()  # optimizer, activations
+    resident: float = 0.0  # of the optimizer's state
+    bits: int = 32  # of each number of the optimizer's state
+    layers: int | None = None  # where they are not those of the size
     chunked: bool = False  # the loss from the head's weight, without all logits
     foreign: bool = False  # transformers' Llama, with its own loss
 
@@ -131,6 +135,14 @@ def recorded() -> dict[str, tuple[Configuration, float]]:
     wanted["8B, optimizer offload"] = folder, {"case": "optimizer offload, checkpointing"}, moved
     moved = {**alone, "batch": 4, "accumulate": 8, "offload": ("optimizer", "activations")}
     wanted["8B, both kinds of offload, batch 4"] = folder, {"case": "together"}, moved
+    eight_bits = {"case": "8-bit, checkpointing"}
+    wanted["8B, eight bits"] = f"{folder}_one_call", eight_bits, {**alone, "bits": 8}
+    once: dict[str, Any] = {**alone, "accumulate": 1}
+    folder = "2026-11-23_offload_largest"
+    moved = {**once, "layers": 67, "offload": ("optimizer", "activations"), "resident": 0.441}
+    wanted["67 blocks, both kinds of offload"] = folder, {"case": "fits together 67"}, moved
+    alone = {**once, "layers": 36, "checkpoint": None}
+    wanted["36 blocks"] = folder, {"case": "largest plain"}, alone
     return {
         name: (Configuration(name=name, **options), _peak(RESULTS / folder, found))
         for name, (folder, found, options) in wanted.items()
@@ -232,8 +244,20 @@ def _module(config: Configuration) -> Any:
 
     if config.foreign:
         return _llama(config)
+
+    class Ours(GPTModule):
+        def configure_optimizers(self) -> Any:
+            if config.bits == 32:
+                return super().configure_optimizers()
+            from torchao.optim import AdamW8bit
+
+            return AdamW8bit(self.parameters(), lr=self.lr, weight_decay=0.1)
+
     loss = {"loss": "chunked"} if config.chunked else {}
-    return GPTModule(size=config.size, lr=3e-4, warmup_steps=2, max_seq_len=config.seq, **loss)  # type: ignore[arg-type]
+    module = Ours(size=config.size, lr=3e-4, warmup_steps=2, max_seq_len=config.seq, **loss)  # type: ignore[arg-type]
+    if config.layers is not None:
+        module.config = replace(module.config, num_layers=config.layers)
+    return module
 
 
 def _llama(config: Configuration) -> Any:
@@ -296,7 +320,8 @@ def _precision(config: Configuration) -> Any:
 def _callbacks(config: Configuration) -> list[Any]:
     from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
 
-    offloads = [{"optimizer": OptimizerOffload, "activations": ActivationOffload}[what]() for what in config.offload]
+    moves = {"optimizer": partial(OptimizerOffload, resident=config.resident), "activations": ActivationOffload}
+    offloads = [moves[what]() for what in config.offload]
     scope = config.compile
     compiled = [Compile(scope=scope) if isinstance(scope, str) else Compile(blocks=scope)] if scope else []  # type: ignore[arg-type]
     return [*compiled, *([ActivationCheckpoint(**dict(config.checkpoint))] if config.checkpoint else []), *offloads]

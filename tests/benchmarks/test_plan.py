@@ -39,7 +39,8 @@ def test_the_recorded_peaks(plan):
     assert peaks["fsdp2 8B ours, batch 2"] == 125.23
     assert peaks["1B, 2 GPUs, FSDP2, blocks compiled"] == 52.93
     assert peaks["8B, optimizer offload"] == 48.73
-    assert len(peaks) == 24
+    assert peaks["67 blocks, both kinds of offload"] == 136.33
+    assert len(peaks) == 27
 
 
 def test_the_page_has_the_recorded_peaks(plan):

@@ -100,9 +100,24 @@ def test_readmes_row_of_the_loss_is_that_of_the_raw_output():
     assert rate == as_told(usual["milliseconds"] / chunked["milliseconds"], rate)
 
 
+def test_readmes_rows_of_offloading_are_those_of_the_raw_output():
+    (_, ours, theirs, gain), folder = row("131072 tokens")
+    moved, kept = {"case": "optimizer offload, checkpointing"}, {"case": "checkpointing"}
+    for side, cell in ((moved, ours), (kept, theirs)):
+        told = [as_told(speed(folder, side) / 1e3, "0.0"), as_told(peak(folder, side), "0.0")]
+        assert told == re.findall(r"\d+\.\d", cell)
+    (gib, ratio) = re.findall(r"[\d.]+(?= GiB)|\d\.\d\d", gain)
+    assert gib == as_told(peak(folder, kept) - peak(folder, moved), "0")
+    assert ratio == as_told(speed(folder, moved) / speed(folder, kept), "0.00")
+    (_, ours, theirs, gain), folder = row("the largest GPT")
+    sizes = [max(run["parameters"] for run in raw(folder) if name in run["case"]) for name in ("together", "plain")]
+    assert [as_told(size / 1e9, "0.0") for size in sizes] == re.findall(r"\d+\.\d", ours + theirs)
+    assert re.findall(r"[\d.]+(?=x\])", gain) == [as_told(sizes[0] / sizes[1], "0.00")]
+
+
 def test_each_row_of_readme_is_held_to_something():
     rows = [line for line in README.splitlines() if line.startswith("|") and re.search(r"\]\[\d+\]", line)]
-    held = [*PAIRS, "ActivationCheckpoint(save=", "`linear_cross_entropy`"]
+    held = [*PAIRS, "ActivationCheckpoint(save=", "`linear_cross_entropy`", "131072 tokens", "the largest GPT"]
     assert len(rows) == len(held)
     assert all(sum(piece in line for piece in held) == 1 for line in rows)
 

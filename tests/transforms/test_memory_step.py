@@ -129,6 +129,9 @@ SLOW = (
     "llama 1B-4-float8",
     "8B, checkpointing",
     "8B, optimizer offload",
+    "8B, eight bits",
+    "67 blocks, both kinds of offload",
+    "36 blocks",
 )
 
 
