@@ -3,6 +3,7 @@
 ``FOREIGN[name]()`` returns a LightningModule, seeded, and one batch of four samples; ``BLOCKS[name]`` is what repeats.
 """
 
+import sys
 import warnings
 
 import pytest
@@ -179,8 +180,16 @@ def frozen():
     return module, batch
 
 
+def import_peft():
+    """Without Transformer Engine, which it asks for, and which cannot load where torch has another cuDNN loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "transformer_engine" not in sys.modules:
+            patch.setitem(sys.modules, "transformer_engine", None)
+        return pytest.importorskip("peft")
+
+
 def lora():
-    peft = pytest.importorskip("peft")
+    peft = import_peft()
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return Lit(peft.get_peft_model(llama_net(tied=False), config)), language()
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from tests.foreign import import_peft
 from tests.toys import trainer
 
 SAMPLES, WIDTH = 16, 8
@@ -82,11 +83,10 @@ class Frozen(Case):
 
 class LoRA(Case):
     def build(self):
-        from peft import LoraConfig, inject_adapter_in_model
-
+        peft = import_peft()
         super().build()
-        inject_adapter_in_model(
-            LoraConfig(r=2, lora_alpha=1, target_modules=["up", "down"], init_lora_weights="gaussian"), self.layers
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(r=2, lora_alpha=1, target_modules=["up", "down"], init_lora_weights="gaussian"), self.layers
         )
 
 
