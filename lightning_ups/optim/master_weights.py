@@ -325,16 +325,20 @@ class MasteredOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self.take_over_gradients()
             self.masters.take_over()
-            self._hand_over_options()
-            self._complete_reduction()
-            self._late_done = False
+            self.prepare_step()
             if (settings := self._one_kernel()) is not None:
                 self._step_in_one_kernel(settings)
             else:
                 self._step_by_inner(_once(loss, self.inner) if closure is not None else None)
         return loss
+
+    def prepare_step(self) -> None:
+        """Let masters have the gradients, and the optimizer the options, that the next step uses."""
+        self.take_over_gradients()
+        self._hand_over_options()
+        self._complete_reduction()
+        self._late_done = False
 
     @property
     def in_one_kernel(self) -> bool:
@@ -422,13 +426,17 @@ class MasteredOptimizer(Optimizer):
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
+        self.complete_gradients()
+        found = (self._gradient(parameter) for parameter in self._parameters())
+        return [gradient for gradient in found if gradient is not None]
+
+    def complete_gradients(self) -> None:
+        """Let masters have the gradients of all ranks, with what was written into those that are looked at."""
         looked_at = bool(self._seen)
         self.take_over_gradients()
         self._complete_reduction()
         if looked_at:
             self.show_gradients()
-        found = (self._gradient(parameter) for parameter in self._parameters())
-        return [gradient for gradient in found if gradient is not None]
 
     @torch.no_grad()
     def show_gradients(self) -> None:
@@ -449,12 +457,6 @@ class MasteredOptimizer(Optimizer):
     def show_gradients_again(self) -> None:
         """Let parameters have what was made of the masters' gradients, if they are looked at."""
         if self._seen:
-            self.show_gradients()
-
-    def renew_shown_gradients(self) -> None:
-        """Take over what was written into gradients that are looked at, and let parameters have what came of it."""
-        if self._seen:
-            self.take_over_gradients()
             self.show_gradients()
 
     @torch.no_grad()
@@ -500,7 +502,7 @@ class MasteredOptimizer(Optimizer):
             if parameter.grad is not None:
                 self._move_gradient(parameter)
             elif master.grad is None:  # of a rank that has not used it; the others wait for it
-                master.grad = torch.zeros_like(master)
+                master.grad = torch.zeros_like(parameter, dtype=master.dtype)  # the master may be on the host
         total = torch.cat([_gradient_of(self.masters.of[p]).flatten() for p in late])
         dist.all_reduce(total.div_(group.size()), group=group)
         for parameter, part in zip(late, total.split([p.numel() for p in late]), strict=True):

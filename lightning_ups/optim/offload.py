@@ -207,8 +207,7 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         coefficient, self._coefficient = self._coefficient, None
         if isinstance(self._inner, MasteredOptimizer):
-            self._inner._hand_over_options()
-            self._inner.take_over_gradients()
+            self._inner.prepare_step()
         wanted = {parameter for group in self.param_groups for parameter in group["params"]}
         with torch.no_grad(), hooked_once(self.stepper):
             self.steps.step(wanted, coefficient=coefficient)

@@ -120,7 +120,7 @@ class Mastered:
 
     def gradients(self) -> Sequence[Tensor]:
         """See `Source`."""
-        self._optimizer.renew_shown_gradients()
+        self._optimizer.complete_gradients()
         found = (self.gradient(parameter) for _, parameter, _ in self.pairs())
         return [gradient for gradient in found if gradient is not None]
 
