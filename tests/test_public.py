@@ -1,7 +1,9 @@
 """What may be imported, what it loads, and what it costs, each seen in a fresh process."""
 
 import ast
+import copy
 import importlib
+import pickle
 import pkgutil
 import statistics
 import subprocess
@@ -71,6 +73,25 @@ def test_a_room_exports_what_it_says(room):
     for name in module.__all__:
         thing = getattr(module, name)
         assert thing.__doc__ or not isinstance(thing, (type, types.FunctionType)), name
+
+
+def plugins():
+    for room in ("callbacks", "precision", "strategies"):
+        module = importlib.import_module(f"lightning_ups.{room}")
+        yield from (thing for name in module.__all__ if isinstance(thing := getattr(module, name), type))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plugin", [*plugins()])
+def test_a_plugin_can_be_sent_to_a_process_and_copied(plugin):
+    """As Trainers that spawn their processes do, and sweeps that keep one list of callbacks for many runs."""
+    try:
+        made = plugin()
+    except (TypeError, ModuleNotFoundError):
+        pytest.skip("cannot be made without arguments, or here")
+    for twin in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert type(twin) is plugin
+        assert vars(twin).keys() == vars(made).keys()
 
 
 @pytest.mark.parametrize("name", [m for m in MODULES if m != "lightning_ups.__main__"])

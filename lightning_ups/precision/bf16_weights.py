@@ -39,6 +39,7 @@ class BF16WeightsPrecision(PolicyPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         self.teardown()
+        self.check_whole(module, instead="precision='bf16-mixed'")
         for inner in module.modules():
             if any(buffer.is_floating_point() for buffer in inner.buffers(recurse=False)):
                 continue

@@ -303,7 +303,8 @@ def _check_whole(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} was sharded before Float8Precision could convert it."
             " A conversion replaces layers, and with float8 gathers their parameters, which sharding holds by then."
-            " Take fully_shard out of the module and use FSDP2Strategy, which converts first; or use BF16Precision."
+            " Take fully_shard out of the module and use FSDP2Strategy, which converts first; or use"
+            " precision='bf16-mixed'."
         )
 
 
