@@ -9,7 +9,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Crops", "batches"]
+__all__ = ["Crops", "batches", "check_least"]
+
+
+def check_least(data: object, **least: int) -> None:
+    """Raise if an attribute of ``data`` is a number below the one that is given by its name.
+
+    Raises:
+        ValueError: If so.
+    """
+    for name, number in least.items():
+        value = getattr(data, name)
+        if value is not None and value < number:
+            raise ValueError(
+                f"{type(data).__name__}({name}={value}) is out of range."
+                " With fewer there would be nothing to train on, or to validate."
+                f" Use {number} or more."
+            )
 
 
 class Crops(Dataset[Tensor]):

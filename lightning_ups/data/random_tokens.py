@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_ups.data.crops import batches
+from lightning_ups.data.crops import batches, check_least
 
 __all__ = ["RandomTokens"]
 
@@ -26,6 +26,9 @@ class RandomTokens(LightningDataModule):
         num_samples: Samples of an epoch, on all devices.
         num_val_samples: Samples of a validation. None: two batches.
         seed: Of the tokens.
+
+    Raises:
+        ValueError: If a number is too small for a batch.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class RandomTokens(LightningDataModule):
         self.num_samples = num_samples
         self.num_val_samples = 2 * batch_size if num_val_samples is None else num_val_samples
         self.seed = seed
+        check_least(self, vocab_size=1, seq_len=1, batch_size=1, num_samples=1, num_val_samples=0)
 
     @override
     def train_dataloader(self) -> DataLoader[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_ups.data.crops import Crops, batches
+from lightning_ups.data.crops import Crops, batches, check_least
 
 __all__ = ["StdlibText", "unigram_entropy"]
 
@@ -39,6 +39,7 @@ class StdlibText(LightningDataModule):
         root: A folder of Python files to read instead. None: the standard library of the running Python.
 
     Raises:
+        ValueError: If a number is too small, or, when training begins, an epoch has fewer crops than a batch.
         RuntimeError: In ``setup``, if there are too few source files.
 
     Example::
@@ -65,6 +66,7 @@ class StdlibText(LightningDataModule):
         self.seq_len, self.batch_size, self.hold_out_one_in = seq_len, batch_size, hold_out_one_in
         self.num_crops, self.num_val_crops, self.seed = num_crops, num_val_crops, seed
         self.root = Path(root or sysconfig.get_path("stdlib"))
+        check_least(self, seq_len=1, batch_size=1, hold_out_one_in=2, num_crops=1, num_val_crops=0)
         self.train_files: list[str] = []
         self.val_files: list[str] = []
 
@@ -110,6 +112,12 @@ class StdlibText(LightningDataModule):
     def _loader(self, crops: Crops, *, shuffle_seed: int | None = None) -> DataLoader[Tensor]:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         size = self.batch_size or (512 if on_gpu else 8)
+        if shuffle_seed is not None and len(crops) < size:  # the last batch is left out if it is not full
+            raise ValueError(
+                f"StdlibText(num_crops={len(crops)}) has fewer crops in an epoch than a batch of {size}."
+                " Training leaves out batches that are not full, and there would be no other."
+                f" Use num_crops={size} or more, or a smaller batch_size."
+            )
         return batches(crops, batch_size=size, pin_memory=on_gpu, shuffle_seed=shuffle_seed)
 
     def _read(self, names: Sequence[str]) -> Tensor:

@@ -18,6 +18,7 @@ N rows, D width of the model, V vocabulary, C rows of a chunk.
 """
 # ruff: noqa: N803, N806, FBT001, ARG001 (shape suffixes are capitals; an operator's arguments are positional)
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -90,9 +91,11 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
-        TypeError: If one of the three is no tensor, the weight is sharded, or the targets are no whole numbers.
+        TypeError: If one of the three is no tensor, the weight is sharded, the targets are no whole numbers, or
+            ``z_loss`` or ``softcap`` is a tensor.
     """
     _validate(hidden, weight, targets, reduction=reduction, chunk=chunk, backend=backend)
+    _validate_numbers(z_loss=z_loss, softcap=softcap)
     targets = targets.long()  # a byte of 156 would be equal to -100
     if backend == "reference":
         return reference_linear_cross_entropy(
@@ -370,6 +373,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.want = want_hidden, want_weight
     ctx.lift = _lift(hidden, weight, how[1], ctx.reduction)
     _, *grads = output
+    ctx.is_scaled = False
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*grads)
     if ctx.reduction == "none":
@@ -393,28 +397,29 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
         grads = linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.options, *ctx.want)
     else:
         factor = grad / ctx.lift
-        grads = tuple(_scaled(saved, factor) for saved in _saved_once(ctx))
+        grads = tuple(_scaled(ctx, saved, factor) for saved in _saved_once(ctx))
     return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), *nothing
 
 
 def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
+    # Autograd itself would not notice where hooks on saved tensors give back the ones that were scaled.
+    if ctx.is_scaled:
         raise RuntimeError(
             "linear_cross_entropy was differentiated twice."
             " Its gradients are computed in the forward pass and scaled where they are, so that the weight's is in"
             " memory once."
             " Call backward once, or use backend='reference' for a second time."
-        ) from error
+        )
+    return ctx.saved_tensors
 
 
-def _scaled(saved: Tensor, grad: Tensor) -> Tensor:
+def _scaled(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
     # In place where nobody traces; a compiled backward does as well by itself. Not by a tensor without dimensions: it
     # would be rounded to the gradient's type first.
-    return saved.mul_(grad.reshape(1)) if type(saved) is Tensor and type(grad) is Tensor else saved * grad
+    if type(saved) is not Tensor or type(grad) is not Tensor:
+        return saved * grad
+    ctx.is_scaled = True
+    return saved.mul_(grad.reshape(1))
 
 
 _INSTEAD = "take backend='reference'"
@@ -498,7 +503,7 @@ def _validate(
                 " It takes tensors: hidden states, the weight of the head, which has no bias, and classes."
                 " Pass head.weight of a head, and torch.tensor(...) of a list."
             )
-    if isinstance(weight, DTensor) or isinstance(hidden, DTensor):
+    if any(isinstance(tensor, DTensor) for tensor in (hidden, weight, targets)):
         raise TypeError(
             "linear_cross_entropy was given a DTensor, a part of what is sharded over devices."
             " It needs all classes of each row."
@@ -511,6 +516,13 @@ def _validate(
             f" {tuple(targets.shape)}."
             " They are [..., dim], [vocab, dim] and [...]."
             " Pass the weight of nn.Linear as it is, and one class for each row of hidden."
+        )
+    if not hidden.device == weight.device == targets.device:
+        raise ValueError(
+            f"linear_cross_entropy was given hidden on {hidden.device}, weight on {weight.device} and targets on"
+            f" {targets.device}."
+            " One kernel reads all three, and finds nothing in another device's memory."
+            " Move them to one device first, such as by targets.to(hidden.device)."
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
         raise TypeError(
@@ -531,3 +543,19 @@ def _validate(
             " So many rows' logits are in memory at a time."
             " Use a positive number, or 'auto'."
         )
+
+
+def _validate_numbers(*, z_loss: float, softcap: float | None) -> None:
+    for name, value in (("z_loss", z_loss), ("softcap", softcap)):
+        if isinstance(value, Tensor):
+            raise TypeError(
+                f"linear_cross_entropy was given a tensor as {name}."
+                " It takes a number, and gives no gradient of it."
+                f" Use float({name}) of one that is not learned."
+            )
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(
+                f"linear_cross_entropy({name}={value}) is below 0, or not finite."
+                " The loss would fall as logits drift apart, or be not a number."
+                " Use 0 or more; 0 is without."
+            )

@@ -27,24 +27,37 @@ def generate(
 
     Args:
         logits_of: Takes tokens [batch, seq] and returns logits [batch, seq, vocab]; a `GPT`, for one.
-        prompt: Integer tokens [batch, seq], at least one.
+        prompt: Tokens [batch, seq] of any integer type, at least one.
         num_tokens: How many tokens to add.
         context: The longest sequence that ``logits_of`` takes; what lies further back is forgotten.
         temperature: Divides the logits; 0 always takes the likeliest token.
-        top_k: Draw from the ``top_k`` likeliest tokens only. None: from all.
+        top_k: Draw from so many of the likeliest tokens only, one at least. None: from all.
         seed: Of the draws.
 
     Raises:
-        ValueError: If the prompt is empty or the temperature negative.
+        ValueError: If the prompt is empty or has other axes, the temperature is negative, or a number is too small.
     """
-    if prompt.shape[1] == 0 or temperature < 0:
+    if prompt.dim() != 2:
+        raise ValueError(
+            f"generate was given a prompt of shape {tuple(prompt.shape)}."
+            " It is [batch, seq]: as many prompts as are to be continued, of equal length."
+            " Use prompt.unsqueeze(0) for a single one."
+        )
+    for name, value, least in (("num_tokens", num_tokens, 0), ("context", context, 1), ("top_k", top_k, 1)):
+        if value is not None and value < least:
+            raise ValueError(
+                f"generate({name}={value}) is out of range."
+                " It is a number of tokens: to add, to look back at, or to draw from."
+                f" Use {least} or more{', or None to draw from all' if name == 'top_k' else ''}."
+            )
+    if prompt.shape[1] == 0 or not temperature >= 0:
         raise ValueError(
             f"generate was given a prompt of {prompt.shape[1]} tokens and temperature={temperature}."
             " The first token is drawn from what follows the prompt, and a temperature divides the logits."
             " Give at least one token, and a temperature of 0 (no randomness) or more."
         )
     random = torch.Generator(prompt.device).manual_seed(seed)
-    tokens_BT = prompt
+    tokens_BT = prompt.long()
     for _ in range(num_tokens):
         logits_BV = logits_of(tokens_BT[:, -context:])[:, -1].float()
         tokens_BT = torch.cat((tokens_BT, _draw(logits_BV, temperature, top_k, random)), dim=1)

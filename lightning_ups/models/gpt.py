@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
@@ -52,7 +53,7 @@ class GPTConfig:
             by `lightning_ups.kernels.linear_cross_entropy`, which never has them all in memory.
 
     Raises:
-        ValueError: If the heads do not divide, or ``loss`` is unknown.
+        ValueError: If the heads do not divide, ``rope_theta`` is not above 0, or ``loss`` is unknown.
     """
 
     dim: int
@@ -75,6 +76,12 @@ class GPTConfig:
                 " A head has an even width of dim / num_heads, and each head of keys and values serves equally many"
                 " query heads."
                 " Make dim a multiple of twice num_heads, and num_heads a multiple of num_kv_heads."
+            )
+        if not self.rope_theta > 0:
+            raise ValueError(
+                f"rope_theta={self.rope_theta} is not above 0."
+                " Its powers are the rotary frequencies, and angles would not be numbers."
+                " Use the base that the weights were trained with, or the default of 10000."
             )
         if self.loss not in get_args(Loss):
             raise ValueError(
@@ -168,6 +175,12 @@ class GPT(nn.Module):
             tokens: Integers [batch, seq].
             targets: The token that follows each [batch, seq]; -100 is not counted.
         """
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"Tokens of shape {tuple(tokens.shape)} were given to a GPT."
+                " They are [batch, seq]."
+                " Use tokens.unsqueeze(0) for a single sequence."
+            )
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
                 f"A sequence of {tokens.shape[1]} tokens was given to a GPT with"
@@ -253,6 +266,21 @@ def plain_weight(head: nn.Module) -> Tensor:
             " That loss reads the head's weight and multiplies it itself, so what a conversion does in the head's"
             " forward would have no effect."
             " Leave the head out of the conversion, or use loss='logits'."
+        )
+    if "forward" in head.__dict__:
+        raise ValueError(
+            "The head's forward was replaced, as in_float32 and callbacks with patterns do, and loss='chunked' would"
+            " pass it over."
+            " That loss reads the head's weight and multiplies it itself, so the setting would have no effect."
+            " Leave the head out of in_float32 and of blocks, or use loss='logits'."
+        )
+    if isinstance(head.weight, DTensor):
+        raise ValueError(
+            "The head's weight is split over devices where loss='chunked' reads it: by tensor parallelism, or since the"
+            " head is sharded as a block of its own."
+            " That loss needs all classes of a row on one device, and passes over the head's forward, which gathers"
+            " them."
+            " Use loss='logits', or, without tensor parallelism, leave the head out of blocks."
         )
     assert isinstance(head.weight, Tensor)
     return head.weight
@@ -412,6 +440,18 @@ class GPTModule(LightningModule):
         self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
         self.schedule: Schedule = schedule
         self.warmup_steps, self.final_fraction, self.decay_fraction = warmup_steps, final_fraction, decay_fraction
+
+    @override
+    def on_fit_start(self) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        tokens = getattr(data, "vocab_size", None)
+        if isinstance(tokens, int) and tokens > self.config.vocab_size:
+            raise ValueError(
+                f"{type(data).__name__} has a vocabulary of {tokens} tokens, and the model one of"
+                f" {self.config.vocab_size}."
+                " A token beyond the model's has no embedding; on a GPU it ends the process without saying so."
+                f" Give GPTModule vocab_size={tokens}."
+            )
 
     @override
     def configure_model(self) -> None:

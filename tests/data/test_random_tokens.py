@@ -36,6 +36,12 @@ def test_validation_has_samples_of_its_own():
     assert not seen & {*held_out}
 
 
+@pytest.mark.parametrize("options", [{"seq_len": 0}, {"vocab_size": 0}, {"batch_size": 0}, {"num_samples": 0}], ids=str)
+def test_numbers_that_leave_nothing_to_train_on_are_refused(options):
+    with pytest.raises(ValueError, match=rf"RandomTokens\({next(iter(options))}=0\).*Use 1 or more"):
+        RandomTokens(**{"vocab_size": 8, "seq_len": 4, "batch_size": 2, **options})
+
+
 def test_nothing_is_drawn_from_the_global_generator():
     torch.manual_seed(0)
     first = next(iter(make().train_dataloader()))

@@ -106,6 +106,18 @@ def test_a_python_without_source_is_told(tmp_path):
 # --- entropy
 
 
+@pytest.mark.parametrize("options", [{"seq_len": 0}, {"hold_out_one_in": 1}, {"num_crops": 0}], ids=str)
+def test_numbers_that_leave_nothing_to_train_on_are_refused(options):
+    with pytest.raises(ValueError, match=rf"StdlibText\({next(iter(options))}=.*or more"):
+        StdlibText(**options)
+
+
+def test_an_epoch_without_a_whole_batch_is_refused(tmp_path):
+    folder(tmp_path)
+    with pytest.raises(ValueError, match=r"num_crops=3\) has fewer.*Use num_crops=4 or more"):
+        made(tmp_path, num_crops=3, batch_size=4).train_dataloader()
+
+
 def test_entropy_is_that_of_the_training_bytes_by_hand(tmp_path):
     folder(tmp_path)
     data = made(tmp_path)

@@ -1,5 +1,6 @@
 import random
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -334,8 +335,11 @@ def test_a_compiled_function_keeps_no_logits_either():
     loss.backward()
 
 
-def test_a_second_backward_says_why_not():
-    loss = linear_cross_entropy(*inputs())
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks on saved tensors"])
+def test_a_second_backward_says_why_not(hooks):
+    # Hooks, as of offloading, hide from autograd that what was saved has been written to.
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept) if hooks else nullcontext():
+        loss = linear_cross_entropy(*inputs())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="Call backward once, or use backend='reference'"):
         loss.backward()
@@ -571,11 +575,22 @@ H, W, T = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64
         ((H, W, T), {"reduction": "median"}, "Use one of"),
         ((H, W, T), {"backend": "liger"}, "Use one of"),
         ((H, W, T), {"chunk": 0}, "Use a positive number"),
+        ((H, W, T.to("meta")), {}, "targets on meta.*Move them to one device"),
+        ((H, W, T), {"softcap": -30.0}, "Use 0 or more"),
+        ((H, W, T), {"softcap": float("inf")}, "Use 0 or more"),
+        ((H, W, T), {"z_loss": float("nan")}, "Use 0 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(tensors, options, cure):
     with pytest.raises(ValueError, match=cure):
         linear_cross_entropy(*tensors, **options)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("name", ["softcap", "z_loss"])
+def test_a_learned_number_would_have_no_gradient(name, backend):
+    with pytest.raises(TypeError, match=f"a tensor as {name}"):
+        linear_cross_entropy(H, W, T, backend=backend, **{name: torch.ones((), requires_grad=True)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])

@@ -69,7 +69,23 @@ def test_builds_no_autograd_graph():
     assert not found[0].requires_grad
 
 
-@pytest.mark.parametrize(("prompt", "temperature"), [(PROMPT[:, :0], 1.0), (PROMPT, -1.0)])
+def test_tokens_of_any_integer_type_are_taken():
+    found = generate(odds, PROMPT.to(torch.uint8), num_tokens=3, context=4)
+    assert found.tolist() == generate(odds, PROMPT, num_tokens=3, context=4).tolist()
+
+
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"num_tokens": -1}, {"context": 0}], ids=str)
+def test_a_number_out_of_range_is_refused(options):
+    with pytest.raises(ValueError, match=rf"generate\({next(iter(options))}=.*or more"):
+        generate(odds, PROMPT, **{"num_tokens": 1, "context": 4, **options})
+
+
+def test_a_prompt_without_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"prompt\.unsqueeze\(0\)"):
+        generate(odds, PROMPT[0], num_tokens=1, context=4)
+
+
+@pytest.mark.parametrize(("prompt", "temperature"), [(PROMPT[:, :0], 1.0), (PROMPT, -1.0), (PROMPT, float("nan"))])
 def test_nothing_to_go_on_is_refused(prompt, temperature):
     with pytest.raises(ValueError, match=r"a temperature of 0 \(no randomness\) or more\.$"):
         generate(odds, prompt, num_tokens=1, context=4, temperature=temperature)

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,6 +20,8 @@ from lightning_ups.data import RandomTokens
 from lightning_ups.models.gpt import GPT, SIZES, Block, GPTConfig, GPTModule
 from lightning_ups.order import applied
 from lightning_ups.transforms.blocks import find_blocks
+from lightning_ups.transforms.in_float32 import computing_in_float32
+from lightning_ups.transforms.tensor_parallel import parallelize, plan_of
 from tests.late_device import Reads
 from tests.toys import trainer
 
@@ -378,6 +381,49 @@ def test_arguments_change_the_size():
 def test_an_unknown_size_is_refused():
     with pytest.raises(ValueError, match=r"Use one of \('tiny', '150M', '1B', '8B'\)\.$"):
         GPTModule(size="2B")
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path):
+    data = RandomTokens(vocab_size=51, seq_len=16, batch_size=4)
+    with pytest.raises(ValueError, match=r"vocabulary of 51 tokens.*Give GPTModule vocab_size=51\.$"):
+        trainer(tmp_path, epochs=1).fit(small(), data)
+
+
+@pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
+def test_frequencies_that_are_no_numbers_are_refused(theta):
+    with pytest.raises(ValueError, match=r"rope_theta=.* is not above 0"):
+        GPTModule(rope_theta=theta)
+
+
+def test_tokens_without_a_batch_are_refused():
+    with pytest.raises(ValueError, match=r"tokens\.unsqueeze\(0\)"):
+        built()(tokens()[0])
+
+
+def test_the_chunked_loss_does_not_pass_over_a_replaced_forward():
+    model = built(replace(TINY, loss="chunked"))
+    with computing_in_float32([model.head], outputs=torch.float32):
+        with pytest.raises(ValueError, match=r"forward was replaced.*Leave the head out of in_float32"):
+            model(tokens(), tokens())
+        assert model(tokens()).shape == (2, 16, 50)
+    assert model(tokens(), tokens()).isfinite()
+
+
+def test_the_chunked_loss_compiles_as_one_graph():
+    model = built(replace(TINY, loss="chunked"))
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens(), tokens())
+    torch.testing.assert_close(found, model(tokens(), tokens()))
+
+
+def chunked_loss_of_a_split_head():
+    model = built(replace(TINY, loss="chunked"))
+    parallelize(model, plan=plan_of(model, "gpt"), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"split over devices.*by tensor parallelism.*Use loss='logits'"):
+        model(tokens(), tokens())
+
+
+def test_the_chunked_loss_does_not_read_a_part_of_the_head(ranks):
+    ranks(chunked_loss_of_a_split_head)
 
 
 def test_building_the_module_builds_no_weights():

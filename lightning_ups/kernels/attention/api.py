@@ -1,5 +1,6 @@
 """`attention`: one function for every kernel, with the choice of the kernel as an argument."""
 
+import math
 from typing import Any, cast, get_args
 
 import torch
@@ -12,7 +13,7 @@ from lightning_ups.kernels.attention.kind import Kind, kind_of
 from lightning_ups.kernels.attention.operator import attention_forward
 from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
-from lightning_ups.kernels.attention.support import Backend, KernelName, check
+from lightning_ups.kernels.attention.support import BACKENDS, Backend, KernelName, check
 
 __all__ = ["attention", "checked", "dense", "in_autocast_dtype"]
 
@@ -51,7 +52,7 @@ def attention(
 
     Raises:
         ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
-        TypeError: If documents, window, scale or softcap are of another kind.
+        TypeError: If documents, window, scale or softcap are of another kind, or the tensors differ in type or device.
         ModuleNotFoundError: If the backend's package is missing.
         ImportError: If the backend's package cannot be loaded.
 
@@ -96,7 +97,7 @@ def attention(
 @torch.compiler.assume_constant_result
 def checked(backend: KernelName, kind: tuple[Any, ...]) -> KernelName:
     """Return ``backend``, known to be able to do ``kind``, a `Kind`; in a compiled function it is a constant."""
-    if (backend, kind) not in _checked:
+    if backend not in BACKENDS or (backend, kind) not in _checked:  # a list of backends has no hash
         check(backend, Kind(*kind))
         _checked.add((backend, kind))
     return backend
@@ -137,7 +138,18 @@ def _validate(
             " Each is [batch, seq, heads, dim]; keys and values have the same batch, seq and heads."
             " Use transpose(1, 2) on tensors that are [batch, heads, seq, dim]."
         )
-    if q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device) or not q.is_floating_point():
+        told = ", ".join(
+            f"{name} of {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+            for name, tensor in (("queries", q), ("keys", k), ("values", v))
+        )
+        raise TypeError(
+            f"Attention was called with {told}."
+            " Kernels read all three on one device and in one type with a fraction; a norm of queries and keys that"
+            " computes in float32 may return another than its input's."
+            " Cast and move them first, such as by q.type_as(v)."
+        )
+    if not k.shape[2] or not q.shape[3] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"Attention was called with {shapes()}, [batch, seq, heads, dim]."
             " Query heads share heads of keys in equal groups, and both are equally wide."
@@ -192,9 +204,9 @@ def _validate_numbers(*, window: int | None, softcap: float | None, scale: float
             " Kernels find the largest score of a row before they scale it, and make it not a number."
             " Use a scale above 0, or None for dim ** -0.5; a sign can be put into the queries."
         )
-    if softcap is not None and not softcap >= 0:
+    if softcap is not None and not 0 <= softcap < math.inf:
         raise ValueError(
-            f"softcap={softcap} is below 0."
+            f"softcap={softcap} is below 0, or not finite."
             " Scores are bent to lie between -softcap and softcap."
             " Use a softcap above 0, or None to leave them."
         )

@@ -32,8 +32,10 @@ class Documents:
         """Make it from ``ids`` [batch, seq]: a document is a run of equal numbers in one row.
 
         Raises:
+            TypeError: If ``ids`` is no tensor.
             ValueError: If ``ids`` is not [batch, seq].
         """
+        _check_tensor("ids", ids, floats=True)
         if ids.dim() != 2:
             raise ValueError(
                 f"Document ids of shape {tuple(ids.shape)} were given."
@@ -50,11 +52,20 @@ class Documents:
         """Make it from ``cu_seqlens`` [documents + 1], boundaries in ``batch * seq`` tokens laid end to end.
 
         Raises:
+            TypeError: If ``cu_seqlens`` is no tensor of whole numbers.
             ValueError: If the boundaries do not rise from 0 to ``batch * seq``, or a document crosses a row's end.
         """
+        _check_tensor("cu_seqlens", cu_seqlens)
+        if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+            raise ValueError(
+                f"cu_seqlens of shape {tuple(cu_seqlens.shape)} were given."
+                " They are one row of boundaries, [documents + 1], in the rows of the batch laid end to end."
+                " Lay those of single rows end to end: add to each what lies before its row."
+            )
+        cu_seqlens = cu_seqlens.long()  # what indexes; bytes would be a mask
         starts = torch.zeros(batch * seq + 1, dtype=torch.bool, device=cu_seqlens.device)
         starts[cu_seqlens.clamp(0, batch * seq)] = True
-        rows = torch.arange(0, batch * seq + 1, seq, device=cu_seqlens.device)
+        rows = torch.arange(batch + 1, device=cu_seqlens.device) * seq
         ends = int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == batch * seq
         if not (ends and bool(starts[rows].all()) and bool((cu_seqlens.diff() >= 0).all())):
             raise ValueError(
@@ -80,3 +91,14 @@ class Documents:
     def pin_memory(self) -> "Documents":
         """Return it in pinned memory, from which it moves to a GPU without waiting."""
         return Documents(self.ids.pin_memory(), self.cu_seqlens.pin_memory(), self.max_seqlen)
+
+
+def _check_tensor(name: str, given: object, *, floats: bool = False) -> None:
+    if isinstance(given, Tensor) and (floats or not given.is_floating_point()):
+        return
+    kind = f"tensor of {str(given.dtype).removeprefix('torch.')}" if isinstance(given, Tensor) else type(given).__name__
+    raise TypeError(
+        f"Documents were asked for with {name} that are a {kind}."
+        " They are whole numbers in a tensor, on the device of the tokens."
+        f" Use torch.tensor({name}) of a list, or {name}.long()."
+    )

@@ -98,11 +98,26 @@ Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
         ((Q, K, K), {"scale": -0.5}, "Use a scale above 0"),
         ((Q, K, K), {"scale": 0.0}, "Use a scale above 0"),
         ((Q, K, K), {"softcap": -30.0}, "Use a softcap above 0"),
+        ((Q, K, K), {"softcap": float("inf")}, "Use a softcap above 0"),
+        ((Q, K, K), {"backend": ["math"]}, "Use one of 'auto', 'reference'"),
+        ((Q, K[:, :, :0], K[:, :, :0]), {}, "multiple of that of keys"),
+        ((Q[..., :0], K[..., :0], K[..., :0]), {}, "multiple of that of keys"),
     ],
 )
 def test_what_does_not_fit_is_refused(tensors, options, cure):
     with pytest.raises(ValueError, match=cure):
         attention(*tensors, **options)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "math"])
+@pytest.mark.parametrize(
+    "tensors",
+    [(Q, K, K.bfloat16()), (Q.bfloat16(), K, K), (Q.long(), K.long(), K.long()), (Q, K.to("meta"), K.to("meta"))],
+    ids=["values in bfloat16", "queries in bfloat16", "whole numbers", "two devices"],
+)
+def test_tensors_that_differ_in_type_or_device_are_refused(tensors, backend):
+    with pytest.raises(TypeError, match=r"queries of .* on cpu, .*Cast and move them first"):
+        attention(*tensors, backend=backend)
 
 
 def test_bare_ids_are_refused():

@@ -41,8 +41,33 @@ def test_precisions_that_convert_batches_leave_it_as_it_is(precision):
 
 
 def test_rows_of_no_tokens_have_no_documents():
-    documents = Documents.from_ids(torch.zeros(2, 0))
-    assert documents.cu_seqlens.tolist() == [0]
+    for documents in (
+        Documents.from_ids(torch.zeros(2, 0)),
+        Documents.from_cu_seqlens(torch.tensor([0]), batch=2, seq=0),
+    ):
+        assert documents.cu_seqlens.tolist() == [0]
+        assert documents.ids.shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_boundaries_of_any_whole_type_are_the_same(dtype):
+    documents = Documents.from_cu_seqlens(torch.tensor([0, 1, 4, 6, 8], dtype=dtype), batch=2, seq=4)
+    assert documents.ids.tolist() == [[0, 1, 1, 1], [2, 2, 3, 3]]
+
+
+def test_what_is_no_tensor_of_whole_numbers_is_refused():
+    with pytest.raises(TypeError, match=r"cu_seqlens that are a list.*torch\.tensor\(cu_seqlens\)"):
+        Documents.from_cu_seqlens([0, 5, 10], batch=2, seq=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tensor of float32.*cu_seqlens\.long\(\)"):
+        Documents.from_cu_seqlens(torch.tensor([0.0, 5.0]), batch=1, seq=5)
+    with pytest.raises(TypeError, match="ids that are a list"):
+        Documents.from_ids([[0, 0, 1]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 3)])
+def test_boundaries_are_one_row(shape):
+    with pytest.raises(ValueError, match="Lay those of single rows end to end"):
+        Documents.from_cu_seqlens(torch.zeros(shape, dtype=torch.int64), batch=1, seq=5)
 
 
 @pytest.mark.parametrize("boundaries", [[0, 3, 7, 10], [0, 5], [1, 5, 10], [0, 5, 11], [0, 4, 2, 5, 10]])
