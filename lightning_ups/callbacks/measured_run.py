@@ -234,6 +234,7 @@ class MeasuredRun:
         if settings.unit == "auto":
             rank_zero_info(f"TokenThroughput counts {self._unit}, {where}, which unit='auto' found in the first batch.")
         self._names = f"throughput/{self._unit}"
+        _check_count(self._count(batch))
         peaks, arithmetic = self._peaks()
         if peaks is None:
             return
@@ -243,7 +244,11 @@ class MeasuredRun:
         else:
             found = self._counted(batch)
             units = float(self._count(batch))
-            if found is None or not units:
+            if found is None:
+                return
+            if not found.model or not units:
+                nothing = "has no products that can be counted" if units else f"holds no {self._unit}"
+                self._why_no_mfu = f"the first batch {nothing}; give flops_per_unit"
                 return
             model, hardware, low = (n / units for n in (found.model, found.hardware, found.low_precision))
         self._flops = Flops(
@@ -366,6 +371,19 @@ class MeasuredRun:
             ranks=ranks,
             hints=_hints(trainer),
             **found,
+        )
+
+
+def _check_count(found: Any) -> None:
+    if isinstance(found, Tensor):  # nobody waits for its value
+        ok, what = found.numel() == 1, f"a tensor {[*found.shape]}"
+    else:
+        ok, what = hasattr(found, "__float__"), f"{found!r}, a {type(found).__name__}"
+    if not ok:
+        raise ValueError(
+            f"TokenThroughput's count gave {what}, for the first batch."
+            " It says how many units a batch holds, which is one number."
+            " Return a number, or a tensor of one element (such as mask.sum())."
         )
 
 

@@ -590,6 +590,29 @@ def test_what_cannot_be_counted_is_said(tmp_path, caplog):
     assert "give flops_per_unit" in throughput.summary.why_no_mfu
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_first_step_that_computes_nothing_has_no_mfu(tmp_path):
+    class Late(Net):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) if index else None
+
+    throughput, _ = fitted(tmp_path, Late(), peak_tflops=1.0)
+    assert throughput.summary.utilisation == {}
+    assert "no products that can be counted; give flops_per_unit" in throughput.summary.why_no_mfu
+
+
+def test_a_first_batch_of_no_units_is_said(tmp_path):
+    throughput, _ = fitted(tmp_path, peak_tflops=1.0, unit="points", count=lambda batch: 0)
+    assert "the first batch holds no points" in throughput.summary.why_no_mfu
+
+
+@pytest.mark.parametrize(("found", "what"), [(None, "None, a NoneType"), (torch.ones(3), r"a tensor \[3\]")])
+@pytest.mark.parametrize("peak", [None, 1.0])
+def test_a_count_that_is_no_number_is_refused(tmp_path, found, what, peak):
+    with pytest.raises(ValueError, match=rf"count gave {what}.*Return a number"):
+        fitted(tmp_path, peak_tflops=peak, unit="points", count=lambda batch: found)
+
+
 def test_flops_may_be_given(tmp_path):
     throughput, _ = fitted(tmp_path, peak_tflops={"fp32": 1e-3, "tf32": 1e-3}, flops_per_unit=1e3)
     assert throughput.summary.utilisation["mfu"] == pytest.approx(throughput.summary.units_per_s * 1e3 / 1e9)

@@ -23,6 +23,7 @@ from lightning_ups._compat.autograd import in_backward
 from lightning_ups._compat.distributions import without_checks
 from lightning_ups._compat.flop_counter import run_backward
 from lightning_ups.transforms.flops import count_flops
+from lightning_ups.transforms.throughput.known_values import KnownValues
 
 __all__ = ["StepFlops", "step_flops"]
 
@@ -49,7 +50,7 @@ def step_flops(
 
     Args:
         module: Left as it is.
-        batch: Only shapes and types matter.
+        batch: Shapes and types matter, and the values of small tensors of integers, such as lengths and masks.
         step: Calls the twin's training step.
         attributes: What the twin has in place of the module's own, such as a ``log`` that does nothing.
 
@@ -77,7 +78,7 @@ def step_flops(
         for device in ("cpu", "cuda"):  # casts follow the device, and meta has none of its own
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(torch.device("meta"))  # for what the step makes itself
-        stack.enter_context(_Answers())
+        stack.enter_context(_Answers(twins.known))
         stack.enter_context(without_checks())
         counted = count_flops(run)
     low = sum(layer.operations for layer in twins.low_precision)
@@ -91,6 +92,7 @@ class _Twins:
         self._modules: dict[int, nn.Module] = {}
         self._tensors: dict[int, Tensor] = {}
         self.low_precision: list[_LowPrecisionLinear] = []
+        self.known = KnownValues()
 
     def of(self, module: nn.Module) -> nn.Module:
         if id(module) not in self._modules:
@@ -149,6 +151,7 @@ class _Twins:
             if isinstance(tensor, nn.Parameter):
                 twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             self._tensors[id(tensor)] = twin
+            self.known.add(twin, tensor)
         return self._tensors[id(tensor)]
 
 
@@ -212,23 +215,32 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 class _Answers(TorchFunctionMode):
-    """Answers a question for the value of a tensor that has none, as logging and checks of finiteness ask.
+    """Answers a question for the value of a tensor that has none: with what is known, or as logs and checks need it.
 
     What cannot be run on such tensors, and costs what something else does, is run as that.
     """
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()
+        self._known = known
 
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _ASKED and args and isinstance(args[0], Tensor) and (value := self._known[args[0]]) is not None:
+            return func(value, *args[1:], **kwargs)
         if name in _ANSWERS and args and isinstance(args[0], Tensor) and args[0].device.type == "meta":
             return _ANSWERS[name](args[0])
         if name in _GROUPED and len(args) > 1 and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0] @ args[1][0]  # each row meets one of the matrices, all of one shape: as many operations
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        self._known.follow(func, args, kwargs, result)
+        return result
 
 
+_ASKED = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__format__")
 _GROUPED = ("grouped_mm", "_grouped_mm")  # of experts: torch knows no count for it, and has it in bfloat16 alone
 _ANSWERS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda tensor: 1.0 if tensor.is_floating_point() else tensor.dtype is not torch.bool and 1,

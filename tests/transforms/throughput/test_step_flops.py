@@ -218,6 +218,29 @@ def test_a_hugging_face_model_is_counted():
     weights = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 64 * 128
     attention = 2 * 6 * 64 * 32  # layers x 6 x dim x seq, causal
     assert found.model == pytest.approx(2 * 32 * (6 * weights + attention), rel=0.03)
+    # Whether attention is causal it finds out from masks and positions, which decide without the cache too.
+    model.config.use_cache = False
+    for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
+        again = step_flops(
+            model, {"input_ids": ids, "labels": ids, **mask}, step=lambda twin, batch: twin(**batch).loss
+        )
+        assert again == found
+
+
+def test_lengths_decide_how_much_is_computed():
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, lengths):
+            mask = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+            assert mask.sum(1).tolist() == [3, 5]
+            return self.layer(x[:, : int(lengths.max())]).sum()
+
+    batch = (torch.randn(2, 9, 8), torch.tensor([3, 5]))
+    found = step_flops(Cut(), batch, step=lambda twin, batch: twin(*batch))
+    assert found.model == 2 * 2 * 2 * 5 * 8 * 8  # forward, and the gradient of the weight
 
 
 def sharded_step():
