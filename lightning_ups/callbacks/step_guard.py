@@ -255,8 +255,9 @@ class StepGuard(Callback):
         if (context := applied(trainer.strategy)) is not None:
             context.report.update("StepGuard", events=[asdict(each) for each in self.events[-100:]])
         if trainer.is_global_zero:
+            number = float(sum(each.kind == event.kind for each in self.events))
             for logger in trainer.loggers:
-                logger.log_metrics({f"guard/{event.kind}": float(len(self.events))}, step=event.step)
+                logger.log_metrics({f"guard/{event.kind}": number}, step=event.step)
 
     # Going back
 
@@ -287,8 +288,14 @@ class StepGuard(Callback):
         self._loss = torch.zeros_like(self._loss)
         return (
             f"weights, optimizers and schedulers went back to step {trainer.global_step}, from {path}"
-            f" ({self._rollbacks} of {self.max_rollbacks} times); the data go on"
+            f" ({self._rollbacks} of {self.max_rollbacks} times); the data go on{self._undone(step)}"
         )
+
+    def _undone(self, step: int) -> str:
+        """Forget what was saved after ``step``, which was bad, and return what to say of it."""
+        undone = [path for saved, path in self._saved if saved > step and is_complete(path)]
+        self._saved = [(saved, path) for saved, path in self._saved if saved <= step]
+        return f"; saved since, with the bad step in it: {', '.join(map(str, undone))}" if undone else ""
 
     def _newest_before(self, step: int) -> Path | None:
         return next((path for saved, path in reversed(self._saved) if saved <= step and is_complete(path)), None)

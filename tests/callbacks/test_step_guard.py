@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import RunManifest, StepGuard
@@ -255,6 +256,60 @@ def test_a_checkpoint_of_the_bad_step_or_later_is_not_taken(tmp_path):
     guard = StepGuard(on_nonfinite="rollback")
     fit(tmp_path, Bad([3]), guard, callbacks=[saving(tmp_path, every=1), Late()])
     assert "went back to step 3" in guard.events[0].done
+
+
+def test_a_checkpoint_of_a_stretch_that_was_undone_is_never_taken(tmp_path):
+    class Late(Callback):
+        def on_train_start(self, trainer, module):
+            guard._verdicts.late = 2
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if index in (3, 6):  # the second has the bad step, 5, in it, and is the newest from then on
+                trainer.save_checkpoint(tmp_path / "saved" / f"{index}.ckpt")
+
+    guard, module = StepGuard(on_nonfinite="rollback"), Bad([5, 15])
+    fit(tmp_path, module, guard, callbacks=[saving(tmp_path, every=1000), Late()])
+    first, second = (event.done for event in guard.events)
+    assert "went back to step 4" in first
+    assert f"with the bad step in it: {tmp_path / 'saved' / '6.ckpt'}" in first
+    assert "went back to step 4" in second
+    assert "with the bad step in it" not in second
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_loggers_get_the_number_of_each_kind(tmp_path):
+    seen = []
+
+    class Seen(DummyLogger):
+        def log_metrics(self, metrics, step=None):
+            seen.append((metrics, step))
+
+    guard = StepGuard(warmup_steps=4)
+
+    class Both(Bad):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) * (1e4 if index == 15 else 1.0)
+
+    module = Both([3, 9])
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=Seen(),
+        log_every_n_steps=8,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        callbacks=[guard],
+    )
+    trainer.fit(module, batches())
+    assert [event.kind for event in guard.events] == ["nonfinite", "nonfinite", "spike"]
+    assert [each for each in seen if next(iter(each[0])).startswith("guard/")] == [
+        ({"guard/nonfinite": 1.0}, 3),
+        ({"guard/nonfinite": 2.0}, 9),
+        ({"guard/spike": 1.0}, 15),
+    ]
 
 
 def test_a_checkpoint_that_is_gone_is_not_taken(tmp_path):
