@@ -204,7 +204,13 @@ class MemoryForensics(Callback):
             yield f"The largest blocks hold {'; '.join(told)}."
 
     def _needed(self, trainer: Trainer, device: torch.device) -> Iterator[str]:
-        if not self.plan or self._batch is None or self._module is None:
+        if not self.plan or self._module is None:
+            return
+        if self._batch is None:
+            yield (
+                "It ran out outside of a training step, and the plan counts training steps alone."
+                " Make the batches smaller there, such as those of validation, or keep less beside the model."
+            )
             return
         if isinstance(self._module, str):
             yield f"What the run needs could not be counted: {self._module}"
@@ -218,6 +224,8 @@ class MemoryForensics(Callback):
             yield from lines
         except Uncountable as error:
             yield f"What the run needs could not be counted: {error}"
+        except Exception as error:  # noqa: BLE001  (whatever the user's own code raises there, memory ran out before)
+            yield f"What the run needs could not be counted: {type(error).__name__}: {_first_line(error)}"
 
     def _planner(self, trainer: Trainer, module: LightningModule, device: torch.device) -> Planner:
         if is_overridden("configure_model", module):

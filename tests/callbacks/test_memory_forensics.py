@@ -41,14 +41,13 @@ def fit(*callbacks, module=None, folder, expect=torch.OutOfMemoryError, seq_len=
     trainer = Trainer(
         accelerator="cpu",
         max_steps=4,
-        limit_val_batches=0,
         callbacks=[*callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **{"plugins": [BF16Precision()], "devices": 1, **options},
+        **{"plugins": [BF16Precision()], "devices": 1, "limit_val_batches": 0, **options},
     )
     data = RandomTokens(vocab_size=256, seq_len=seq_len, batch_size=4)
     if expect is None:
@@ -212,6 +211,34 @@ class Odd(LightningModule):
 def test_a_run_that_cannot_be_counted_says_so(tmp_path):
     error = fit(MemoryForensics(), module=Odd(), folder=tmp_path, plugins=None)
     assert "What the run needs could not be counted: Odd cannot be rehearsed" in str(error)
+
+
+class Loading(Odd):
+    """Has a ``configure_model`` that needs the machine, and does not run on the meta device."""
+
+    def configure_model(self):
+        if next(self.parameters()).is_meta:
+            raise FileNotFoundError("no such file as weights.bin")
+
+
+def test_an_error_while_planning_does_not_hide_the_one_that_counts(tmp_path):
+    error = fit(MemoryForensics(), module=Loading(), folder=tmp_path, plugins=None)
+    assert "Out of memory on cpu" in str(error)
+    assert "could not be counted: FileNotFoundError: no such file as weights.bin" in str(error)
+
+
+class Unlucky(Odd):
+    def training_step(self, batch, _):
+        return self.layers[0](batch.float()).square().mean()
+
+    def validation_step(self, batch, _):
+        raise torch.OutOfMemoryError(OOM)
+
+
+def test_outside_of_a_training_step_it_says_that_the_plan_is_of_no_use(tmp_path):
+    error = fit(MemoryForensics(), module=Unlucky(), folder=tmp_path, plugins=None, limit_val_batches=1)
+    assert "in the validation" in str(error)
+    assert "the plan counts training steps alone. Make the batches smaller there" in str(error)
 
 
 def test_under_fsdp2_the_plan_is_of_the_module_as_it_was_built_and_of_how_it_is_sharded(tmp_path, ranks):
