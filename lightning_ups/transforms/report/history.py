@@ -107,7 +107,7 @@ class History:
         """Add a point to each series; what is no number is left out."""
         for name, value in metrics.items():
             if name not in _NO_SERIES and isinstance(value, Real):
-                self._series.setdefault(name, _Series()).add(float(step), _float(value))
+                self._series.setdefault(str(name), _Series()).add(float(step), _float(value))
 
     def charts(self, *, most: int = _MOST_CURVES) -> list[Chart]:
         """Return the charts, the user's own first, ``most`` of them at most; training and validation in one."""

@@ -21,6 +21,12 @@ def test_only_numbers_are_kept():
     assert made.series == {"loss": [(7.0, 1.5)], "lr": [(7.0, 1.0)]}
 
 
+def test_a_name_may_be_a_number():
+    made = History()
+    made.add({3: 1.0}, 7)
+    assert made.charts()[0].title == "3"
+
+
 def test_training_and_validation_share_a_chart():
     (chart,) = history("train_loss_step", "val_loss", "train/loss").charts()
     assert (chart.section, chart.title) == ("Curves", "loss")
