@@ -40,10 +40,16 @@ def check_ranked(name, seed, path):
     return compare(draw(seed, ranks=True), path, STRATEGIES[name])
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+QUICK = {(402, "ddp"), (413, "fsdp2")}
+
+
 @pytest.mark.parametrize(
-    "seed",
-    [402, 413, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(400, 460) if seed not in (402, 413))],
+    ("seed", "name"),
+    [
+        pytest.param(seed, name, marks=() if (seed, name) in QUICK else pytest.mark.slow)
+        for seed in range(400, 460)
+        for name in STRATEGIES
+    ],
 )
 def test_what_a_seed_draws_for_two_ranks(ranks, tmp_path, name, seed):
     found = ranks(check_ranked, name, seed, tmp_path)

@@ -82,7 +82,8 @@ def test_callbacks_find_its_blocks_and_change_no_loss():
 @pytest.mark.timeout(600)  # on a GPU it is compiled, by one thread
 def test_a_short_run_by_the_command_line(tmp_path):
     words = ("max_steps=4", "val_check_interval=2", "log_every_n_steps=2", "limit_val_batches=1")
-    options = [*(f"--trainer.{word}" for word in words), "--model.depth=1"]
+    small = ("points=16", "trajectories=8", "frames=7", "batch_size=4")
+    options = [*(f"--trainer.{word}" for word in words), *(f"--data.{word}" for word in small), "--model.depth=1"]
     out = said_by("examples/pde.yaml", *options, folder=tmp_path)
     (table,) = tmp_path.rglob("metrics.csv")
     rows = [*csv.DictReader(table.read_text().splitlines())]

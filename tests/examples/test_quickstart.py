@@ -16,9 +16,12 @@ def figure(name, out):
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """The quickstart as it stands, six steps long: its folder, and what it printed."""
+    """The quickstart as it stands, six steps and a short sample: its folder, and what it printed."""
     folder = tmp_path_factory.mktemp("quickstart")
-    words = ("max_steps=6", "val_check_interval=3", "log_every_n_steps=2", "limit_val_batches=2", "accelerator=cpu")
+    words = (
+        "max_steps=6", "val_check_interval=3", "log_every_n_steps=2", "limit_val_batches=2", "accelerator=cpu",
+        "callbacks.TextSample.num_tokens=40",
+    )  # fmt: skip
     return folder, said_by(QUICKSTART, *(f"--trainer.{word}" for word in words), folder=folder)
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import yaml
@@ -48,6 +50,13 @@ def planner(
 def fitting(gib_beyond):
     """Return the size of a device of which so much more than nothing is usable."""
     return 0.6 + gib_beyond / 0.97
+
+
+def shallow():
+    """Return a GPT of three blocks, one more than are gathered at once: each takes the compiler a second or more."""
+    module = GPTModule(size="tiny")
+    module.config = replace(module.config, num_layers=3)
+    return module
 
 
 def names(plan):
@@ -373,15 +382,15 @@ def sizes_of(module):
 
 @pytest.mark.parametrize("callbacks", [pytest.param((), marks=pytest.mark.slow), (Compile(),)])
 def test_one_graph_keeps_what_a_model_that_is_compiled_whole_keeps(callbacks):
-    one = planner(Compile(scope="model"), precision=BF16Precision())
-    plan = planner(*callbacks, strategy=SimpleFSDPStrategy, devices=4)
+    one = planner(Compile(scope="model"), precision=BF16Precision(), module=shallow())
+    plan = planner(*callbacks, strategy=SimpleFSDPStrategy, devices=4, module=shallow())
     found, alone = plan.moment(plan.declared), one.moment(one.declared)
     assert (found.phase, found.place) == (alone.phase, alone.place) == ("backward", "")
     assert found.of("activations") == alone.of("activations") > 0
     block, rest = sizes_of(plan.run.module)
     # Bfloat16 is gathered, this block and the next, and float32 reduced.
     assert found.of("gather buffers") == 2 * (rest + 2 * block) + 4 * block
-    assert found.of("parameters") == pytest.approx((rest + 4 * block), rel=1e-6)
+    assert found.of("parameters") == pytest.approx((rest + 3 * block), rel=1e-6)
     assert "Compile" not in names(plan)
 
 

@@ -81,8 +81,13 @@ def test_without_a_compile_the_strategy_compiles(ranks, tmp_path):
     assert (left, whole) == ([], [])
 
 
+def talks(module, *_):
+    LOGGER.warning("%s is called", type(module).__name__)
+
+
 def turned(tmp_path):
     model, lightning = made(tmp_path, name="Gpt", epochs=1)
+    model.model.layers[0].register_forward_pre_hook(talks)
     reports, keys = [], [None, None]
 
     def on_train_end():
@@ -94,13 +99,25 @@ def turned(tmp_path):
     return reports[0], keys
 
 
-def test_a_given_compile_is_turned_into_one_of_whole_models(ranks, tmp_path):
-    parts, keys = ranks(turned, tmp_path)
+@pytest.fixture(scope="module")
+def one_graph(ranks, tmp_path_factory):
+    """What a run of a whole model that talks reports, and the keys of its passes on both ranks."""
+    return ranks(turned, tmp_path_factory.mktemp("turned"))
+
+
+def test_a_given_compile_is_turned_into_one_of_whole_models(one_graph):
+    parts, keys = one_graph
     assert keys[0] != keys[1]  # programs differ from rank to rank, and devices of two machines have one name
     assert "scope model, chosen under SimpleFSDPStrategy: 1 root by aot_eager" in parts["Compile"]["lines"]
     assert (parts["Compile"]["scope"], parts["Compile"]["fullgraph"], parts["Compile"]["graphs"]) == ("model", True, 1)
     assert parts[PART]["overlap"] == "none"
     assert parts[PART]["lines"][0].endswith("the passes are inductor's, and this is aot_eager")
+
+
+def test_what_a_module_writes_to_a_logger_does_not_end_the_graph(one_graph):
+    parts, _ = one_graph
+    assert parts["Compile"]["graphs"] == 1
+    assert parts[PART]["loggers_left_out"]
 
 
 class Breaks(cases.Gpt):
@@ -133,25 +150,6 @@ def test_what_cannot_be_one_graph_is_an_error_in_the_first_step(ranks, tmp_path)
     assert "blocks=" not in text
     assert "on_failure" not in text
     assert text.endswith("or use FSDP2Strategy, under which blocks are compiled one by one.")
-
-
-def talks(module, *_):
-    LOGGER.warning("%s is called", type(module).__name__)
-
-
-def talking(tmp_path):
-    model, lightning = made(tmp_path, name="Gpt", epochs=1)
-    model.model.layers[0].register_forward_pre_hook(talks)
-    reports = []
-    model.on_train_end = lambda: reports.append(applied(lightning.strategy).report.parts)
-    lightning.fit(model, loader())
-    return reports[0]
-
-
-def test_what_a_module_writes_to_a_logger_does_not_end_the_graph(ranks, tmp_path):
-    parts = ranks(talking, tmp_path)
-    assert parts["Compile"]["graphs"] == 1
-    assert parts[PART]["loggers_left_out"]
 
 
 class PastForward(cases.Case):

@@ -63,7 +63,11 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("settings", RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(make, marks=pytest.mark.slow) if name == "compiled as one" else make for name, make in RIGHT.items()],
+    ids=RIGHT,
+)
 def test_green_on_what_is_right_and_the_band_is_less_than_half_of_every_fault(settings):
     settings = settings()
     verdict = verify(trial(num_layers=4, callbacks=settings.pop("callbacks", ()), **settings))
