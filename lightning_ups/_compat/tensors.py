@@ -3,10 +3,43 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["count_writes", "gradient_hooks", "has_hooks_after_accumulation", "local_of", "plain_memory", "whole_of"]
+__all__ = [
+    "arrived",
+    "count_writes",
+    "gradient_hooks",
+    "has_hooks_after_accumulation",
+    "local_of",
+    "plain_memory",
+    "whole_of",
+]
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
+        return tensor.trigger_wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
+        return grad
+
+
+def arrived(value: Any) -> Any:
+    """Return ``value``, or what a collective brings where it is a tensor that waits for one; in tuples as well.
+
+    A layer that tensor parallelism splits returns such tensors. Compiled code takes them apart, and what is inside has
+    no part in autograd: their gradient would be lost without a word.
+    """
+    if type(value) is AsyncCollectiveTensor:
+        return _Arrival.apply(value)
+    if type(value) is tuple and any(type(part) in (AsyncCollectiveTensor, tuple) for part in value):
+        return tuple(map(arrived, value))
+    return value
 
 
 def count_writes(tensor: Tensor) -> int:

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_ups._compat.tensors import count_writes, local_of, plain_memory, whole_of
+from lightning_ups._compat.tensors import arrived, count_writes, local_of, plain_memory, whole_of
 
 
 def test_writes_in_place_are_counted_and_those_through_data_are_not():
@@ -36,3 +36,22 @@ def parts():
 
 def test_a_sharded_tensor_is_its_part_or_gathered_and_another_is_itself(ranks):
     assert ranks(parts) == ([0, 1], [0, 1, 2, 3], [True, True], None)
+
+
+def gradient_of_what_waits():
+    shard = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    waits = shard.redistribute(placements=[Replicate()], async_op=True).to_local()
+    other = torch.ones(2)
+    (x, (y, same)) = arrived((waits, (waits, other)))
+    torch.compile(lambda x, y: (x * y).sum(), backend="aot_eager", fullgraph=True)(x, y).backward()
+    return type(waits).__name__, type(x).__name__, x.tolist(), shard.grad.full_tensor().tolist(), same is other
+
+
+def test_what_a_collective_brings_has_its_gradient_in_compiled_code(ranks):
+    names = "AsyncCollectiveTensor", "Tensor"
+    assert ranks(gradient_of_what_waits) == (*names, [0, 1, 2, 3], [0, 2, 4, 6], True)
+
+
+def test_what_waits_for_nothing_is_itself():
+    for value in (torch.ones(2), (torch.ones(2),), [torch.ones(2)], None):
+        assert arrived(value) is value

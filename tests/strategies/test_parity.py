@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_ups.callbacks import Compile
 from lightning_ups.strategies import FSDP2Strategy
 from tests.strategies.cases import CASES, NAMES, data, on_ranks, simply_on_ranks, train
 from tests.toys import trainer
@@ -133,11 +134,31 @@ def gpt_case(tmp_path, plan, ranks, model):
     return on_ranks(model, tmp_path, plan, ranks, {"data_ranks": max(1, ranks // 2)})
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
-@pytest.mark.parametrize(("model", "plan"), [("Gpt", "gpt"), ("GptNormed", "gpt"), ("Llama", "llama")])
+@pytest.mark.parametrize(
+    ("model", "plan", "replicate"),
+    [
+        ("Gpt", "gpt", 1),
+        ("Gpt", "gpt", 2),
+        ("GptNormed", "gpt", 1),
+        pytest.param("GptNormed", "gpt", 2, marks=pytest.mark.slow),
+        ("Llama", "llama", 1),
+        pytest.param("Llama", "llama", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_tensor_parallel_is_one_device(four_ranks, tmp_path, model, plan, replicate):
     strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": plan, "replicate_size": replicate}
     check(four_ranks(gpt_case, tmp_path, strategy, 4, model), expected(model, tmp_path, {}), rel=1e-5)
+
+
+def compiled_gpt_case(tmp_path):
+    strategy = {"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}
+    options = {"data_ranks": 1, "callbacks": [Compile(backend="aot_eager", losses=True)]}
+    return on_ranks("Gpt", tmp_path, strategy, 2, options)
+
+
+def test_tensor_parallel_compiled_is_one_device(ranks, tmp_path):
+    # The embedding returns a tensor that waits for a collective, and the first block is compiled.
+    check(ranks(compiled_gpt_case, tmp_path), expected("Gpt", tmp_path, {}), rel=1e-5)
 
 
 def evaluations(tmp_path, model, strategy, devices):
