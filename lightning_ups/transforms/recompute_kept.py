@@ -9,11 +9,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.autograd import cached_by_selection, saves_seen_by, storages, writes_seen_by
 
-__all__ = ["TRACED", "Kept", "Measurement"]
+__all__ = ["TRACED", "TRACED_IDLE", "Kept", "Measurement"]
 
 Storages = dict[Any, int]  # bytes by memory, so that what many tensors share counts once
 
 TRACED: set[Callable[..., Any]] = set()  # the recomputed forwards that Dynamo has seen
+TRACED_IDLE: set[Callable[..., Any]] = set()  # those that it has seen where nothing needed a gradient
 
 
 class Kept:
@@ -36,6 +37,12 @@ class Kept:
         """How many blocks ran so that backward recomputes them."""
         compiled = (block for block, forward in self.forwards.items() if forward in TRACED and block not in self.idle)
         return len(self.measured.union(compiled))
+
+    @property
+    def num_idle(self) -> int:
+        """How many blocks ran and had nothing that backward could recompute, so far."""
+        compiled = (block for block, forward in self.forwards.items() if forward in TRACED_IDLE - TRACED)
+        return len(self.idle.union(compiled))
 
     @property
     def bytes_without(self) -> int:

@@ -84,3 +84,18 @@ def test_a_compiled_block_ran_if_it_was_traced_for_training(called):
         if called:
             block(torch.ones(1, 2)).sum().backward()
         assert (kept.num_ran, kept.measured) == (int(called), set())
+
+
+def test_a_compiled_block_without_anything_to_keep_is_idle_until_it_has():
+    class Frozen(nn.Linear):  # no other test has traced it
+        def forward(self, x):
+            return super().forward(x).sin()
+
+    block = Frozen(2, 2).requires_grad_(False)
+    with recompute([block], save="nothing") as kept, compiled({"0": block}, Compiler(backend="aot_eager")):
+        assert kept.num_idle == 0
+        block(torch.ones(1, 2))
+        assert (kept.num_ran, kept.num_idle) == (0, 1)
+        block.requires_grad_(True)
+        block(torch.ones(1, 2)).sum().backward()
+        assert (kept.num_ran, kept.num_idle) == (1, 0)
