@@ -1,7 +1,7 @@
 """Every combination that cannot work, as data: raised before the first step, listed by ``explain``."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -251,13 +251,25 @@ def refuse_second(run: Run) -> None:
 
 
 def _second(run: Run) -> list[str]:
-    counts = Counter(type(callback).__name__ for callback in run.callbacks if getattr(callback, "only_one", False))
-    return [name for name, count in counts.items() if count > 1]
+    return _repeated("only_one", [callback for callback in run.callbacks if getattr(callback, "only_one", False)])
 
 
 def _twice(run: Run) -> list[str]:
-    counts = Counter(type(step).__name__ for step in run.declarations)
-    return [name for name, count in counts.items() if count > 1]
+    return _repeated("stage", run.declarations)
+
+
+def _repeated(name: str, callbacks: Iterable[object]) -> list[str]:
+    """Return the classes of which several are among ``callbacks``, a subclass of one of ours being that one.
+
+    A class of ours is the one that defines the attribute ``name``.
+    """
+    counts = Counter(_kind(type(callback), name).__name__ for callback in callbacks)
+    return [kind for kind, count in counts.items() if count > 1]
+
+
+def _kind(given: type, name: str) -> type:
+    ours = [base for base in given.__mro__ if base.__module__.startswith("lightning_ups.") and name in vars(base)]
+    return ours[-1] if ours else given
 
 
 def _owners(run: Run) -> list[str]:

@@ -73,6 +73,14 @@ def holding(module):
     return net
 
 
+class MyCompile(Compile):
+    pass
+
+
+class MyThroughput(TokenThroughput):
+    pass
+
+
 REFUSED = {
     "two of a class": (
         run(callbacks=(Compile(), Compile())),
@@ -80,6 +88,14 @@ REFUSED = {
     ),
     "a second one": (
         run(callbacks=(TokenThroughput(), TokenThroughput())),
+        "Two callbacks of one class are given: TokenThroughput. .*Keep one of them",
+    ),
+    "one, and one derived from it": (
+        run(callbacks=(Compile(), MyCompile())),
+        "Two callbacks of one class are given: Compile. .*Keep one",
+    ),
+    "a second one, derived": (
+        run(callbacks=(TokenThroughput(), MyThroughput())),
         "Two callbacks of one class are given: TokenThroughput. .*Keep one of them",
     ),
     "averages of masters": (
