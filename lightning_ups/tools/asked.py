@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ups.order import Placement, Run
+from lightning_ups.tools.errors import unwrapped
 from lightning_ups.tools.layers import items
 from lightning_ups.tools.spelling import suggestion
 
@@ -79,8 +80,9 @@ def build(make: Callable[[], Any]) -> tuple[Any, list[str]]:
     try:
         with torch.device("meta"):
             return make(), []
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
+    except Exception as error:
+        root = unwrapped(error)  # the parser wraps what a class raised in an error of its own
+        if not isinstance(root, (NotImplementedError, RuntimeError)) or "meta" not in str(root):
             raise
     return make(), ["The module needs values while it is built, so that it was built on the CPU."]
 

@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from enum import Enum
@@ -124,7 +124,7 @@ class _Look:
         bases = _classes(hint)
         if _accepts(value, hint):
             return
-        if isinstance(value, list) and bases:
+        if isinstance(value, list) and bases and _takes_list(hint):
             for index, item in enumerate(value):
                 yield from self.value(item, hint, (*keys, index), layer)
         elif isinstance(value, dict) and bases:
@@ -276,6 +276,15 @@ def _classes(hint: Any) -> list[type]:
 
 def _takes_text(hint: Any) -> bool:
     return hint is str or (get_origin(hint) in (Union, UnionType) and any(map(_takes_text, get_args(hint))))
+
+
+def _takes_list(hint: Any) -> bool:
+    if isinstance(hint, tuple):  # jsonargparse: any of these
+        return any(map(_takes_list, hint))
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return any(map(_takes_list, get_args(hint)))
+    return isinstance(kind, type) and issubclass(kind, Iterable)
 
 
 def _takes_more(kind: type) -> bool:

@@ -21,6 +21,9 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 _CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the classes and the Trainer
 _OURS = Path(__file__).parents[1]
 _REFUSAL = "MisconfigurationException"  # of Lightning: raised for what is asked of it, and not for what went wrong
+# Functions of Lightning that raise another error for what is asked of it: a metric for EarlyStopping that nothing logs,
+# the best checkpoint where none is kept.
+_REFUSING = ("_validate_condition_metric", "_parse_ckpt_path")
 _SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
 _CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
 
@@ -72,8 +75,8 @@ def shortened(error: BaseException) -> str | None:
     Short are errors that lightning_ups raises on purpose: they say what happened, why, and what to do. So are those
     that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
     a setting is wrong then, and the traceback would show only Lightning. It is the same with what Lightning calls a
-    misconfiguration, such as a test without a ``test_step``, and with an error of lightning_ups in a process that was
-    spawned, of which the text is all there is.
+    misconfiguration, such as a test without a ``test_step`` or a metric that EarlyStopping waits for in vain, and with
+    an error of lightning_ups in a process that was spawned, of which the text is all there is.
     """
     root = unwrapped(error)
     if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
@@ -153,7 +156,8 @@ def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bo
 
 
 def _is_refusal(root: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
-    return type(root).__name__ == _REFUSAL and {_package(frame) for frame, _ in frames} <= {*_CONSTRUCTORS, "torch"}
+    refused = type(root).__name__ == _REFUSAL or frames[-1][0].f_code.co_name in _REFUSING
+    return refused and {_package(frame) for frame, _ in frames} <= {*_CONSTRUCTORS, "torch"}
 
 
 def _made(frames: list[tuple[FrameType, int]]) -> str:

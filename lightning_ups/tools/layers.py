@@ -138,7 +138,13 @@ def _content(source: str) -> tuple[str, str, Path | None]:
             f"{what}. A configuration is a file, looked for from {Path.cwd()}."
             f" {file_suggestion(source, endings=('.yaml', '.yml'))}"
         )
-    return source, path.read_text(), path.parent
+    try:
+        return source, path.read_text(encoding="utf-8"), path.parent
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} is no text in UTF-8: {error.reason} at byte {error.start}."
+            " A configuration is YAML, which is read as such. Save it as UTF-8."
+        ) from error
 
 
 def _loaded(name: str, content: str) -> tuple[Tree, dict[Keys, int]]:

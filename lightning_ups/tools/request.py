@@ -62,6 +62,8 @@ def ask(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
         raise ValueError(stray(alone[0]))
     files = {source: read(source, command=command) for source in sources}
     typed, _ = option_layer(kept, classes=_CLASSES)
+    for layer in (*files.values(), typed):
+        _check_init_args(layer.tree, (), layer)
     name, said = _preset([*files.values(), typed], named)
     preset = preset_layer(name) if name is not None else None
     kept, changed = addressed(kept, [*files.values()], preset=preset)
@@ -173,14 +175,37 @@ def _without_empty(tree: Any) -> None:
         _without_empty(inner)
 
 
+def _check_init_args(tree: Any, keys: tuple[str | int, ...], layer: Layer) -> None:
+    """Raise ValueError if what stands for the settings of a class holds no settings."""
+    if isinstance(tree, dict):
+        settings = tree.get("init_args")
+        if settings is not None and not isinstance(settings, dict):
+            of = tree.get("class_path", "the class")
+            raise ValueError(
+                f"{layer.place(*keys, 'init_args')}: init_args is {settings!r}. It holds the settings of {of},"
+                " each with its name. Write it as a mapping, NAME: VALUE, without dashes."
+            )
+        for key, value in tree.items():
+            _check_init_args(value, (*keys, key), layer)
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            _check_init_args(value, (*keys, index), layer)
+
+
 def _find(name: Any) -> type | None:
     return find_class(name, _BASES) if isinstance(name, str) else None
 
 
 def _preset(layers: Sequence[Layer], named: str | None) -> tuple[str | None, list[str]]:
     """Return the preset, ``named`` on the command line or else by the last file that names one, and what to say."""
-    in_files = [layer.tree["preset"] for layer in layers if layer.tree.get("preset")]
-    name = named or (in_files[-1] if in_files else "none")
+    in_files = [layer for layer in layers if layer.tree.get("preset")]
+    name = named if named is not None else in_files[-1].tree["preset"] if in_files else "none"
+    if not name or not isinstance(name, str):
+        place = "the command line" if named is not None else in_files[-1].place("preset")
+        raise ValueError(
+            f"{place}: preset is {name!r}. It is the name of one of the configurations that the package ships."
+            " Give one name; `presets` lists them."
+        )
     if name in ("none", "null"):
         return None, []
     if name != presets.AUTO:

@@ -158,6 +158,11 @@ def test_no_class(faults):
     assert fault.startswith("run.yaml:5: trainer.callbacks[0] names no class.")
 
 
+def test_a_list_where_one_class_belongs(faults):
+    (fault,) = faults("model: [tests.cli_toys.Toy]\n")
+    assert fault == "run.yaml:1: model is ['tests.cli_toys.Toy']. It takes LightningModule or null."
+
+
 def test_settings_of_an_element(faults):
     callbacks = "    - LearningRateMonitor\n    - class_path: ModelCheckpoint\n      init_args:\n"
     text = f"{MODEL}trainer:\n  callbacks:\n{callbacks}"

@@ -3,6 +3,7 @@ import sys
 import traceback
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
@@ -89,6 +90,18 @@ def test_what_lightning_calls_a_misconfiguration_is_short():
     assert shortened(without_this_frame(error)) == "error: Lightning refuses this run. It says: no test_step"
     exec("def run(): raise ValueError('no test_step')", namespace)
     assert shortened(without_this_frame(caught(namespace["run"]))) is None, "of another kind"
+
+
+def test_a_metric_that_early_stopping_waits_for_in_vain_is_short():
+    class Logs:
+        fast_dev_run = False
+        callback_metrics = {"val_loss": torch.zeros(())}  # noqa: RUF012
+
+    error = without_this_frame(caught(EarlyStopping(monitor="val_los")._run_early_stopping_check, Logs()))
+    text = shortened(error)
+    assert text is not None
+    assert text.startswith("error: Lightning refuses this run. It says: Early stopping conditioned on metric `val_los`")
+    assert "`val_loss`" in text
 
 
 def without_this_frame(error):

@@ -71,6 +71,13 @@ def test_no_yaml(write):
         read(write("trainer:\n  callbacks: [\n"), command="fit")
 
 
+def test_text_that_is_not_utf_8(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_bytes("# gr\u00f6\u00dfer\ntrainer: {}\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"^run\.yaml is no text in UTF-8: .* at byte 4\..*Save it as UTF-8\.$"):
+        read("run.yaml", command="fit")
+
+
 def test_no_settings(write):
     with pytest.raises(ValueError, match=r"^run.yaml holds no settings, but 'hello'.*--print_config\.$"):
         read(write("hello"), command="fit")

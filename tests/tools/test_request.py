@@ -85,6 +85,29 @@ def test_unknown(folder):
         ask(["fit", "--preset", "fasst"], slots=SLOTS)
 
 
+@pytest.mark.parametrize("preset", ["none", "fast"])
+@pytest.mark.parametrize("settings", [["mode"], [{"mode": "default"}], "mode"], ids=str)
+@pytest.mark.parametrize("name", ["Compile", "AccelerationFlags"])
+def test_settings_of_a_class_that_are_no_mapping(folder, preset, settings, name):
+    run = write(folder, {"trainer": {"callbacks": [{"class_path": name, "init_args": settings}]}})
+    with pytest.raises(ValueError, match=rf"^run\.yaml:\d+: init_args is .*the settings of {name},.*Write it as a map"):
+        ask(["fit", "--config", run, "--preset", preset], slots=SLOTS)
+
+
+@pytest.mark.parametrize("value", [["fast", "cpu"], True, {"name": "fast"}], ids=str)
+def test_a_preset_that_is_no_name(folder, value):
+    run = write(folder, {"trainer": {}, "preset": value})
+    with pytest.raises(ValueError, match=r"^run\.yaml:1: preset is .*Give one name; `presets` lists them\.$"):
+        ask(["fit", "--config", run], slots=SLOTS)
+
+
+@pytest.mark.parametrize("words", [["--preset"], ["--preset", "--config", "run.yaml"], ["--preset="]])
+def test_an_option_that_lacks_its_preset(folder, words):
+    run = write(folder, {"preset": "fast"})
+    with pytest.raises(ValueError, match=r"^the command line: preset is ''\."):
+        ask(["fit", "--config", run, *words], slots=SLOTS)
+
+
 def test_lists_of_the_command_line_are_merged(folder):
     words = ["--trainer.callbacks+=Compile", "--trainer.callbacks.mode=max-autotune", "--trainer.devices=1"]
     asked = ask(["fit", "--preset", "fast", *words], slots=SLOTS)
