@@ -234,7 +234,8 @@ class MeasuredRun:
         if settings.unit == "auto":
             rank_zero_info(f"TokenThroughput counts {self._unit}, {where}, which unit='auto' found in the first batch.")
         self._names = f"throughput/{self._unit}"
-        _check_count(self._count(batch))
+        count = self._count(batch)
+        _check_count(count)
         peaks, arithmetic = self._peaks()
         if peaks is None:
             return
@@ -243,7 +244,7 @@ class MeasuredRun:
             low = 0.0
         else:
             found = self._counted(batch)
-            units = float(self._count(batch))
+            units = float(count)
             if found is None:
                 return
             if not found.model or not units:
@@ -377,6 +378,8 @@ class MeasuredRun:
 def _check_count(found: Any) -> None:
     if isinstance(found, Tensor):  # nobody waits for its value
         ok, what = found.numel() == 1, f"a tensor {[*found.shape]}"
+    elif getattr(found, "shape", ()) != ():
+        ok, what = False, f"an array {[*found.shape]}"
     else:
         ok, what = hasattr(found, "__float__"), f"{found!r}, a {type(found).__name__}"
     if not ok:

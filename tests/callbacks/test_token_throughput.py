@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -606,7 +607,9 @@ def test_a_first_batch_of_no_units_is_said(tmp_path):
     assert "the first batch holds no points" in throughput.summary.why_no_mfu
 
 
-@pytest.mark.parametrize(("found", "what"), [(None, "None, a NoneType"), (torch.ones(3), r"a tensor \[3\]")])
+@pytest.mark.parametrize(
+    ("found", "what"), [(None, "None, a NoneType"), (torch.ones(3), r"a tensor \[3\]"), (np.ones(3), r"an array \[3\]")]
+)
 @pytest.mark.parametrize("peak", [None, 1.0])
 def test_a_count_that_is_no_number_is_refused(tmp_path, found, what, peak):
     with pytest.raises(ValueError, match=rf"count gave {what}.*Return a number"):

@@ -12,10 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_ups._compat.autograd import outside_modes
+
 __all__ = ["KnownValues"]
 
 _MOST = 2**20  # elements
 _MADE = ("arange", "full", "ones", "tensor", "zeros")  # tensors that functions make of plain numbers
+_RANDOM = ("rand", "bernoulli", "geometric", "dropout", "multinomial")
+_HOOKS = ("register", "backward")  # what others asked to be told
 
 
 class KnownValues:
@@ -26,34 +30,50 @@ class KnownValues:
 
     def __getitem__(self, tensor: Tensor) -> Tensor | None:
         """Return what ``tensor`` would hold, on the host, or None where that is not known."""
-        return self._values.get(tensor)
+        if (found := self._values.get(tensor)) is None:
+            return None
+        value, ahead = found  # both count writes, and their views' with them: else something was written to one alone
+        return value if tensor._version - value._version == ahead else None
 
     def add(self, stand_in: Tensor, tensor: Tensor) -> None:
         """Note that ``stand_in`` would hold what ``tensor`` does, if that is small and of integers or truths."""
         if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta" and _fits(tensor):
-            self._values[stand_in] = tensor.detach().to("cpu", copy=True)
+            self._note(stand_in, tensor.detach().to("cpu", copy=True))
+
+    def can_follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether what ``func`` will give for the other two is known, before it is called."""
+        name, leaves = getattr(func, "__name__", ""), tree_leaves((args, kwargs))
+        if any(part in name for part in (*_RANDOM, *_HOOKS)) or any(isinstance(x, torch.Generator) for x in leaves):
+            return False
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return all(self[tensor] is not None for tensor in tensors) if tensors else name in _MADE
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note what ``result`` would hold, which ``func`` gave for the other two."""
+        """Note what ``result`` would hold, which ``func`` gave for the other two, and which can be followed."""
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not (result is None or results) or not all(map(_fits, results)):
+            return
+        try:
+            value = self._computed(func, args, kwargs)
+        except Exception:  # noqa: BLE001  (what it holds is then not known)
+            return
+        values = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        if len(values) == len(results):
+            for given, held in zip(results, values, strict=True):
+                if held.shape == given.shape and held.dtype == given.dtype:
+                    self._note(given, held)
+
+    def forget(self, func: Callable[..., Any]) -> None:
+        """Forget all, if ``func`` is one that writes where no tensor counts it."""
         name = getattr(func, "__name__", "")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = all(tensor in self._values for tensor in tensors) if tensors else name in _MADE
-        written = name == "__setitem__" or (bool(args) and result is args[0])
-        if known and (written or (isinstance(result, Tensor) and _fits(result))) and "rand" not in name:
-            try:
-                value = self._computed(func, args, kwargs)
-            except Exception:  # noqa: BLE001  (what it holds is then not known)
-                value = None
-            if name == "__setitem__":
-                return
-            if isinstance(value, Tensor) and value.shape == result.shape and value.dtype == result.dtype:
-                self._values[result] = value
-                return
-        if written and isinstance(args[0], Tensor) and args[0] in self._values:
-            self._values = WeakTensorKeyDictionary()  # others may be views of it
+        if name == "__set__" or (name.startswith("_foreach") and name.endswith("_")):
+            self._values = WeakTensorKeyDictionary()
+
+    def _note(self, tensor: Tensor, value: Tensor) -> None:
+        self._values[tensor] = value, tensor._version - value._version
 
     def _computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with torch.device("cpu"), torch.no_grad():
+        with outside_modes(), torch.device("cpu"), torch.no_grad():  # what it costs is not the model's
             return func(
                 *tree_map(self._on_host, args), **{name: self._on_host_as(name, kwargs[name]) for name in kwargs}
             )
@@ -63,7 +83,7 @@ class KnownValues:
 
     def _on_host(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._values[value]
+            return self._values[value][0]
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
 

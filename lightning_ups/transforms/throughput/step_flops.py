@@ -57,6 +57,20 @@ def step_flops(
     Raises:
         Exception: Whatever the step raises on tensors without data.
     """
+    try:
+        return _step_flops(module, batch, step, attributes, knows=True)
+    except Exception:  # noqa: BLE001  (a branch that its values lead to may be one that needs others)
+        return _step_flops(module, batch, step, attributes, knows=False)
+
+
+def _step_flops(
+    module: nn.Module,
+    batch: Any,
+    step: Callable[[Any, Any], Any],
+    attributes: Mapping[str, Any] | None,
+    *,
+    knows: bool,
+) -> StepFlops:
     twins = _Twins()
     twin = twins.of(module)
     for name, value in (attributes or {}).items():
@@ -78,7 +92,7 @@ def step_flops(
         for device in ("cpu", "cuda"):  # casts follow the device, and meta has none of its own
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(torch.device("meta"))  # for what the step makes itself
-        stack.enter_context(_Answers(twins.known))
+        stack.enter_context(_Answers(twins.known if knows else KnownValues()))
         stack.enter_context(without_checks())
         counted = count_flops(run)
     low = sum(layer.operations for layer in twins.low_precision)
@@ -235,8 +249,11 @@ class _Answers(TorchFunctionMode):
             return _ANSWERS[name](args[0])
         if name in _GROUPED and len(args) > 1 and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0] @ args[1][0]  # each row meets one of the matrices, all of one shape: as many operations
+        known = self._known.can_follow(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._known.follow(func, args, kwargs, result)
+        self._known.forget(func)
+        if known:
+            self._known.follow(func, args, kwargs, result)
         return result
 
 

@@ -1,5 +1,6 @@
 """What is known of tensors without data."""
 
+import pytest
 import torch
 
 from lightning_ups.transforms.throughput.known_values import KnownValues
@@ -13,8 +14,11 @@ def known(tensor):
 
 
 def follow(values, func, *args, **kwargs):
+    followed = values.can_follow(func, args, kwargs)
     result = func(*args, **kwargs)
-    values.follow(func, args, kwargs, result)
+    values.forget(func)
+    if followed:
+        values.follow(func, args, kwargs, result)
     return result
 
 
@@ -48,3 +52,37 @@ def test_the_users_tensor_stays_as_it_is():
     values, x = known(given)
     follow(values, torch.Tensor.zero_, x)
     assert given.tolist() == [3, 5]
+
+
+def unknown(dtype=torch.bool):
+    return torch.empty(2, 3, dtype=dtype, device="meta")
+
+
+WRITES = {
+    "out": lambda values, x: follow(values, torch.lt, unknown(torch.long), unknown(torch.long), out=x),
+    "a view": lambda values, x: follow(values, torch.Tensor.copy_, x[0], unknown()[0]),
+    "foreach": lambda values, x: follow(values, torch._foreach_mul_, [x], [unknown()]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_was_written_with_what_is_not_known_is_not_known(write):
+    values, x = known(torch.zeros(2, 3, dtype=torch.bool))
+    write(values, x)
+    assert values[x] is None
+
+
+def test_a_write_through_a_view_is_one_into_the_whole():
+    values, x = known(torch.zeros(2, 3, dtype=torch.bool))
+    for row, n in zip(follow(values, torch.Tensor.unbind, x), (1, 3), strict=True):
+        follow(values, torch.Tensor.fill_, follow(values, torch.Tensor.__getitem__, row, slice(0, n)), True)
+    assert values[x].tolist() == [[True, False, False], [True, True, True]]
+
+
+def test_a_generator_of_the_user_is_left_as_it_is():
+    values, x = known(torch.zeros(2, 3, dtype=torch.bool))
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    assert not values.can_follow(torch.Tensor.random_, (x,), {"generator": generator})
+    assert not values.can_follow(torch.Tensor.bernoulli_, (x, 0.3), {})
+    assert torch.equal(generator.get_state(), before)
