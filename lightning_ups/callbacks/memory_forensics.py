@@ -207,9 +207,14 @@ class MemoryForensics(Callback):
         if not self.plan or self._module is None:
             return
         if self._batch is None:
+            evaluates = trainer.evaluating or trainer.predicting or trainer.sanity_checking
             yield (
                 "It ran out outside of a training step, and the plan counts training steps alone."
-                " Make the batches smaller there, such as those of validation, or keep less beside the model."
+                + (
+                    " Make the batches smaller there, such as those of validation, or keep less beside the model."
+                    if evaluates
+                    else " No batch has come yet: what is built before the first step is too much."
+                )
             )
             return
         if isinstance(self._module, str):

@@ -309,6 +309,8 @@ class StepGuard(Callback):
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
             step, whole = checkpoint["global_step"], "optimizer_states" in checkpoint
             stock(checkpoint, filepath, *args, **kwargs)
+            # Under that name there may have been another.
+            self._saved = [(saved, path) for saved, path in self._saved if path != Path(filepath)]
             if whole:
                 self._saved.append((step, Path(filepath)))
 

@@ -277,6 +277,22 @@ def test_a_checkpoint_of_a_stretch_that_was_undone_is_never_taken(tmp_path):
     assert all(p.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_was_saved_again_is_the_newer_one(tmp_path):
+    """As last.ckpt is, which holds the bad step where the verdict is late."""
+
+    class Late(Callback):
+        def on_train_start(self, trainer, module):
+            guard._verdicts.late = 2
+
+    guard, module = StepGuard(on_nonfinite="rollback"), Bad([7])
+    keeps = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, save_last=True)
+    fit(tmp_path, module, guard, callbacks=[keeps, Late()])
+    (event,) = guard.events
+    assert "went back to step 6" in event.done
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
 def test_loggers_get_the_number_of_each_kind(tmp_path):
     seen = []
 
