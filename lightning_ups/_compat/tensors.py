@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "arrived",
@@ -17,6 +18,9 @@ __all__ = [
     "plain_memory",
     "whole_of",
 ]
+
+
+_CONTAINERS = (tuple, list, dict)
 
 
 class _Arrival(torch.autograd.Function):
@@ -30,15 +34,18 @@ class _Arrival(torch.autograd.Function):
 
 
 def arrived(value: Any) -> Any:
-    """Return ``value``, or what a collective brings where it is a tensor that waits for one; in tuples as well.
+    """Return ``value``, or what a collective brings where it is a tensor that waits for one, also in containers.
 
     A layer that tensor parallelism splits returns such tensors. Compiled code takes them apart, and what is inside has
     no part in autograd: their gradient would be lost without a word.
     """
     if type(value) is AsyncCollectiveTensor:
         return _Arrival.apply(value)
-    if type(value) is tuple and any(type(part) in (AsyncCollectiveTensor, tuple) for part in value):
-        return tuple(map(arrived, value))
+    if isinstance(value, _CONTAINERS):
+        parts = value.values() if isinstance(value, dict) else value
+        nested = any(isinstance(part, (AsyncCollectiveTensor, *_CONTAINERS)) for part in parts)
+        if nested and any(type(leaf) is AsyncCollectiveTensor for leaf in tree_leaves(value)):
+            return tree_map_only(AsyncCollectiveTensor, _Arrival.apply, value)
     return value
 
 

@@ -1,8 +1,11 @@
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.tensors import arrived, count_writes, local_of, plain_memory, whole_of
 
@@ -38,11 +41,20 @@ def test_a_sharded_tensor_is_its_part_or_gathered_and_another_is_itself(ranks):
     assert ranks(parts) == ([0, 1], [0, 1, 2, 3], [True, True], None)
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 def gradient_of_what_waits():
     shard = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
     waits = shard.redistribute(placements=[Replicate()], async_op=True).to_local()
     other = torch.ones(2)
     (x, (y, same)) = arrived((waits, (waits, other)))
+    for held in ([waits], {"x": waits}, Pair(waits, other), ([waits],)):
+        (inner, *_) = tree_leaves(arrived(held))
+        assert type(inner) is torch.Tensor
+        assert inner.requires_grad
     torch.compile(lambda x, y: (x * y).sum(), backend="aot_eager", fullgraph=True)(x, y).backward()
     return type(waits).__name__, type(x).__name__, x.tolist(), shard.grad.full_tensor().tolist(), same is other
 
@@ -53,5 +65,5 @@ def test_what_a_collective_brings_has_its_gradient_in_compiled_code(ranks):
 
 
 def test_what_waits_for_nothing_is_itself():
-    for value in (torch.ones(2), (torch.ones(2),), [torch.ones(2)], None):
+    for value in (torch.ones(2), (torch.ones(2), ([],)), [torch.ones(2)], {"x": [torch.ones(2)]}, None):
         assert arrived(value) is value
