@@ -112,11 +112,12 @@ class StdlibText(LightningDataModule):
     def _loader(self, crops: Crops, *, shuffle_seed: int | None = None) -> DataLoader[Tensor]:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         size = self.batch_size or (512 if on_gpu else 8)
-        if shuffle_seed is not None and len(crops) < size:  # the last batch is left out if it is not full
+        least = size * (1 if self.trainer is None else self.trainer.world_size)
+        if shuffle_seed is not None and len(crops) < least:  # the last batch is left out if it is not full
             raise ValueError(
-                f"StdlibText(num_crops={len(crops)}) has fewer crops in an epoch than a batch of {size}."
+                f"StdlibText(num_crops={len(crops)}) has fewer crops in an epoch than a batch of {size} on each device."
                 " Training leaves out batches that are not full, and there would be no other."
-                f" Use num_crops={size} or more, or a smaller batch_size."
+                f" Use num_crops={least} or more, or a smaller batch_size."
             )
         return batches(crops, batch_size=size, pin_memory=on_gpu, shuffle_seed=shuffle_seed)
 

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
@@ -373,7 +374,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.want = want_hidden, want_weight
     ctx.lift = _lift(hidden, weight, how[1], ctx.reduction)
     _, *grads = output
-    ctx.is_scaled = False
+    ctx.scaled = set()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*grads)
     if ctx.reduction == "none":
@@ -402,15 +403,25 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        saved = None
     # Autograd itself would not notice where hooks on saved tensors give back the ones that were scaled.
-    if ctx.is_scaled:
+    if saved is None or any(type(tensor) is Tensor and _memory_of(tensor) in ctx.scaled for tensor in saved):
         raise RuntimeError(
             "linear_cross_entropy was differentiated twice."
             " Its gradients are computed in the forward pass and scaled where they are, so that the weight's is in"
             " memory once."
             " Call backward once, or use backend='reference' for a second time."
         )
-    return ctx.saved_tensors
+    return saved
+
+
+def _memory_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _scaled(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
@@ -418,7 +429,7 @@ def _scaled(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
     # would be rounded to the gradient's type first.
     if type(saved) is not Tensor or type(grad) is not Tensor:
         return saved * grad
-    ctx.is_scaled = True
+    ctx.scaled.add(_memory_of(saved))
     return saved.mul_(grad.reshape(1))
 
 

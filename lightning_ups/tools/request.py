@@ -179,8 +179,10 @@ def _check_init_args(tree: Any, keys: tuple[str | int, ...], layer: Layer) -> No
     """Raise ValueError if what stands for the settings of a class holds no settings."""
     if isinstance(tree, dict):
         settings = tree.get("init_args")
-        if settings is not None and not isinstance(settings, dict):
-            of = tree.get("class_path", "the class")
+        # A dictionary of the user's may have such a key, too.
+        of = tree.get("class_path", "the class")
+        is_class = isinstance(tree.get("class_path"), str) or keys in (("model",), ("data",), ("trainer",))
+        if is_class and settings is not None and not isinstance(settings, dict):
             raise ValueError(
                 f"{layer.place(*keys, 'init_args')}: init_args is {settings!r}. It holds the settings of {of},"
                 " each with its name. Write it as a mapping, NAME: VALUE, without dashes."

@@ -1,6 +1,7 @@
 import math
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,10 @@ def test_an_epoch_without_a_whole_batch_is_refused(tmp_path):
     folder(tmp_path)
     with pytest.raises(ValueError, match=r"num_crops=3\) has fewer.*Use num_crops=4 or more"):
         made(tmp_path, num_crops=3, batch_size=4).train_dataloader()
+    two = made(tmp_path, num_crops=7, batch_size=4)
+    two.trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"num_crops=7\) has fewer.*of 4 on each device.*Use num_crops=8 or more"):
+        two.train_dataloader()
 
 
 def test_entropy_is_that_of_the_training_bytes_by_hand(tmp_path):

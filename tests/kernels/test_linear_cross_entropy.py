@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ups._compat import products
 from lightning_ups._compat.products import product
@@ -333,6 +334,14 @@ def test_a_compiled_function_keeps_no_logits_either():
     kept, loss = saved_bytes(lambda: compiled(hidden, weight, targets, chunk=64))
     assert kept <= GRADS
     loss.backward()
+
+
+def test_a_second_backward_of_what_is_made_anew_is_right():
+    hidden, weight, targets = inputs()
+    loss = checkpoint(linear_cross_entropy, hidden, weight, targets, use_reentrant=False)
+    first, second = (torch.autograd.grad(loss, hidden, retain_graph=True)[0].clone() for _ in range(2))
+    assert first.any()
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks on saved tensors"])

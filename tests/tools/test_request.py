@@ -94,6 +94,14 @@ def test_settings_of_a_class_that_are_no_mapping(folder, preset, settings, name)
         ask(["fit", "--config", run, "--preset", preset], slots=SLOTS)
 
 
+def test_a_dictionary_of_the_users_may_have_such_a_key(folder):
+    head = {"kind": "linear", "init_args": [1, 2]}
+    run = write(folder, {"model": {"class_path": "M", "init_args": {"head": head}}})
+    asked = ask(["fit", "--config", run, "--model.tail", '{"init_args": "xavier"}'], slots=SLOTS)
+    file, typed = (layer.tree["model"]["init_args"] for layer in asked.given)
+    assert (file["head"], typed["tail"]) == (head, {"init_args": "xavier"})
+
+
 @pytest.mark.parametrize("value", [["fast", "cpu"], True, {"name": "fast"}], ids=str)
 def test_a_preset_that_is_no_name(folder, value):
     run = write(folder, {"trainer": {}, "preset": value})
