@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "arrived",
@@ -39,14 +39,14 @@ def arrived(value: Any) -> Any:
     A layer that tensor parallelism splits returns such tensors. Compiled code takes them apart, and what is inside has
     no part in autograd: their gradient would be lost without a word.
     """
-    if type(value) is AsyncCollectiveTensor:
-        return _Arrival.apply(value)
+    return tree_map_only(AsyncCollectiveTensor, _Arrival.apply, value) if _waits(value) else value
+
+
+def _waits(value: Any) -> bool:
+    # For every call of a compiled block: `tree_leaves` would take several times as long.
     if isinstance(value, _CONTAINERS):
-        parts = value.values() if isinstance(value, dict) else value
-        nested = any(isinstance(part, (AsyncCollectiveTensor, *_CONTAINERS)) for part in parts)
-        if nested and any(type(leaf) is AsyncCollectiveTensor for leaf in tree_leaves(value)):
-            return tree_map_only(AsyncCollectiveTensor, _Arrival.apply, value)
-    return value
+        return any(map(_waits, value.values() if isinstance(value, dict) else value))
+    return type(value) is AsyncCollectiveTensor
 
 
 def count_writes(tensor: Tensor) -> int:

@@ -25,11 +25,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_ups._compat.autograd import in_torch_func, without_autocast
+from lightning_ups._compat.autograd import in_torch_func, storages, without_autocast
 from lightning_ups._compat.custom_ops import define_operator
 from lightning_ups._compat.products import product
 from lightning_ups.kernels.cross_entropy_step import Settings, reference_step, step_on
@@ -410,7 +409,7 @@ def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
             raise
         saved = None
     # Autograd itself would not notice where hooks on saved tensors give back the ones that were scaled.
-    if saved is None or any(type(tensor) is Tensor and _memory_of(tensor) in ctx.scaled for tensor in saved):
+    if saved is None or any(not ctx.scaled.isdisjoint(_memory_of(tensor)) for tensor in saved):
         raise RuntimeError(
             "linear_cross_entropy was differentiated twice."
             " Its gradients are computed in the forward pass and scaled where they are, so that the weight's is in"
@@ -420,8 +419,8 @@ def _saved_once(ctx: Any) -> tuple[Tensor, ...]:
     return saved
 
 
-def _memory_of(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+def _memory_of(tensor: Tensor) -> set[object]:
+    return {memory for memory, _ in storages(tensor)} if type(tensor) is Tensor else set()
 
 
 def _scaled(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
@@ -429,7 +428,7 @@ def _scaled(ctx: Any, saved: Tensor, grad: Tensor) -> Tensor:
     # would be rounded to the gradient's type first.
     if type(saved) is not Tensor or type(grad) is not Tensor:
         return saved * grad
-    ctx.scaled.add(_memory_of(saved))
+    ctx.scaled.update(_memory_of(saved))
     return saved.mul_(grad.reshape(1))
 
 
