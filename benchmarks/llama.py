@@ -14,11 +14,10 @@ the spread. Beside it stands the same of the means, which see what a median does
 With several GPUs a step is as slow as on its slowest rank.
 
 `ours` is a stock Trainer with our plugins, logger and progress bar on; on several GPUs `ours, ...` takes otherwise what
-communication needs of them; in float8 `ours, maxima where written` lets inductor's kernels find the maxima of what they
-write. `bare` is a loop by hand with the same settings and without a Trainer; `bare, torch alone` has nothing of ours
-but the model. `stock` is Lightning as most use it: bf16-mixed, plain AdamW; `stock, compiled` compiles the
-LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles each block. `torchtitan` is its
-own trainer in its best setting, run by bench_titan.sh.
+communication needs of them. `bare` is a loop by hand with the same settings and without a Trainer; `bare, torch alone`
+has nothing of ours but the model. `stock` is Lightning as most use it: bf16-mixed, plain AdamW; `stock, compiled`
+compiles the LightningModule; on several GPUs `stock` shards by hand in configure_model and compiles each block.
+`torchtitan` is its own trainer in its best setting, run by bench_titan.sh.
 """
 
 import argparse
@@ -49,7 +48,6 @@ from typing_extensions import override
 
 from lightning_ups.callbacks import AccelerationFlags, Compile, LeanProgressBar
 from lightning_ups.kernels.attention import decisions, routed_attention
-from lightning_ups.kernels.float8_casts_triton import maxima_where_written
 from lightning_ups.models.adamw import decay_groups
 from lightning_ups.models.gpt import GPT, SIZES, GPTModule, Linear, Size
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
@@ -514,13 +512,6 @@ def ours_copied_within(row: Row) -> None:
         ours(row)
 
 
-def ours_maxima_where_written(row: Row) -> None:
-    """Run ours with the maxima of what inductor writes found where it is written."""
-    with maxima_where_written():
-        ours(row)
-
-
-WHERE_WRITTEN = "ours, maxima where written"
 OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy says, or could, of it
     "ours, copied within": ours_copied_within,
     "ours, 8 multiprocessors": partial(ours, communication_multiprocessors=8),
@@ -529,7 +520,6 @@ OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy s
 SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,
     **OF_COMMUNICATION,
-    WHERE_WRITTEN: ours_maxima_where_written,
     "bare": bare,
     "bare, graphs": partial(bare, graphs=True),
     "bare, torch alone": bare_of_torch,
@@ -607,8 +597,6 @@ def unmet(row: Row, name: str, sides: Iterable[str], runner: Path) -> str | None
         return f"there is no setting of torchtitan for row {name}: name other --sides"
     if (row.gpus == 1 or not ON_GPU) and (asked := [side for side in sides if side in OF_COMMUNICATION]):
         return f"side {asked[0]!r} is about what GPUs say to one another: name a row of several, on GPUs"
-    if WHERE_WRITTEN in sides and not row.float8:
-        return f"side {WHERE_WRITTEN!r} is about casts to float8: name a row in float8, or other sides"
     if "bare, torch alone" in sides and (row.gpus > 1 or row.float8):
         return "side 'bare, torch alone' is for one GPU and bfloat16: name another row, or other sides"
     if (ON_GPU or row.size != "tiny") and (lacks := unmet_gpus(row.gpus, what=f"row {name}")):
@@ -736,7 +724,7 @@ def first_norm(said: str) -> float | None:
 
 
 READS = {
-    **dict.fromkeys(("ours", *OF_COMMUNICATION, WHERE_WRITTEN), "logger and bar, when it is there"),
+    **dict.fromkeys(("ours", *OF_COMMUNICATION), "logger and bar, when it is there"),
     "torchtitan": "its own metrics, at once",
     "bare": "printed ten steps later",
     "bare, graphs": "printed ten steps later",

@@ -2,7 +2,6 @@
 
     python benchmarks/step_profile.py --row 1B-4 --output benchmarks/results/DATE_step_profile
     python benchmarks/step_profile.py --model vit --precision tensorwise --output benchmarks/results/DATE_step_profile
-    python benchmarks/step_profile.py --row 1B-4-float8 --where-written --output benchmarks/results/DATE_step_profile
 
 Runs our side of a row of llama.py, on one GPU or several, or a model of float8.py under torch's profiler for three
 steps, and sorts the kernels by name. Times of a part are the sum of its kernels; parts overlap where several streams
@@ -18,7 +17,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from processes import Interrupted, finished
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
-from lightning_ups.kernels.float8_casts_triton import maxima_where_written
 from lightning_ups.models.gpt import GPT, SIZES
 
 STEPS = 3
@@ -170,7 +167,6 @@ def main() -> None:
     what.add_argument("--row", choices=rows(), help="of llama.py")
     what.add_argument("--model", choices=float8.MODELS, help="of float8.py")
     parser.add_argument("--precision", default="bf16", help="as float8.py names it; for --model")
-    parser.add_argument("--where-written", action="store_true", help="find maxima of float8 where matrices are written")
     parser.add_argument("--output", type=Path, default=Path("runs/step_profile"))
     parser.add_argument("--budget", type=float, default=300, help="seconds")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
@@ -178,12 +174,11 @@ def main() -> None:
     options = parser.parse_args()
     row = rows()[options.row] if options.row else None
     if options.trace:
-        with maxima_where_written() if options.where_written else nullcontext():
-            if row is not None:
-                traced_row(row, options.trace)
-            else:
-                callback = Profiled(5, options.trace)
-                float8.profile(options.model, options.precision, tiny=options.tiny, callback=callback)
+        if row is not None:
+            traced_row(row, options.trace)
+        else:
+            callback = Profiled(5, options.trace)
+            float8.profile(options.model, options.precision, tiny=options.tiny, callback=callback)
         return
     name = options.row or f"{options.model}_{options.precision}"
     ranks = row.gpus if row is not None else 1
@@ -192,14 +187,9 @@ def main() -> None:
     in_float8 = row.float8 if row is not None else options.precision != "bf16"
     if in_float8 and (lacks := unloadable("torchao.float8", what=name if row is None else f"row {name}")):
         parser.error(lacks)
-    if options.where_written and not in_float8:
-        parser.error(
-            f"--where-written is about casts to float8, and {name} has none: leave it out, or name what is in float8"
-        )
     prepare(parser, options.output)
     words = ["--row", options.row] if options.row else ["--model", options.model, "--precision", options.precision]
-    words += [*(["--where-written"] if options.where_written else []), *(["--tiny"] if options.tiny else [])]
-    name += "_where_written" if options.where_written else ""
+    words += ["--tiny"] if options.tiny else []
     command = [sys.executable, __file__, *words]
     trace = traced(command, options.output, name=name, budget=options.budget, ranks=ranks)
     report(name, trace, rooflines(row) if row is not None else {}, options.output)

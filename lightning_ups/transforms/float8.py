@@ -16,6 +16,7 @@ from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups._compat.launches import launched_by_graphs
 from lightning_ups._compat.optional import require
 from lightning_ups.kernels import float8_casts, float8_casts_triton
+from lightning_ups.kernels.float8_casts_triton import maxima_where_written
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
 from lightning_ups.transforms.float8_layers import adapted
@@ -294,7 +295,8 @@ def compiler_settings(recipe: str) -> AbstractContextManager[None]:
 @contextmanager
 def _tensorwise_settings() -> Iterator[None]:
     files = (float8_casts.__file__, float8_casts_triton.__file__)
-    with leaner_casts(), launched_by_graphs(float8_casts_triton.OPERATORS, sources=files):
+    launched = launched_by_graphs(float8_casts_triton.OPERATORS, sources=files)
+    with maxima_where_written(), leaner_casts(), launched:
         yield
 
 

@@ -1,5 +1,6 @@
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from lightning_ups._compat import written_maxima
 from lightning_ups._compat.written_maxima import find_where_written, pieces
 from lightning_ups.kernels.float8_casts import maxima, row_order
-from lightning_ups.kernels.float8_casts_triton import maxima_where_written
+from lightning_ups.transforms import float8
 from lightning_ups.transforms.float8 import compiler_settings, float8_swap
 from tests.compiled_for_cuda import attend
 from tests.interpreted import assert_equal_with_triton
@@ -165,8 +166,9 @@ class Block(Gated):
 
 
 @contextmanager
-def where_written():
-    with maxima_where_written(), compiler_settings("tensorwise"):
+def by_kernels_alone():
+    """Open the settings as they are but for what looks for maxima elsewhere."""
+    with patch.object(float8, "maxima_where_written", nullcontext), compiler_settings("tensorwise"):
         yield
 
 
@@ -188,8 +190,8 @@ def trained(build, settings):
 @pytest.mark.parametrize(("build", "number"), [(Gated, 2 + 2), pytest.param(Block, 4 + 4, marks=pytest.mark.slow)])
 def test_compiled_training_has_the_same_bits(monkeypatch, build, number):
     monkeypatch.setattr(written_maxima, "FEWEST", 8)
-    none, wanted = trained(build, compiler_settings("tensorwise"))
-    found, values = trained(build, where_written())
+    none, wanted = trained(build, by_kernels_alone())
+    found, values = trained(build, compiler_settings("tensorwise"))
     assert none == 0
     assert found == number
     for one, other in zip(values, wanted, strict=True):
@@ -197,16 +199,16 @@ def test_compiled_training_has_the_same_bits(monkeypatch, build, number):
 
 
 def test_caches_know_it():
-    with compiler_settings("tensorwise"):
+    with by_kernels_alone():
         plain = config.post_grad_custom_pre_pass.uuid()
-    with where_written():
+    with compiler_settings("tensorwise"):
         assert config.post_grad_custom_pre_pass.uuid() not in (plain, None)
     assert config.post_grad_custom_pre_pass is None
 
 
 SCHEDULED = """
 import re
-from tests._compat.test_written_maxima import blocks, where_written
+from tests._compat.test_written_maxima import blocks, by_kernels_alone
 from lightning_ups.transforms.float8 import compiler_settings
 from tests.compiled_for_cuda import scheduled
 
@@ -214,8 +216,8 @@ def read(graph):
     return [int(size) for size in re.findall(r"maxima_kernel\\w*\\.run\\(.*?, (\\d+), 1024, 1, 1", graph.code)]
 
 build, shape, wanted = blocks({name!r})
-before = scheduled(build, shape, lambda: compiler_settings("tensorwise"))
-after = scheduled(build, shape, where_written)
+before = scheduled(build, shape, by_kernels_alone)
+after = scheduled(build, shape, lambda: compiler_settings("tensorwise"))
 assert len(before) == len(after) == len(wanted) == 2
 for one, other, sizes in zip(before, after, wanted):
     assert sorted(read(one)) == sorted(size for size, _ in sizes), (read(one), sizes)
@@ -358,6 +360,6 @@ def test_compiled_training_on_a_gpu_is_rounded_alike(monkeypatch):
         return [out.detach(), x.grad, *(parameter.grad for parameter in net.parameters())]
 
     # Not of the same bits: another kernel writes the product, whose last digit may differ; float8 rounds to eighths.
-    wanted = trained_on_gpu(compiler_settings("tensorwise"))
-    for one, other in zip(trained_on_gpu(where_written()), wanted, strict=True):
+    wanted = trained_on_gpu(by_kernels_alone())
+    for one, other in zip(trained_on_gpu(compiler_settings("tensorwise")), wanted, strict=True):
         assert (one - other).float().norm() < 2e-2 * other.float().norm()

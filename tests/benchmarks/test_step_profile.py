@@ -80,33 +80,3 @@ def test_what_is_interrupted_keeps_its_words(step_profile, monkeypatch, tmp_path
         step_profile.main()
     assert "step 1" in (tmp_path / "log.txt").read_text()
     assert "torch " in (tmp_path / "env.txt").read_text()
-
-
-def test_maxima_are_found_where_matrices_are_written_only_in_float8(step_profile, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(step_profile, "unmet_gpus", lambda *_, **__: None)
-    words = ["step_profile.py", "--row", "1B-4", "--where-written", "--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match="2"):
-        step_profile.main()
-    assert "and 1B-4 has none: leave it out, or name what is in float8" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_profile_of_it_is_kept_beside_the_one_without(step_profile, monkeypatch, tmp_path):
-    seen = []
-
-    def traced(command, output, *, name, **_):
-        seen.append((command[2:], name))
-        return TRACE
-
-    for name in ("unmet_gpus", "unloadable"):
-        monkeypatch.setattr(step_profile, name, lambda *_, **__: None)
-    monkeypatch.setattr(step_profile, "traced", traced)
-    for more in ([], ["--where-written"]):
-        monkeypatch.setattr(sys, "argv", ["step_profile.py", "--row", "1B-4-float8", *more, "--output", str(tmp_path)])
-        step_profile.main()
-    assert seen == [
-        (["--row", "1B-4-float8"], "1B-4-float8"),
-        (["--row", "1B-4-float8", "--where-written"], "1B-4-float8_where_written"),
-    ]
-    assert {"1B-4-float8.json", "1B-4-float8_where_written.json"} <= {path.name for path in tmp_path.iterdir()}
