@@ -115,9 +115,39 @@ def test_readmes_rows_of_offloading_are_those_of_the_raw_output():
     assert re.findall(r"[\d.]+(?=x\])", gain) == [as_told(sizes[0] / sizes[1], "0.00")]
 
 
+def test_readmes_row_of_images_is_that_of_the_raw_output():
+    (_, *cells, gain), folder = row("ViT-L of timm")
+    found = [json.loads((folder / f"measure_vit_{name}.json").read_text()) for name in ("tensorwise", "bf16")]
+    for run, cell in zip(found, cells, strict=True):
+        told = (as_told(128e3 / run["step_ms"], "0"), as_told(run["peak_gib"], "0.0"))
+        assert [told] == re.findall(r"(\d+) images, ([\d.]+) GiB", cell)
+    assert re.findall(r"\[([\d.]+)x\]", gain) == [as_told(found[1]["step_ms"] / found[0]["step_ms"], "0.00")]
+
+
+@pytest.mark.parametrize("model", ["1B", "vit", "mixed"])
+def test_what_was_predicted_and_measured_is_as_told(model):
+    said, found = (RESULTS / f"2026-11-24_float8_{name}" for name in ("predictions", "measured"))
+    predicted = json.loads((said / f"predict_{model}.json").read_text())
+    names = ("bf16", "tensorwise", "auto")
+    steps = [json.loads((found / f"measure_{model}_{name}.json").read_text())["step_ms"] for name in names]
+    gains = [predicted["gain_all"], steps[0] / steps[1] - 1, predicted["gain_auto"], steps[0] / steps[2] - 1]
+    told = {"1B": "GPT 1.5 B", "vit": "ViT-L", "mixed": "six blocks"}[model]
+    (line,) = (line for line in (ROOT / "docs" / "advise.md").read_text().splitlines() if line.startswith(f"| {told}"))
+    assert re.findall(r"[+-][\d.]+(?= %)", line) == [f"{100 * gain:+.1f}" for gain in gains]
+    assert max(abs(gains[0] - gains[1]), abs(gains[2] - gains[3])) < 0.05
+    assert steps[2] < 1.01 * min(steps[:2])
+
+
 def test_each_row_of_readme_is_held_to_something():
     rows = [line for line in README.splitlines() if line.startswith("|") and re.search(r"\]\[\d+\]", line)]
-    held = [*PAIRS, "ActivationCheckpoint(save=", "`linear_cross_entropy`", "131072 tokens", "the largest GPT"]
+    others = [
+        "ActivationCheckpoint(save=",
+        "`linear_cross_entropy`",
+        "131072 tokens",
+        "the largest GPT",
+        "ViT-L of timm",
+    ]
+    held = [*PAIRS, *others]
     assert len(rows) == len(held)
     assert all(sum(piece in line for piece in held) == 1 for line in rows)
 
@@ -159,7 +189,7 @@ def test_a_result_is_explained_beside_its_raw_output(folder):
 
 def test_predictions_that_are_kept_can_be_measured_against(import_benchmark, monkeypatch, tmp_path):
     float8 = import_benchmark("float8")
-    kept = RESULTS / "2026-11-22_float8_predictions_launched"
+    kept = RESULTS / "2026-11-24_float8_predictions"
     shutil.copytree(kept, tmp_path / "out")
     monkeypatch.setattr(float8, "unloadable", lambda *_, **__: None)
     monkeypatch.setattr(float8, "_device", lambda: "NVIDIA H200")
