@@ -138,7 +138,9 @@ def rows() -> dict[str, Row]:
     tiny = Row(
         size="tiny", seq=64, batch=2, steps=6, warmup=2, against="bare", goal=0.1, sides=("ours", "bare", "stock")
     )
-    small = Row(size="150M", seq=1024, batch=32, steps=120, warmup=30, sides=alone, against="bare")
+    small = Row(
+        size="150M", seq=1024, batch=32, steps=120, warmup=30, sides=alone, against="bare, torch alone", beside=loop
+    )
     return {
         "1B-4": one,
         "1B-8": replace(one, batch=8, goal=1.05, beside=loop, sides=("ours", "torchtitan", "bare")),
@@ -156,7 +158,12 @@ def rows() -> dict[str, Row]:
         "8B-float8": replace(eight, float8=True, goal=1.08, beside=(*loop, ("stock", 1.45))),
         "150M-32": small,
         "150M-4": replace(
-            small, batch=4, graphs=True, goal=1.1, sides=("ours", "bare", "bare, graphs", "bare, torch alone")
+            small,
+            batch=4,
+            graphs=True,
+            goal=1.1,
+            beside=(),
+            sides=("ours", "bare", "bare, graphs", "bare, torch alone"),
         ),
         "tiny": replace(tiny, sides=(*alone, "stock")),
         "tiny-2": replace(tiny, gpus=2),

@@ -79,7 +79,7 @@ def test_the_table_has_what_the_means_say_beside_the_medians(llama):
         "| ours | 110 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.000x | 99 | 1.000x | logger and bar, when it is there |" in shown
     )
     assert "| bare | 110 | 0.0% | 1.0 % | 2.0 | 3.0 | 1.000x | 100 | 0.990x | printed ten steps later |" in shown
-    assert "1.000 of bare; the goal of 1.00 is reached. By the means it is 0.990x." in shown
+    assert "1.000 of bare; the goal of 0.99 is reached. By the means it is 0.990x." in shown
     # What was kept before a run told its mean: 30 steps of warm-up, then 32 x 1024 tokens in 100 and in 300 ms.
     old = result("bare", 110) | {"step_ms_all": [9.0] * 30 + [100.0, 300.0]}
     assert f"| {32 * 1024 / 0.2:.0f} |" in llama.table("150M-32", [old])
