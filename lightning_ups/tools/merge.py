@@ -60,11 +60,16 @@ class _Merge:
             if (chosen := layer.trainer.get("precision")) is not None:
                 place = layer.place("trainer", "precision")
                 self._drop(preset, lambda kind: issubclass(kind, self._precision), f"{place}: precision {chosen}")
-            for kind in filter(None, map(self._kind, items(layer.trainer.get("plugins")))):
-                place = f"{layer.place('trainer', 'plugins')}: {kind.__name__}"
+            for key, kind in self._plugins(layer):
+                place = f"{layer.place('trainer', key)}: {kind.__name__}"
                 if issubclass(kind, self._precision) and (given := preset.trainer.pop("precision", None)):
                     self.said.append(f"{place} instead of precision {given}")
                 self._drop(preset, lambda other, kind=kind: other is not kind and self._one_slot(kind, other), place)
+
+    def _plugins(self, layer: Layer) -> Iterator[tuple[str, type]]:
+        for key in ("plugins", "plugins+"):
+            for kind in filter(None, map(self._kind, items(layer.trainer.get(key)))):
+                yield key, kind
 
     def _one_slot(self, kind: type, other: type) -> bool:
         return any(issubclass(kind, slot) and issubclass(other, slot) for slot in self._slots)

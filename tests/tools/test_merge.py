@@ -146,11 +146,22 @@ def test_no_precision_is_no_choice():
     assert said == []
 
 
-def test_a_plugin_replaces_the_presets_precision():
-    (base, mine), said = merge(trainer(precision="bf16-mixed"), trainer(plugins=[spec("BF16Precision")]))
+@pytest.mark.parametrize("key", ["plugins", "plugins+"])
+def test_a_plugin_replaces_the_presets_precision(key):
+    (base, mine), said = merge(trainer(precision="bf16-mixed"), trainer(**{key: [spec("BF16Precision")]}))
     assert "precision" not in base.tree["trainer"]
-    assert mine.tree["trainer"]["plugins"] == [spec("BF16Precision")]
+    assert mine.tree["trainer"][key] == [spec("BF16Precision")]
     assert said == ["0.yaml: BF16Precision instead of precision bf16-mixed"]
+
+
+def test_a_plugin_that_is_appended_replaces_the_presets_for_its_slot():
+    (base, mine), said = merge(
+        trainer(plugins=[spec("BF16Precision"), spec("TorchCheckpointIO")]),
+        trainer(**{"plugins+": [spec("AsyncCheckpointIO")]}),
+    )
+    assert base.tree["trainer"]["plugins"] == [spec("BF16Precision")]
+    assert mine.tree["trainer"]["plugins+"] == [spec("AsyncCheckpointIO")]
+    assert said == ["0.yaml: AsyncCheckpointIO instead of TorchCheckpointIO"]
 
 
 def test_one_plugin_for_each_slot():
