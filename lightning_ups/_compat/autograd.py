@@ -8,8 +8,16 @@ import torch
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "activation_memory_budget",
@@ -22,11 +30,13 @@ __all__ = [
     "outside_modes",
     "saves_seen_by",
     "storages",
+    "unseen_by_selection",
     "without_autocast",
     "writes_seen_by",
 ]
 
 
+_SELECTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _BUDGETS: list[float] = []  # that are open: equal ones
 _BUDGET_BEFORE = 1.0
 
@@ -152,6 +162,24 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 def outside_modes() -> AbstractContextManager[Any]:
     """Return a context in which no mode of dispatch, such as that of a selective checkpoint, sees what is run."""
     return _disable_current_modes()
+
+
+@contextmanager
+def unseen_by_selection() -> Iterator[None]:
+    """Hide what runs while the context is open from selective checkpoints, and from no other mode of dispatch."""
+    stack = _get_current_dispatch_mode_stack()
+    first = next((place for place, mode in enumerate(stack) if isinstance(mode, _SELECTING)), len(stack))
+    popped: list[Any] = [_pop_mode() for _ in stack[first:]][::-1]
+    others = [mode for mode in popped if not isinstance(mode, _SELECTING)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in popped:
+            _push_mode(mode)
 
 
 def storages(tensor: torch.Tensor) -> Iterator[tuple[StorageWeakRef, int]]:

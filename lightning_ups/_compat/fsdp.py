@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cas
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
+from lightning_ups._compat.autograd import hidden_from_dynamo, unseen_by_selection
 from lightning_ups._compat.function_modes import outside_function_modes
 from lightning_ups._compat.tensors import gradient_hooks
 
@@ -76,11 +77,25 @@ def initialise(root: FSDPModule) -> None:
     """Make ``root`` the root of all sharded modules inside it, which otherwise the first to run becomes."""
     root._get_fsdp_state()._lazy_init()
     for state in _states(root):
+        _gather_unseen(state)
         for group in _groups(state):
             _type_of_frozen(group)
             _reduce_rightly(group)
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
+
+
+def _gather_unseen(state: Any) -> None:
+    """Keep what gathers and frees inside of a selective checkpoint out of what it counts.
+
+    The second run of a block gathers what it finds freed, which need not be what the first found.
+    """
+    (module,) = state._modules
+    for hooks, handle, hook in (
+        (module._forward_pre_hooks, state._pre_forward_hook_handle, state._pre_forward),
+        (module._forward_hooks, state._post_forward_hook_handle, state._post_forward),
+    ):
+        hooks[handle.id] = hidden_from_dynamo(unseen_by_selection()(hook))
 
 
 def _type_of_frozen(group: Any) -> None:

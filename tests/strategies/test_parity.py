@@ -2,11 +2,12 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ups.callbacks import Compile
+from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.strategies import FSDP2Strategy
-from tests.strategies.cases import CASES, NAMES, data, on_ranks, simply_on_ranks, train
+from tests.strategies.cases import CASES, NAMES, WIDTH, Case, data, on_ranks, simply_on_ranks, train
 from tests.toys import trainer
 
 ONE_DEVICE = {}
@@ -190,3 +191,35 @@ def test_tensor_parallel_evaluates_as_one_device(ranks, tmp_path, model, plan):
 @pytest.mark.parametrize("strategy", [{"meta_device": True}, {"meta_device": True, "offload": True}], ids=repr)
 def test_what_is_built_on_the_meta_device_unasked_is_one_device_too(ranks, tmp_path, strategy):
     check(ranks(on_ranks, "Configured", tmp_path, strategy, 2, {}), expected("Configured", tmp_path, {}))
+
+
+class Nested(Case):
+    """Blocks within a module that is recomputed as a whole, and ends outside of them."""
+
+    def build(self):
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 256), _Bent()) for _ in range(2)))
+        self.model.append(nn.Linear(WIDTH, 1))
+
+    def run(self, x):
+        return self.model(x)
+
+
+class _Bent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(256, WIDTH)
+
+    def forward(self, x):
+        return self.down(x.sin().tanh().sigmoid())
+
+
+def recomputed_around_shards(tmp_path):
+    CASES["Nested"] = Nested
+    options = {"callbacks": [ActivationCheckpoint(blocks=["model"])], "accumulate": 2}
+    strategy = {"blocks": ["model.0", "model.1"]}
+    return on_ranks("Nested", tmp_path, strategy, 2, options), train("Nested", tmp_path / "one")[2]
+
+
+def test_what_holds_sharded_blocks_is_recomputed_and_still_one_device(ranks, tmp_path):
+    # Its second run gathers what the first had whole: no operations that a selective checkpoint may count.
+    check(*ranks(recomputed_around_shards, tmp_path))
