@@ -198,6 +198,11 @@ class GPT(nn.Module):
             return linear_cross_entropy(x_BTD, plain_weight(self.head), targets)
         return self.criterion(self.head(x_BTD), targets)
 
+    @property
+    def read_past_forward(self) -> Mapping[str, str]:
+        """Children whose weight is read where their forward does not run, each with the setting that does it."""
+        return {"head": "loss='chunked'"} if self.config.loss == "chunked" else {}
+
     def init_weights(self) -> None:
         """Initialise every weight and table anew, from torch's global generator, as construction did."""
         for module in self.modules():
@@ -237,6 +242,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, rope: "RotaryTable", *, out_std: float) -> None:
         super().__init__()
         self.num_groups, self.head_dim = config.num_groups, config.head_dim
+        self.rows_together = {"qkv": (config.num_groups + 2) * config.head_dim}  # where devices split the product
         self.rope = rope  # the model's one table; a block takes only its input, so that nothing casts the angles
         self.qkv = Linear(config.dim, config.num_kv_heads * (config.num_groups + 2) * config.head_dim)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()

@@ -1,9 +1,10 @@
 """Splitting matrix products over devices, with the activations between them split along the sequence."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -57,6 +58,8 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "embedding_to_sequence": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "colwise_from_sequence": lambda: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
+
+_SPLITTING = ("split_sequence", "embedding_to_sequence")  # what begins to split along the sequence
 
 PLANS: Mapping[str, tuple[str, Mapping[str, Style]]] = {
     "gpt": (
@@ -143,6 +146,9 @@ def parallelize(model: nn.Module, *, plan: Mapping[str, Style], mesh: DeviceMesh
     ties = _ties(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, _STYLES[style]())
+        if style in _SPLITTING:
+            check = partial(_check_length, name=name, size=mesh.size())
+            model.get_submodule(name).register_forward_pre_hook(check, prepend=True)
     for names in ties:
         _tie(model, names)
     return styles
@@ -161,7 +167,8 @@ def styles_of(model: nn.Module, *, plan: Mapping[str, Style], size: int) -> dict
     matched = select_names(modules, list(chosen), kind="submodule", of=type(model).__name__)
     styles: dict[str, Style] = {name: chosen[pattern] for name, pattern in matched.items()}
     for name, style in styles.items():
-        _check_divides(name, modules[name], style, size)
+        owner, _, last = name.rpartition(".")
+        _check_divides(name, modules[name], style, size, together=_rows_together(model.get_submodule(owner), last))
     return styles
 
 
@@ -172,17 +179,36 @@ def _only_identities(model: nn.Module, pattern: str) -> bool:
     return all(isinstance(model.get_submodule(name), nn.Identity) for name in hits)
 
 
-def _check_divides(name: str, module: nn.Module, style: Style, size: int) -> None:
+def _rows_together(owner: nn.Module, name: str) -> int:
+    """Return how many rows of a weight of ``owner`` belong together, as those of a head of attention do."""
+    of_heads = getattr(owner, "head_dim", 1) if name in ("q_proj", "k_proj", "v_proj") else 1
+    return getattr(owner, "rows_together", {}).get(name, of_heads)
+
+
+def _check_divides(name: str, module: nn.Module, style: Style, size: int, *, together: int) -> None:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 2:
         return
     axis = 0 if style.startswith(("colwise", "embedding")) else 1
-    if weight.shape[axis] % size:
+    together = together if axis == 0 else 1
+    if weight.shape[axis] % (size * together):
+        of = f", in parts of {together} that belong together, as heads do," if together > 1 else ""
         raise ValueError(
-            f"The weight of {name}, of shape {tuple(weight.shape)}, cannot be split along dimension {axis}"
+            f"The weight of {name}, of shape {tuple(weight.shape)}, cannot be split along dimension {axis}{of}"
             f" over {size} devices."
             f" Each device would need an equal part for the style {style!r}."
-            f" Choose a tensor_parallel_size that divides {weight.shape[axis]}, or pad the weight."
+            f" Choose a tensor_parallel_size that divides {weight.shape[axis] // together},"
+            f" or {'leave it out of the plan' if together > 1 else 'pad the weight'}."
+        )
+
+
+def _check_length(_: nn.Module, args: tuple[Any, ...], *, name: str, size: int) -> None:
+    # Devices would take their parts for equally long, and wait for, or read, what others never sent.
+    if args and isinstance(args[0], Tensor) and args[0].dim() > 1 and args[0].shape[1] % size:
+        raise ValueError(
+            f"A sequence of {args[0].shape[1]} positions was given to {name} under tensor parallelism."
+            f" The plan splits activations along the sequence, and {size} devices need equally long parts."
+            f" Make its length a multiple of {size}, by padding or cutting."
         )
 
 

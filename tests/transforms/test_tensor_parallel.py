@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_ups.models.gpt import GPT, GPTConfig
-from lightning_ups.transforms.tensor_parallel import PLANS, parallelize, plan_of
+from lightning_ups.transforms.tensor_parallel import PLANS, parallelize, plan_of, styles_of
 
 
 def gpt(**options):
@@ -99,3 +99,34 @@ def uneven():
 def test_a_weight_that_does_not_divide_is_refused(ranks):
     with pytest.raises(AssertionError, match=r"(?s)weight of a, of shape \(3, 4\).*divides 3"):
         ranks(uneven)
+
+
+class Attention(nn.Module):
+    """As those of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.k_proj = 4, nn.Linear(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "text"),
+    [
+        (Holder(), "gpt", r"attention.qkv.*in parts of 16 that belong together, as heads do, over 4.*divides 2"),
+        (nn.ModuleDict({"a": Attention()}), {"a.k_proj": "colwise"}, r"a.k_proj.*in parts of 4 .*divides 1"),
+    ],
+)
+def test_heads_are_not_cut(model, plan, text):
+    with pytest.raises(ValueError, match=rf"(?s){text}"):
+        styles_of(model, plan=plan_of(model, plan), size=4)
+
+
+def odd_sequence():
+    model = Holder()
+    parallelize(model, plan=plan_of(model, "gpt"), mesh=init_device_mesh("cpu", (2,)))
+    model.model(torch.arange(14).view(2, 7))
+
+
+def test_a_sequence_that_does_not_divide_is_refused_before_devices_wait_for_one_another(ranks):
+    with pytest.raises(AssertionError, match=r"A sequence of 7 positions was given to model.embedding.*multiple of 2"):
+        ranks(odd_sequence)
