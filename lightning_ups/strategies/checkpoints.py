@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -142,8 +142,8 @@ class Checkpoints:
             checkpoint[MODELS] = models
         if self._sharded:
             save_sharded(self._saver, checkpoint, path, apart=_APART)
-            if path.name.startswith(_REQUEUED):
-                self._saver.wait()
+            if path.name.startswith(_REQUEUED) or self._trainer.state.status != TrainerStatus.RUNNING:
+                self._saver.wait()  # nobody would later, as after a fit
         else:
             self._saver.save_file(gathered(checkpoint), path)
         self._report(path)

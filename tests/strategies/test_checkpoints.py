@@ -582,3 +582,18 @@ def test_every_name_of_a_checkpoint(ranks, tmp_path):
     assert finite
     assert "optimizer" in refused
     assert "cannot keep checkpoints at memory://" in remote
+
+
+def saved_after_fit(path):
+    warnings.simplefilter("ignore")
+    strategy = FSDP2Strategy(async_save=True)
+    run = run_of(path, strategy=strategy, epochs=1, enable_checkpointing=False)
+    run.fit(Net(), loader(4))
+    strategy.checkpoints.saver.observe = lambda phase, _: time.sleep(0.3 * (phase == "written"))
+    run.save_checkpoint(path / "final.ckpt")
+    return is_complete(path / "final.ckpt")
+
+
+def test_what_is_saved_after_fit_is_whole_when_that_returns(ranks, tmp_path):
+    # In the background it would be lost with the process, which may end next.
+    assert ranks(saved_after_fit, tmp_path)
