@@ -21,6 +21,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 from typing_extensions import override
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "is_fake",
     "is_off",
     "is_static",
+    "is_watched",
     "is_written_to",
     "load_artifacts",
     "loggers_left_out",
@@ -83,6 +85,11 @@ def is_off() -> str | None:
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE=1"
     return "torch._dynamo.config.disable" if dynamo.config.disable else None
+
+
+def is_watched() -> bool:
+    """Return whether a mode of dispatch, such as a counter, is to see each operation: Dynamo then steps back."""
+    return is_in_any_mode_without_ignore_compile_internals()
 
 
 def configuration() -> Hashable:
