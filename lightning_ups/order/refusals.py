@@ -1,7 +1,7 @@
 """Every combination that cannot work, as data: raised before the first step, listed by ``explain``."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -9,10 +9,12 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from lightning_ups.order.policy import STOCK_POLICIES, policy_of
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
+from lightning_ups.transforms.blocks import select_blocks
 from lightning_ups.transforms.parametrise import is_parametrised
 from lightning_ups.transforms.shard import is_sharded
+from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
-__all__ = ["REFUSALS", "Refusal", "check", "one_graph", "refusals", "refuse_second"]
+__all__ = ["REFUSALS", "Refusal", "check", "one_graph", "refusals", "refuse_precision", "refuse_second"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,28 @@ _SECOND = Refusal(
     why="Each follows the whole run from the same place in the Trainer, and they would be in each other's way.",
     cure="Keep one of them.",
     holds=lambda run: bool(_second(run)),
+)
+
+_FP16 = Refusal(
+    what=lambda run: f"precision={run.precision.precision!r} is given with {run.strategy.name}.",
+    why="Its gradient scaler would have to agree on infinities across shards, and FSDP2 has no such scaler.",
+    cure="Use precision='bf16-mixed'.",
+    holds=lambda run: run.strategy.ours and run.strategy.shards and run.precision.precision == "16-mixed",
+)
+
+_NO_POLICY = Refusal(
+    what=lambda run: (
+        f"{type(run.precision).__name__}, precision={run.precision.precision!r}, has no meaning"
+        f" under {run.strategy.name}."
+    ),
+    why="FSDP2 casts parameters by a policy, and this precision casts in another way.",
+    cure=f"Use one of {tuple(STOCK_POLICIES)}, or a precision of lightning_ups.",
+    holds=lambda run: (
+        run.strategy.ours
+        and run.strategy.shards
+        and policy_of(run.precision) is None
+        and run.precision.precision != "16-mixed"  # has a row of its own
+    ),
 )
 
 REFUSALS = (
@@ -62,26 +86,8 @@ REFUSALS = (
         cure="Prune before fit, or use strategy='ddp'.",
         holds=lambda run: run.training and _shards_itself(run) and bool(_pruning(run)),
     ),
-    Refusal(
-        what=lambda run: f"precision={run.precision.precision!r} is given with {run.strategy.name}.",
-        why="Its gradient scaler would have to agree on infinities across shards, and FSDP2 has no such scaler.",
-        cure="Use precision='bf16-mixed'.",
-        holds=lambda run: run.strategy.ours and run.strategy.shards and run.precision.precision == "16-mixed",
-    ),
-    Refusal(
-        what=lambda run: (
-            f"{type(run.precision).__name__}, precision={run.precision.precision!r}, has no meaning"
-            f" under {run.strategy.name}."
-        ),
-        why="FSDP2 casts parameters by a policy, and this precision casts in another way.",
-        cure=f"Use one of {tuple(STOCK_POLICIES)}, or a precision of lightning_ups.",
-        holds=lambda run: (
-            run.strategy.ours
-            and run.strategy.shards
-            and policy_of(run.precision) is None
-            and run.precision.precision != "16-mixed"  # has a row of its own
-        ),
-    ),
+    _FP16,
+    _NO_POLICY,
     Refusal(
         what=lambda run: (
             f"{run.strategy.name}(tensor_parallel_size={_split(run)}, replicate_size={_copies(run)}) is given"
@@ -103,6 +109,22 @@ REFUSALS = (
         ),
     ),
     Refusal(
+        what=lambda run: "{} would compile {}, and in it {}, an embedding that {} splits over devices.".format(
+            *_compiled_embeddings(run)[0], run.strategy.name
+        ),
+        why="Each device has some of the rows, and what it leaves out for the others' is beyond torch.compile.",
+        cure="Name blocks without it, such as those that repeat, which are compiled where none are named.",
+        holds=lambda run: bool(_compiled_embeddings(run)),
+    ),
+    Refusal(
+        what=lambda run: "tensor_parallel_plan of {} splits {}, and {} reads its weight past its forward.".format(
+            run.strategy.name, *_read_split(run)[0]
+        ),
+        why="It needs the whole weight on each device, and only the forward knows of the split.",
+        cure="Leave that setting of the model at its default.",
+        holds=lambda run: bool(_read_split(run)),
+    ),
+    Refusal(
         what=lambda run: f"{_whole(run)[0]} would compile whole models under {run.strategy.name}.",
         why="The strategy gathers parameters in hooks of each block, and these would break the one graph.",
         cure="Use scope='blocks'.",
@@ -122,6 +144,18 @@ REFUSALS = (
         why="Without torch.compile the strategy would gather every parameter by itself, and wait for each.",
         cure="Unset it, or use FSDP2Strategy.",
         holds=lambda run: run.strategy.whole_graph and _compilation_off() is not None,
+    ),
+    Refusal(
+        what=lambda run: f"{_drawing(run)[0]}(log_graph=True) is given with {run.strategy.name}.",
+        why="It runs the model on the first device alone, which would wait for what the others hold of it.",
+        cure="Leave log_graph out, and draw the graph of a module that is not sharded.",
+        holds=lambda run: run.training and _shards_itself(run) and bool(_drawing(run)),
+    ),
+    Refusal(
+        what=lambda run: f"detect_anomaly=True is given with {run.strategy.name}.",
+        why="It asks of each gradient whether it holds NaN, and those of shards have no such operation.",
+        cure="Leave it out, or look for the anomaly with FSDP2Strategy, which trains the same.",
+        holds=lambda run: run.training and run.strategy.whole_graph and run.detects_anomalies,
     ),
     Refusal(
         what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
@@ -250,6 +284,16 @@ def refuse_second(run: Run) -> None:
         raise ValueError(_SECOND.text(run))
 
 
+def refuse_precision(run: Run) -> None:
+    """Raise ValueError if the precision cannot be under the strategy.
+
+    Before there is a Trainer, which would take another than the one that was asked for where a device has no such type.
+    """
+    for refusal in (_FP16, _NO_POLICY):
+        if refusal.holds(run):
+            raise ValueError(refusal.text(run))
+
+
 def _second(run: Run) -> list[str]:
     return _repeated("only_one", [callback for callback in run.callbacks if getattr(callback, "only_one", False)])
 
@@ -284,6 +328,12 @@ def _pruning(run: Run) -> list[str]:
     return [type(c).__name__ for c in run.callbacks if isinstance(c, ModelPruning)]
 
 
+def _drawing(run: Run) -> list[str]:
+    if run.module.example_input_array is None:
+        return []  # there is nothing to run it on
+    return [type(logger).__name__ for logger in run.loggers if getattr(logger, "_log_graph", False)]
+
+
 def _has_masters(run: Run) -> bool:
     policy = policy_of(run.precision)
     lowered = policy is not None and policy.param is not None
@@ -304,6 +354,49 @@ def _copies(run: Run) -> int:
 
 def _sharded_over(run: Run) -> int:
     return max(_devices(run) // (_split(run) * _copies(run)), 1)
+
+
+def _styles(run: Run) -> dict[str, str]:
+    """Return how tensor parallelism splits each module, or nothing for a plan that does not fit: that tells itself."""
+    plan = run.strategy.settings.get("tensor_parallel_plan")
+    if plan is None:
+        return {}
+    try:
+        return {**styles_of(run.module, plan=plan_of(run.module, plan), size=_split(run))}
+    except ValueError:
+        return {}
+
+
+def _compiled_embeddings(run: Run) -> list[tuple[str, str, str]]:
+    """Return (callback, block, embedding) for each split embedding that a block holds which must be compiled."""
+    embeddings = [name for name, style in _styles(run).items() if style.startswith("embedding")]
+    compilers = [step for step in run.declarations if step.stage is Stage.COMPILE] if embeddings else []
+    return [
+        (type(step).__name__, block, name)
+        for step in compilers
+        if getattr(step, "on_failure", None) != "eager"
+        for block in _blocks(run, getattr(step, "blocks", None))
+        for name in embeddings
+        if f"{name}.".startswith(f"{block}.")
+    ]
+
+
+def _read_split(run: Run) -> list[tuple[str, str]]:
+    """Return (module, what reads it) for each split module whose weight is read where its forward does not run."""
+    styles = _styles(run)
+    return [
+        (name, f"{type(module).__name__} with {setting}")
+        for owner, module in (run.module.named_modules() if styles else ())
+        for child, setting in getattr(module, "read_past_forward", {}).items()
+        if (name := f"{owner}.{child}".removeprefix(".")) in styles
+    ]
+
+
+def _blocks(run: Run, patterns: Sequence[str] | None) -> Collection[str]:
+    try:
+        return select_blocks(run.module, patterns)
+    except ValueError:
+        return ()  # told where they are used
 
 
 def _is_sharded(run: Run) -> bool:

@@ -293,7 +293,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @property
     @override
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, "reshard_after_forward": self._reshard}
+        return {**super().settings, "reshard_after_forward": self._reshard, "blocks": self.blocks}
 
     @property
     def _gathering(self) -> Gathering:

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_ups.order import Placement, Run
+from lightning_ups.order import Placement, Run, refuse_precision
 from lightning_ups.tools.errors import unwrapped
 from lightning_ups.tools.layers import items
 from lightning_ups.tools.spelling import suggestion
@@ -22,6 +22,7 @@ __all__ = [
     "Asked",
     "build",
     "check_accelerator",
+    "check_precision",
     "check_slots",
     "check_strategy",
     "configured",
@@ -137,6 +138,8 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
         accelerator=accelerator,
         num_devices=num_devices,
         num_nodes=num_nodes,
+        detects_anomalies=bool(trainer.get("detect_anomaly")),
+        loggers=tuple(items(trainer.get("logger"))),
     )
 
 
@@ -154,6 +157,15 @@ def check_slots(trainer: Mapping[str, Any]) -> None:
             f"Two precisions are given: {' and '.join(given)}. A Trainer has one slot for the type that it computes in,"
             " and trainer.precision and a precision among trainer.plugins are two ways to fill it. Keep one of them."
         )
+
+
+def check_precision(module: LightningModule, trainer: Mapping[str, Any]) -> None:
+    """Refuse a precision that the strategy cannot have, where a Trainer on this machine might take another instead.
+
+    Raises:
+        ValueError: If it is none of those that a strategy of this package knows.
+    """
+    refuse_precision(run_of(module, trainer, ()))
 
 
 def check_strategy(strategy: Any) -> None:

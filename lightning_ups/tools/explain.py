@@ -9,8 +9,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ups.order import PolicyPrecision, Run, Stage, Step, policy_of, refusals
 from lightning_ups.tools.asked import Asked, counted
-from lightning_ups.transforms.blocks import find_blocks, select_blocks
+from lightning_ups.transforms.blocks import find_blocks, select_blocks, select_parameters
 from lightning_ups.transforms.parametrise import check_parametrisable, is_parametrised
+from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
 __all__ = ["show"]
 
@@ -103,8 +104,24 @@ def _refused(run: Run) -> Iterator[str]:
             check_parametrisable(run.module)
         except ValueError as error:
             yield str(error)
+    yield from _misfits(run)
     for step in run.declarations:
         yield from _unmatched(step, run.module)
+
+
+def _misfits(run: Run) -> Iterator[str]:
+    """Yield what of the strategy's settings does not fit the module."""
+    settings, module = run.strategy.settings, run.module
+    plan, size = settings.get("tensor_parallel_plan"), settings.get("tensor_parallel_size", 1)
+    for fit in (
+        lambda: select_blocks(module, settings.get("blocks")),
+        lambda: select_parameters(module, settings.get("outside", ())),
+        lambda: plan and styles_of(module, plan=plan_of(module, plan), size=size),
+    ):
+        try:
+            fit()
+        except ValueError as error:
+            yield f"{run.strategy.name}: {error}"
 
 
 def _unmatched(step: Step, module: LightningModule) -> Iterator[str]:

@@ -39,8 +39,10 @@ class HandWrites:
             yield
 
     def look(self) -> None:
-        """Look at what the model itself has gathered."""
-        self._look_at(self._root)
+        """Look at what is gathered now: what the model itself holds, and what modules keep after their forward."""
+        for module in self._root.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                self._look_at(module)
 
     def refuse(self, *, device: torch.device) -> None:
         """Say so if any device found a write. Every rank must call it.

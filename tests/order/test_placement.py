@@ -37,15 +37,21 @@ SHARDED = {
     "reshard_after_forward": True,
     "offload": False,
     "tensor_parallel_size": 1,
+    "blocks": None,
 }
 
 
 def test_a_strategy_that_is_made_says_how_it_divides_the_module():
     split = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan="gpt")
-    assert Placement.of(split).settings == SHARDED | {"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}
-    assert Placement.of(SimpleFSDPStrategy(sharding="gradients")).settings == SHARDED | {
+    assert Placement.of(split).settings == SHARDED | {
+        "tensor_parallel_size": 2,
+        "tensor_parallel_plan": "gpt",
+        "outside": (),
+    }
+    assert Placement.of(SimpleFSDPStrategy(sharding="gradients", blocks=["layers.*"])).settings == SHARDED | {
         "sharding": "gradients",
         "reshard_after_forward": False,
+        "blocks": ("layers.*",),
     }
     assert Placement.of(FSDP2Strategy).settings == {}
     assert Placement.of(DDPStrategy()).settings == {}

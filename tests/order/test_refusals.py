@@ -14,6 +14,7 @@ from lightning_ups.callbacks import (
     StepGuard,
     TokenThroughput,
 )
+from lightning_ups.models import GPT, GPTConfig
 from lightning_ups.order import REFUSALS, Declaration, Placement, Run, Stage, check, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from tests.toys import Net, loader, trainer
@@ -71,6 +72,26 @@ def holding(module):
     net = Net()
     net.inner = module
     return net
+
+
+class Drawing:
+    """Stands for TensorBoardLogger(log_graph=True), whose package may not be here."""
+
+    _log_graph = True
+
+
+def exemplified():
+    net = Net()
+    net.example_input_array = torch.ones(2, 8)
+    return net
+
+
+def gpt(**settings):
+    config = GPTConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=32, vocab_size=32, max_seq_len=8)
+    return holding(GPT(dataclasses.replace(config, **settings)))
+
+
+SPLIT = dataclasses.replace(FSDP2, settings={"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"})
 
 
 class MyCompile(Compile):
@@ -206,6 +227,22 @@ REFUSED = {
         run(strategy=FSDP2, module=holding(FullyShardedDataParallel())),
         "inner is wrapped for data parallelism already.*let the strategy shard it",
     ),
+    "a split embedding, compiled": (
+        run(strategy=SPLIT, module=gpt(), callbacks=(Compile(blocks=["inner"]),)),
+        "Compile would compile inner, and in it inner.embedding, an embedding that FSDP2Strategy splits.*Name blocks",
+    ),
+    "a graph drawn by one device": (
+        run(strategy=FSDP2, module=exemplified(), loggers=(Drawing(),)),
+        r"Drawing\(log_graph=True\) is given with FSDP2Strategy.*Leave log_graph out",
+    ),
+    "anomalies in a graph": (
+        run(strategy=SIMPLE, detects_anomalies=True),
+        "detect_anomaly=True is given with SimpleFSDPStrategy.*with FSDP2Strategy",
+    ),
+    "a weight that is split and read past its forward": (
+        run(strategy=SPLIT, module=gpt(loss="chunked")),
+        "FSDP2Strategy splits inner.head, and GPT with loss='chunked' reads its weight .*at its default",
+    ),
 }
 
 
@@ -241,7 +278,16 @@ ALLOWED = {
     "gathered in float8 outside fit": run(precision=Float8Precision(all_gather=True, emulate=True), training=False),
     "not gathered in float8, and so said": run(precision=Float8Precision(all_gather=False, emulate=True)),
     "pruned whole weights": run(callbacks=(ModelPruning("l1_unstructured"),)),
+    "a graph drawn of what is whole": run(module=exemplified(), loggers=(Drawing(),)),
+    "a graph of nothing": run(strategy=FSDP2, loggers=(Drawing(),)),
+    "anomalies": run(strategy=FSDP2, detects_anomalies=True),
     "one owner": run(callbacks=(Owner(),)),
+    "blocks beside a split embedding": run(strategy=SPLIT, module=gpt(), callbacks=(Compile(),)),
+    "a split embedding that may be left": run(
+        strategy=SPLIT, module=gpt(), callbacks=(Compile(blocks=["inner"], on_failure="eager"),)
+    ),
+    "a weight that is read past its forward, whole": run(strategy=FSDP2, module=gpt(loss="chunked")),
+    "a plan that does not fit, which is told by itself": run(strategy=SPLIT),
 }
 
 

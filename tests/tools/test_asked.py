@@ -10,6 +10,7 @@ from lightning_ups.tools.asked import (
     Asked,
     build,
     check_accelerator,
+    check_precision,
     check_slots,
     check_strategy,
     configured,
@@ -194,3 +195,12 @@ def test_objects_within_objects_are_made():
     found = made({"class_path": "tests.cli_toys.Noted", "init_args": {"note": [inner, 1, {"a": None}]}})
     data, one, nothing = found.note
     assert (data.size, one, nothing) == (3, 1, {"a": None})
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16", "64-true", "bf16-true"])
+def test_a_precision_is_refused_before_the_trainer_may_take_another(precision):
+    settings = DEFAULTS | {"precision": precision}
+    check_precision(Toy(), settings)
+    for strategy in ("fsdp2", "simple_fsdp"):  # on a CPU a Trainer takes bf16-mixed for 16-mixed
+        with pytest.raises(ValueError, match=r"FSDP2? .*Use "):
+            check_precision(Toy(), settings | {"strategy": strategy})

@@ -1,9 +1,9 @@
 import pytest
 from torch import nn
 
-import lightning_ups.strategies  # noqa: F401
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.tools.asked import Asked, run_of
 from lightning_ups.tools.explain import show
 from tests.cli_toys import Late, Toy
@@ -137,3 +137,20 @@ def test_frozen_parameters_and_large_numbers(lines):
     module.blocks[0].requires_grad_(False)
     _, out = lines(module=module)
     assert out[0] == "run       tests.cli_toys.Toy, 3.4 M parameters, 1.7 M of them frozen"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"blocks": ["blockz.*"]}, "The pattern 'blockz.*' matches no submodule"),
+        ({"outside": ["head.weigth"]}, "The pattern 'head.weigth' matches no parameter"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_plan": {"heat": "colwise"}}, "The pattern 'heat' matches no"),
+        ({"tensor_parallel_size": 3, "tensor_parallel_plan": {"head": "colwise"}}, "cannot be split along dimension 0"),
+    ],
+)
+def test_settings_of_the_strategy_that_do_not_fit_the_module(lines, settings, said):
+    module = Toy()
+    module.head = nn.Linear(8, 8)
+    code, out = lines(strategy=FSDP2Strategy(**settings), devices=6, module=module)
+    assert code == 2
+    assert said in " ".join(" ".join(out).split())

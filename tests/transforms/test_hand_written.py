@@ -1,3 +1,4 @@
+import copy
 import warnings
 
 import pytest
@@ -138,3 +139,58 @@ def test_a_parameter_that_another_is_put_in_the_place_of_is_told_of(ranks, tmp_p
 @pytest.mark.parametrize("manual", [False, True])
 def test_who_writes_nothing_is_left_alone(ranks, tmp_path, strategy, manual):
     assert ranks(fit, tmp_path, {"trained": True, "write": "", "manual": manual}, strategy) == ("", 2)
+
+
+class Teaching(Case):
+    """A copy of a layer follows it: with a warm-up it is written what it has, until the third step."""
+
+    def __init__(self, hook):
+        self.hook = hook
+        super().__init__()
+
+    def build(self):
+        super().build()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+    def follow(self):
+        for mine, its in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            mine.data.lerp_(its.data, 0.1)
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            target = self.teacher(batch)
+        loss = (self.run(batch) - target).square().mean()
+        if self.hook == "training_step":
+            self.follow()
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_before_zero_grad(self, _):
+        if self.hook == "on_before_zero_grad":
+            self.follow()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 4, 1))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def teach(path, hook):
+    warnings.simplefilter("ignore")
+    model = Teaching(hook)
+    lightning = Trainer(
+        accelerator="cpu", devices=2, max_steps=5, strategy=FSDP2Strategy(), default_root_dir=path,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        lightning.fit(model, DataLoader(data(), batch_size=4))
+    except RuntimeError as error:
+        return str(error), len(model.losses)
+    return "", len(model.losses)
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_before_zero_grad"])
+def test_a_teacher_that_begins_as_its_student_is_told_of_once_they_differ(ranks, tmp_path, hook):
+    said, steps = ranks(teach, tmp_path, hook)
+    assert "teacher.bias, teacher.weight are written to by hand" in said
+    assert steps == 3
