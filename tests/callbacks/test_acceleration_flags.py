@@ -113,14 +113,18 @@ def test_compile_bakes_in_the_kernel_of_the_flags_wherever_they_stand_in_the_lis
     assert fit(attention=None) == {FLASH}, "a graph of an earlier fit is not left behind"
 
 
-def test_what_it_froze_is_thawed_when_the_run_ends(tmp_path, monkeypatch):
-    monkeypatch.undo()
+def frozen_in_a_run(tmp_path):
     gc.unfreeze()
     model, before = Watched(), current_flags()
     trainer(tmp_path, callbacks=[AccelerationFlags(gc_interval=2)], epochs=2).fit(model, loader())
-    assert (model.flags["fit"]["gc_frozen"], before["gc_frozen"]) == (True, False)
-    assert current_flags() == before
-    gc.freeze()
+    return model.flags["fit"], before, current_flags()
+
+
+def test_what_it_froze_is_thawed_when_the_run_ends(fresh_process, tmp_path):
+    # In which there is less to be looked through, each time.
+    inside, before, after = fresh_process(frozen_in_a_run, tmp_path)
+    assert (inside["gc_frozen"], before["gc_frozen"]) == (True, False)
+    assert after == before
 
 
 def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):

@@ -31,7 +31,7 @@ def planner(
     module=None,
     **settings,
 ):
-    module = module or GPTModule(size="tiny")
+    module = module or gpt(2)
     with torch.device("meta"):
         module.configure_model()
     run = Run(
@@ -52,10 +52,10 @@ def fitting(gib_beyond):
     return 0.6 + gib_beyond / 0.97
 
 
-def shallow():
-    """Return a GPT of three blocks, one more than are gathered at once: each takes the compiler a second or more."""
+def gpt(blocks):
+    """Return the tiny GPT with so many blocks: each takes a rehearsal some time. Two are gathered at once."""
     module = GPTModule(size="tiny")
-    module.config = replace(module.config, num_layers=3)
+    module.config = replace(module.config, num_layers=blocks)
     return module
 
 
@@ -126,7 +126,9 @@ WIDE = (64, 257)  # of the tiny GPT, with products of 4 MiB and more
     "others", [(), (ActivationCheckpoint(save="nothing"),), (Compile(),)], ids=["alone", "recomputed", "compiled"]
 )
 def test_the_neighbour_is_what_the_callback_is(others):
-    plan, declared = planner(*others, batch=WIDE), planner(ActivationOffload(), *others, batch=WIDE)
+    plan, declared = (
+        planner(*callbacks, *others, batch=WIDE, module=gpt(3)) for callbacks in ((), (ActivationOffload(),))
+    )
     (variant,) = [v for v in plan.variants() if v.name == "ActivationOffload"]
     found = declared.moment(declared.declared)
     assert plan.moment(variant) == found
@@ -154,7 +156,8 @@ def test_offloading_that_would_move_nothing_is_no_cure():
 
 def test_under_sharding_too_it_moves():
     plain, moved = (
-        planner(*callbacks, strategy=FSDP2Strategy, devices=2, batch=WIDE) for callbacks in ((), (ActivationOffload(),))
+        planner(*callbacks, strategy=FSDP2Strategy, devices=2, batch=WIDE, module=gpt(4))
+        for callbacks in ((), (ActivationOffload(),))
     )
     before, after = (plan.moment(plan.declared) for plan in (plain, moved))
     assert after.of("activations") < 0.7 * before.of("activations")
@@ -165,7 +168,7 @@ def test_the_largest_batch_where_what_is_too_small_stays():
     # What goes into a block has 64 KiB in each sample. Of 4 it stays, of 8 it goes, and the line through the two
     # leads elsewhere.
     others = (ActivationCheckpoint(save="nothing"), ActivationOffload(min_mb=0.3))
-    plan = planner(*others, gib=fitting(0.6), batch=(4, 257))
+    plan = planner(*others, gib=fitting(0.6), batch=(4, 257), module=gpt(3))
     assert plan.moves_nothing()
     largest = plan.largest_batch(plan.declared)
     assert plan._holds(plan.declared, plan._step(plan.declared, samples=largest))
@@ -382,8 +385,8 @@ def sizes_of(module):
 
 @pytest.mark.parametrize("callbacks", [pytest.param((), marks=pytest.mark.slow), (Compile(),)])
 def test_one_graph_keeps_what_a_model_that_is_compiled_whole_keeps(callbacks):
-    one = planner(Compile(scope="model"), precision=BF16Precision(), module=shallow())
-    plan = planner(*callbacks, strategy=SimpleFSDPStrategy, devices=4, module=shallow())
+    one = planner(Compile(scope="model"), precision=BF16Precision(), module=gpt(3))
+    plan = planner(*callbacks, strategy=SimpleFSDPStrategy, devices=4, module=gpt(3))
     found, alone = plan.moment(plan.declared), one.moment(one.declared)
     assert (found.phase, found.place) == (alone.phase, alone.place) == ("backward", "")
     assert found.of("activations") == alone.of("activations") > 0
@@ -395,7 +398,8 @@ def test_one_graph_keeps_what_a_model_that_is_compiled_whole_keeps(callbacks):
 
 
 def test_one_graph_reduces_gradients_as_they_come():
-    plan = planner(ActivationCheckpoint(save="nothing"), strategy=SimpleFSDPStrategy, devices=4, batch=(1, 9))
+    recomputed = ActivationCheckpoint(save="nothing")
+    plan = planner(recomputed, strategy=SimpleFSDPStrategy, devices=4, batch=(1, 9), module=gpt(3))
     step = plan._step(plan.declared, samples=1)
     largest = max(moment.of("temporaries") for moment in step.loose.values())
     block, rest = sizes_of(plan.run.module)
@@ -415,10 +419,9 @@ def test_beside_one_graph_others_are_counted_for_themselves():
 
 @pytest.mark.parametrize("sharding", ["full", "none"])
 def test_matrices_that_are_split_are_counted_as_parts(sharding):
-    plan = planner(
-        strategy=FSDP2Strategy, devices=4, sharding=sharding, tensor_parallel_size=2, tensor_parallel_plan="gpt"
-    )
-    whole = planner(strategy=FSDP2Strategy, devices=2, sharding=sharding)
+    settings = {"strategy": FSDP2Strategy, "sharding": sharding}
+    plan = planner(devices=4, tensor_parallel_size=2, tensor_parallel_plan="gpt", module=gpt(4), **settings)
+    whole = planner(devices=2, module=gpt(4), **settings)
     found, before = plan.moment(plan.declared), whole.moment(whole.declared)
     split = sum(p.numel() for p in plan.run.module.parameters() if p.dim() == 2)
     vectors = sum(p.numel() for p in plan.run.module.parameters()) - split

@@ -25,8 +25,15 @@ def on_meta(module):
     return module
 
 
+def gpt(blocks, kind=GPTModule):
+    """Return the tiny GPT with so many blocks: each takes a rehearsal some time."""
+    module = kind(size="tiny")
+    module.config = replace(module.config, num_layers=blocks)
+    return on_meta(module)
+
+
 def run(module=None, *callbacks, precision=None, strategy=SingleDeviceStrategy, devices=1):
-    module = module or on_meta(GPTModule(size="tiny"))
+    module = module or gpt(2)
     return Run(
         module=module,
         strategy=Placement.of(strategy),
@@ -109,12 +116,15 @@ INPUT = 4 * 256 * 128 * 2  # bytes of what goes into a block of the tiny GPT, in
 
 
 def offloading(*others, **options):
-    asked = run(None, ActivationOffload(min_mb=0, **options), *others, precision=BF16Precision())
-    return rehearse_run(asked, LONG)
+    return long(ActivationOffload(min_mb=0, **options), *others)
+
+
+def long(*callbacks):
+    return rehearse_run(run(gpt(4), *callbacks, precision=BF16Precision()), LONG)
 
 
 def test_declared_offloading_leaves_the_last_block():
-    plain = rehearse_run(run(precision=BF16Precision()), LONG)
+    plain = long()
     blocks, besides = saved_of(plain)
     moved = offloading()
     kept, outside = saved_of(moved)
@@ -127,7 +137,7 @@ def test_declared_offloading_leaves_the_last_block():
 
 
 def test_one_block_is_brought_back_ahead():
-    blocks, _ = saved_of(rehearse_run(run(precision=BF16Precision()), LONG))
+    blocks, _ = saved_of(long())
     owners = {
         place: m.by_owner("activations") for (phase, place), m in offloading().loose.items() if phase == "backward"
     }
@@ -140,11 +150,11 @@ def test_one_block_is_brought_back_ahead():
 
 
 def test_every_second_block_and_large_tensors_alone():
-    blocks, _ = saved_of(rehearse_run(run(precision=BF16Precision()), LONG))
+    blocks, _ = saved_of(long())
     second = offloading(every_k=2)
     assert saved_of(second)[0] == [INPUT, *blocks[1:]]
     assert second.on_host == blocks[0] + blocks[2]
-    large = rehearse_run(run(None, ActivationOffload(min_mb=2 * INPUT / 2**20), precision=BF16Precision()), LONG)
+    large = long(ActivationOffload(min_mb=2 * INPUT / 2**20))
     assert 0 < large.on_host < offloading().on_host
 
 
@@ -155,14 +165,14 @@ def test_with_checkpointing_the_inputs_of_blocks_move(compiles):
 
 
 def test_products_that_eager_code_keeps_stay():
-    plain = rehearse_run(run(None, ActivationCheckpoint(save="matmuls"), precision=BF16Precision()), LONG)
+    plain = long(ActivationCheckpoint(save="matmuls"))
     moved = offloading(ActivationCheckpoint(save="matmuls"))
     assert moved.on_host == 4 * INPUT
     assert plain.saved.of("activations") - moved.saved.of("activations") == 3 * INPUT
 
 
 def test_what_compiled_code_saves_moves():
-    blocks, _ = saved_of(rehearse_run(run(None, Compile(), precision=BF16Precision()), LONG))
+    blocks, _ = saved_of(long(Compile()))
     moved = offloading(Compile())
     assert saved_of(moved)[0] == [0, 0, INPUT, blocks[3]]
     assert moved.on_host == sum(blocks)
@@ -173,8 +183,8 @@ def test_in_one_graph_nothing_moves():
 
 
 def test_offloading_that_is_asked_instead():
-    asked = run(None, precision=BF16Precision())
-    declared = rehearse_run(run(None, ActivationOffload(), precision=BF16Precision()), LONG)
+    asked = run(gpt(4), precision=BF16Precision())
+    declared = long(ActivationOffload())
     wanted = rehearse_run(asked, LONG, change=Change(offloading=True))
     assert wanted == declared
     assert wanted.on_host == 0  # of a MiB, which is what a callback without arguments asks for, there is none
@@ -226,8 +236,8 @@ def test_modules_of_others(name):
 class ByItself(GPTModule):
     """Does what Lightning would do."""
 
-    def __init__(self):
-        super().__init__(size="tiny")
+    def __init__(self, size):
+        super().__init__(size=size)
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
@@ -243,7 +253,7 @@ class ByItself(GPTModule):
 def test_manual_optimization_takes_what_automatic_does(precision, callback):
     asked = run(None, callback, precision=precision)
     lightnings = rehearse_run(asked, BATCH)
-    own = rehearse_run(replace(asked, module=on_meta(ByItself())), BATCH)
+    own = rehearse_run(replace(asked, module=gpt(2, ByItself)), BATCH)
     assert own.fixed.total == lightnings.fixed.total
     for phase in ("backward", "optimizer"):
         assert own.peaks[phase].total == pytest.approx(lightnings.peaks[phase].total, rel=0.001), phase
@@ -254,7 +264,7 @@ def test_autocast_keeps_casts_to_the_end_of_a_step_that_optimizes_by_itself():
     precision = BF16Precision(weights="autocast")
     lightnings, own = (
         rehearse_run(run(module, ActivationCheckpoint(save="nothing"), precision=precision), BATCH)
-        for module in (None, on_meta(ByItself()))
+        for module in (None, gpt(2, ByItself))
     )
     products = sum(p.numel() for p in run().module.parameters() if p.dim() == 2) - 256 * 128  # without the embedding
     more = own.peaks["optimizer"].of("activations") - lightnings.peaks["optimizer"].of("activations")
@@ -280,12 +290,12 @@ class Halves(ByItself):
 
 
 def test_toggled_optimizers_have_gradients_by_turns():
-    toggled = rehearse_run(run(on_meta(Halves())), BATCH)
+    toggled = rehearse_run(run(gpt(2, Halves)), BATCH)
     Halves.toggles = False
-    both = rehearse_run(run(on_meta(Halves())), BATCH)
+    both = rehearse_run(run(gpt(2, Halves)), BATCH)
     Halves.toggles = True
     assert toggled.fixed.of("gradients") == 0
-    weights = sum(p.numel() for p in on_meta(Halves()).parameters())
+    weights = sum(p.numel() for p in gpt(2, Halves).parameters())
     assert both.peaks["optimizer"].of("gradients") == pytest.approx(4 * weights, rel=0.01)
     assert toggled.peaks["optimizer"].of("gradients") < 0.9 * both.peaks["optimizer"].of("gradients")
 

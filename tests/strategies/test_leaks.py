@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -55,9 +56,9 @@ class Wide(LightningModule):
 
 def left():
     gc.collect()
-    objects = gc.get_objects()
-    found = {kind: sum(type(o).__name__ == kind for o in objects) for kind in KINDS}
-    found["FSDPModule"] = sum(isinstance(o, FSDPModule) for o in objects)
+    types = Counter(map(type, gc.get_objects()))
+    found = {kind: sum(count for t, count in types.items() if t.__name__ == kind) for kind in KINDS}
+    found["FSDPModule"] = sum(count for t, count in types.items() if issubclass(t, FSDPModule))
     found["groups"] = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
     return found
 
@@ -77,6 +78,8 @@ def run(tmp_path, strategy, plugins, devices):
 def counts(tmp_path, strategy, plugins, devices):
     """Return what is left after each of two runs; what all runs share, the first has made."""
     found = []
+    gc.collect()
+    gc.freeze()  # what others have made: to look through it takes longer than the runs
     for _ in range(2):
         run(tmp_path, strategy, plugins, devices)
         found.append(left())
