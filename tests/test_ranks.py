@@ -54,8 +54,15 @@ def test_a_failure_of_pytest_is_an_error_too(ranks):
     assert len(ranks(who)) == 2
 
 
-def test_a_rank_that_ends_is_no_hang(tmp_path):
-    alone = Ranks(1, tmp_path / "store")
-    with pytest.raises(EOFError):
-        alone(end)
-    alone.close()
+def end_on(rank):
+    if dist.get_rank() == rank:
+        end()
+    return everywhere(rank)
+
+
+def test_a_rank_that_ends_is_no_hang_and_others_are_born(tmp_path):
+    two = Ranks(2, tmp_path / "store")
+    with pytest.raises(AssertionError, match=r"rank 1 has ended amid <function end_on"):
+        two(end_on, 1)
+    assert len(two(who)) == 2
+    two.close()
