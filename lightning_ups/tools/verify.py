@@ -4,7 +4,9 @@ import math
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from typing_extensions import override
 from lightning_ups._compat.inductor import eager_random_numbers
 from lightning_ups.order import Weights, policy_of
 from lightning_ups.order.policy import STOCK_POLICIES
+from lightning_ups.order.refusals import check
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision
 from lightning_ups.tools.trial import Trial
 from lightning_ups.transforms.blocks import find_blocks
@@ -38,8 +41,9 @@ from lightning_ups.transforms.verify_faults import FAULTS, Fault
 from lightning_ups.transforms.verify_rounding import Rounding, rounded_linears
 from lightning_ups.transforms.verify_watch import Tape, Watch
 
-__all__ = ["TRIES", "Verdict", "own_options", "show", "verify"]
+__all__ = ["OPTIONS", "TRIES", "Verdict", "own_options", "show", "verify"]
 
+OPTIONS = ("no_faults", "steps")  # as typed
 TRIES = True
 _ROUNDINGS: Mapping[str, Rounding] = {
     "tensorwise": "tensor",
@@ -50,6 +54,10 @@ _ROUNDINGS: Mapping[str, Rounding] = {
     "current": "tensor",
     "block": "block",
 }
+
+
+_LOOKED_UP = ("best", "hpc", "last")  # by callbacks and folders of a run
+_SAME = 1e-4  # how far apart two trainings may be that should be one: kernels may sum in another order
 
 
 def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -101,6 +109,8 @@ def show(trial: Trial, **asked: Any) -> int:
     if trial.run.num_devices * trial.run.num_nodes > 1:
         count = trial.run.num_devices * trial.run.num_nodes
         print(f"compared on one device; what {count} devices send each other is not part of it")
+    if trial.checkpoint in _LOOKED_UP:
+        print(f"begins with the module's own weights: a trial finds no checkpoint {trial.checkpoint!r}, but a file")
     verdict = verify(trial, **asked)
     print(*_lines(verdict), sep="\n")
     return 0 if verdict.green else 1
@@ -116,7 +126,8 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
         fault: A block and what to do to it in the configured training: for tests of this.
 
     Raises:
-        ValueError: If no step is to be taken, or none was, or how the precision rounds is not known.
+        ValueError: If no step is to be taken, or none was, how the precision rounds is not known, fit would refuse the
+            run, or a second training gets other data.
     """
     if steps < 1:
         raise ValueError(
@@ -124,6 +135,7 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
             " What is compared are losses and gradients of each step of the optimizer."
             " Give --steps 1 or more; 3 are enough for most."
         )
+    check(trial.run)  # of its callbacks a trial has but some, and fit would have them all
     _check_known(trial.precision)
     trial.check_fits_one_device()
     references = _References(trial, steps=steps)
@@ -156,6 +168,17 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
     )
 
 
+def _check_same_data(plain: Sequence[Step], found: Sequence[Step], *, of: str) -> None:
+    forward = ("input", "loss")
+    if any(each.what in forward and each.distance > _SAME for each in distances(plain, found)):
+        raise ValueError(
+            f"{of} got other batches, or drew other random numbers, in a second training than in the first."
+            " Each begins with the same seed, and what does not follow it cannot be compared."
+            " Let data and the module draw from torch, numpy or random as they are seeded, and from no generator that"
+            " goes on from one fit to the next."
+        )
+
+
 def _check_known(precision: Precision) -> None:
     if isinstance(precision, BF16WeightsPrecision):
         raise ValueError(
@@ -176,7 +199,7 @@ class _References:
 
     def __init__(self, trial: Trial, *, steps: int) -> None:
         self._trial, self._steps = trial, steps
-        self._state: dict[str, Tensor] | None = None
+        self._state: dict[str, Any] | None = None
         self._tape = Tape()
 
     def plain(self) -> list[Step]:
@@ -231,6 +254,8 @@ class _References:
             # A gradient that is scaled shows where there is one: if need be, outside the blocks.
             place = REST if fault is FAULTS["a gradient scaled by 2"] and not trained else middle
             found = self._train(precision=Precision(), plain=True, fault=(place, fault), steps=steps)
+            if fault is FAULTS["a gradient scaled by 2"]:  # whose forward, until the first step, is the reference's
+                _check_same_data(plain[:steps], found, of=type(self._trial.module).__name__)
             result[name] = max(
                 each.distance / band[each.step, each.block, each.what]
                 for each in distances(plain[:steps], found)
@@ -251,7 +276,9 @@ class _References:
         fault: tuple[str, Fault] | None = None,
         prepare: Any = None,
     ) -> list[Step]:
-        watch = _WatchSteps(self._tape, fault, prepare)
+        given = self._trial.checkpoint
+        checkpoint = given if self._state is None and given not in _LOOKED_UP else None
+        watch = _WatchSteps(self._tape, fault, prepare, checkpoint)
         module = self._trial.module
         self._trial.fit(watch, steps=steps or self._steps, precision=precision, plain=plain, state=self._state)
         if self._state is None:
@@ -273,18 +300,23 @@ def _recipe(precision: Precision) -> str | None:
 class _WatchSteps(Callback):
     """Takes steps down, from the first to the last, in a training that it may prepare or break."""
 
-    def __init__(self, tape: Tape, fault: tuple[str, Fault] | None, prepare: Any) -> None:
-        self._tape, self._fault, self._prepare = tape, fault, prepare
+    def __init__(
+        self, tape: Tape, fault: tuple[str, Fault] | None, prepare: Any, checkpoint: str | None = None
+    ) -> None:
+        self._tape, self._fault, self._prepare, self._checkpoint = tape, fault, prepare, checkpoint
         self._stack = ExitStack()
         self._watch: Watch | None = None
         self._loss: Tensor | None = None
-        self.state: dict[str, Tensor] = {}
+        self._stepped = False  # in the batch that is under way
+        self.state: dict[str, Any] = {}
         self.steps: list[Step] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         blocks = find_blocks(pl_module)
-        self.state = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
+        if self._checkpoint is not None:
+            _load_weights(trainer, pl_module, self._checkpoint)
+        self.state = {name: _kept(value) for name, value in pl_module.state_dict().items()}
         if self._prepare is not None:
             self._stack.enter_context(self._prepare(pl_module))
         if self._fault is not None:
@@ -300,6 +332,7 @@ class _WatchSteps(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         assert self._watch is not None
+        self._stepped = True
         masters: Mapping[nn.Parameter, Tensor] = getattr(getattr(optimizer, "masters", None), "of", {})
 
         def gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -315,7 +348,8 @@ class _WatchSteps(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self._watch is not None and isinstance(loss, Tensor) and pl_module.automatic_optimization:
+        stepped, self._stepped = self._stepped, False  # other batches are of a step that is yet to come
+        if self._watch is not None and stepped and isinstance(loss, Tensor) and pl_module.automatic_optimization:
             self._watch.note_loss(loss.item())
 
     @override
@@ -328,14 +362,32 @@ class _WatchSteps(Callback):
         self._stack.close()
 
 
+def _load_weights(trainer: Trainer, module: LightningModule, path: str) -> None:
+    """Let ``module`` have the weights of a checkpoint, whose progress and optimizers no trial goes on from."""
+    if not Path(path).is_file():
+        raise ValueError(
+            f"verify cannot begin with the weights of {path!r}, which is no file."
+            " It reads them on one device, from a checkpoint that is a single one."
+            " Give such a file: python -m lightning_ups export --format torch makes one of a folder."
+        )
+    checkpoint = trainer.strategy.load_checkpoint(path)
+    module.on_load_checkpoint(checkpoint)
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of ``value``, of a state dict: an extra state of a module may be anything."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
 @contextmanager
 def _disturbed(module: LightningModule) -> Iterator[None]:
     """Change each weight by some of its last bits: what another order of summation does."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in module.parameters():
+        for p in (p for p in module.parameters() if p.is_floating_point() or p.is_complex()):
             noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
-            p.mul_(1 + 2**-20 * noise)
+            p.mul_(1 + max(2**-20, torch.finfo(p.dtype).eps) * noise)  # of few bits, the last is far from that
     yield
 
 
@@ -354,7 +406,11 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         if others := len(verdict.departures) - len(shown):
             yield f"  and {others} more"
     elif verdict.blind:
-        yield f"CANNOT TELL: {' and '.join(verdict.blind)} would stay within twice the band. Use a larger batch."
+        yield f"CANNOT TELL: {' and '.join(verdict.blind)} would stay within twice the band."
+        yield (
+            "Use a larger batch, or --ckpt_path FILE: in a model that is not trained, a layer may do so little that"
+            " nobody misses it."
+        )
     else:
         yield (
             f"GREEN: nearest to its bound is {_where(nearest.block)}, step {nearest.step}, {nearest.what}:"

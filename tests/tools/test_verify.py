@@ -4,11 +4,14 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_ups.__main__ import main
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
@@ -322,6 +325,73 @@ def test_a_reference_that_is_no_number_is_no_fault_of_the_configuration():
     assert verify(trial(module=Diverging(2), plugins=[BF16Precision()]), steps=1).green
 
 
+class OtherData(RandomTokens):
+    """Draws anew in each fit."""
+
+    fits = 0
+
+    def train_dataloader(self):
+        OtherData.fits += 1
+        return DataLoader(torch.randint(64, (8, 33), generator=torch.Generator().manual_seed(self.fits)), batch_size=4)
+
+
+class OtherNoise(Deep):
+    """Draws from a generator that goes on."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) * torch.rand((), generator=self.generator)
+
+
+def test_data_and_noise_that_no_seed_decides_are_not_compared():
+    message = r"got other batches, or drew other random numbers.*goes on from one fit to the next\."
+    drawn = replace(trial(num_layers=2), data=OtherData(vocab_size=64, seq_len=32, batch_size=4))
+    with pytest.raises(ValueError, match=message):
+        verify(drawn, steps=1)
+    with pytest.raises(ValueError, match=message):
+        verify(trial(module=OtherNoise()), steps=1)
+
+
+class Remembering(Deep):
+    """Has state that is no tensor, and a parameter of integers."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.count = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+        self.calls = []
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = [*state["calls"]]
+
+    def training_step(self, batch, index):
+        self.calls.append(index)
+        return super().training_step(batch, index) * len(self.calls)
+
+
+def test_what_is_no_tensor_is_put_back_too():
+    assert verify(trial(module=Remembering()), steps=2).same
+
+
+class LowBefore(Deep):
+    """Has bfloat16 weights of its own."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.model.bfloat16()
+
+
+def test_the_last_bits_of_weights_that_are_bfloat16_are_others():
+    verdict = verify(trial(module=LowBefore()), steps=1)
+    assert 2 < verdict.power < 100  # bands; of float32 it is 1e5, and compiled code was red
+    assert not verify(trial(module=LowBefore()), steps=1, fault=("model.layers.1", FAULTS["a stale scale"])).green
+
+
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
 def test_a_precision_whose_rounding_is_not_known_is_no_fault_of_the_run(precision):
     with pytest.raises(ValueError, match=rf"precision='{precision}', rounds.*Use one of \('32-true', 'bf16-mixed'\)"):
@@ -368,6 +438,35 @@ def test_the_module_is_as_it_was():
     verify(asked, steps=1)
     assert {p.dtype for p in asked.module.parameters()} == {torch.float32}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in asked.module.modules())
+
+
+def test_all_begin_with_the_weights_of_a_checkpoint(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    state = Deep(2).state_dict()
+    poisoned = {name: torch.full_like(value, math.nan) for name, value in state.items()}
+    torch.save({"state_dict": poisoned, "pytorch-lightning_version": "2.6.6"}, "of_no_number.ckpt")
+    (tmp_path / "folder").mkdir()
+    words = ["verify", "--config", "run.yaml", "--steps", "1", "--ckpt_path"]
+    assert main([*words, "of_no_number.ckpt"]) == 2
+    assert "has what is no number at step 0" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match=r"'folder', which is no file\..*export --format torch makes one of a "):
+        verify(replace(trial(num_layers=2), checkpoint="folder"), steps=1)
+    assert show(replace(trial(num_layers=2), checkpoint="last"), steps=1, faults=False) == 0
+    assert "begins with the module's own weights" in capsys.readouterr().out
+
+
+def test_what_fit_refuses_is_not_compared():
+    averaged = trial(num_layers=2, plugins=[BF16Precision()], callbacks=[WeightAveraging()])
+    with pytest.raises(ValueError, match=r"WeightAveraging.*weights='autocast'"):
+        verify(averaged, steps=1)
+
+
+def test_an_option_is_suggested_as_it_is_typed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["verify", "--config", "run.yaml", "--no-faults"]) == 2
+    assert "Did you mean 'no_faults'?" in " ".join(capsys.readouterr().err.split())
 
 
 def test_options_of_its_own_are_taken_out():
