@@ -1,5 +1,6 @@
 """A training step on tensors with shapes and without values, and the first batch of a run that has not begun."""
 
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ups._compat.log_levels import only_from
 
 __all__ = ["attach", "fake_step", "fake_twin", "first_batch"]
 
@@ -38,8 +42,16 @@ def fake_twin(module: LightningModule) -> Iterator[LightningModule]:
         raise ValueError(_refusal(module, error)) from error
     twin._trainer = module._trainer  # which a copy leaves behind
     vars(twin).update(dict.fromkeys(("log", "log_dict"), _nothing))
+    _let_write_nowhere(twin)
     with mode:
         yield twin
+
+
+def _let_write_nowhere(twin: LightningModule) -> None:
+    """Give ``twin`` loggers that keep nothing, as if there were none of the run's; they are properties of its class."""
+    nowhere = DummyLogger()
+    shown = {"logger": property(lambda _: nowhere), "loggers": property(lambda _: [nowhere])}
+    twin.__class__ = type(type(twin).__name__, (type(twin),), {"__module__": type(twin).__module__, **shown})
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -59,7 +71,8 @@ def fake_step(twin: LightningModule, batch: Any) -> None:
     try:
         if not twin.automatic_optimization:
             _let_step(twin)
-        twin.training_step(batch, *((0,) if indexed else ()))
+        with only_from(logging.CRITICAL, "torch._subclasses.fake_tensor"):  # it logs what it raises
+            twin.training_step(batch, *((0,) if indexed else ()))
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, MisconfigurationException) as error:
         raise ValueError(_refusal(twin, error)) from error
 
@@ -87,8 +100,9 @@ def _refusal(module: LightningModule, error: Exception) -> str:
     reason = (str(error) or repr(error)).splitlines()[0].rstrip(".")
     return (
         f"{type(module).__name__}.training_step could not run without values: {reason}."
-        " It looks at what a tensor holds, or at something that is there only within fit."
-        " Say how many rows its linear layers get: tokens=..., mostly batch size times sequence length."
+        " It looks at what a tensor holds, or at something that is there only within fit, or it fails there as well."
+        " Mend it if fit says the same. Else say how many rows its linear layers get: tokens=..., mostly batch size"
+        " times sequence length."
     )
 
 

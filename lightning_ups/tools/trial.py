@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
@@ -44,6 +46,7 @@ class Trial:
         callbacks: Callbacks of sections of their own.
         run: The run as asked for, with all its devices.
         seed: With which each trial begins.
+        checkpoint: What fit would go on from.
     """
 
     module: LightningModule
@@ -52,6 +55,7 @@ class Trial:
     callbacks: Sequence[Callback]
     run: Run
     seed: int
+    checkpoint: str | None = None
 
     @property
     def precision(self) -> Precision:
@@ -132,11 +136,12 @@ class Trial:
             **settings,
             strategy="auto" if plain else self.settings["strategy"],
             plugins=plugins or None,
-            callbacks=[*([] if plain else self.declared), watch],
+            callbacks=[*([] if plain else self.declared), _Patience(), watch],
             devices=1,
             use_distributed_sampler=False,  # it would shuffle in another way than a single device does
             max_steps=steps,
-            logger=False,
+            logger=DummyLogger(),  # which a module may write to by itself
+            log_every_n_steps=0,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -144,6 +149,17 @@ class Trial:
             num_sanity_val_steps=0,
             default_root_dir=folder,
         )
+
+
+class _Patience(Callback):
+    """Lets schedulers wait that go by what validation measures, since a trial validates nothing."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.strict:
+                config.strict = False  # or else what is not measured is an error, and so it is a warning
+                warnings.filterwarnings("ignore", "ReduceLROnPlateau conditioned on metric", RuntimeWarning)
 
 
 def _warnings_only() -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -42,6 +43,25 @@ def test_a_step_neither_computes_nor_logs_nor_leaves_anything_behind():
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+class Writing(Net):
+    def training_step(self, batch, batch_idx):
+        for logger in (self.logger, *self.loggers):
+            logger.log_metrics({"seen": 1.0})
+            logger.experiment.add_text("seen", "this")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_it_writes_to_its_logger_is_kept_nowhere(tmp_path):
+    module = Writing()
+    module.trainer = trainer(tmp_path)
+    module.trainer.loggers = [CSVLogger(tmp_path)]
+    with fake_twin(module) as twin:
+        fake_step(twin, data())
+        assert type(twin).__name__ == "Writing"
+    assert module.logger is module.trainer.logger
+    assert not module.logger.experiment.metrics
+
+
 def test_what_cannot_be_copied_says_what_to_give():
     module = Net()
     module.lock = Lock()
@@ -58,6 +78,18 @@ def test_a_step_that_looks_at_values_says_what_to_give():
     message = r"Looking.training_step could not run without values.*tokens="
     with pytest.raises(ValueError, match=message), fake_twin(Looking()) as twin:
         fake_step(twin, data())
+
+
+class Wrong(Net):
+    def training_step(self, batch):
+        return self.head(batch[:, :3])
+
+
+def test_a_step_that_fails_with_values_too_is_told_so_and_nothing_is_logged(caplog):
+    message = r"Wrong.training_step could not run.*fails there as well\. Mend it if fit says the same\..*tokens="
+    with pytest.raises(ValueError, match=message), fake_twin(Wrong()) as twin:
+        fake_step(twin, data())
+    assert not caplog.records
 
 
 class Manual(Net):

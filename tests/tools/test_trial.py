@@ -45,6 +45,28 @@ def test_a_trial_runs_what_is_declared_from_the_seed_and_nothing_else(tmp_path, 
     assert not [*tmp_path.iterdir()]
 
 
+class Writing(Toy):
+    """Writes to its logger by itself, and steps by what validation measures."""
+
+    def training_step(self, batch, index):
+        self.logger.log_metrics({"seen": 1.0})
+        self.logger.experiment.add_text("seen", "this")
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def test_a_module_may_write_to_a_logger_and_wait_for_validation():
+    watch = Watch()
+    tried = trial(module=Writing())
+    tried.fit(watch, steps=20)
+    assert watch.trainer.current_epoch > 1
+    assert len(watch.losses) == 20
+
+
 def test_a_plain_trial_leaves_out_strategy_precision_and_callbacks():
     tried = trial(callbacks=[ActivationCheckpoint(save="nothing")], plugins=[BF16Precision()], strategy="fsdp2")
     watch = Watch()
