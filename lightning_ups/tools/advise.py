@@ -22,7 +22,7 @@ from lightning_ups.transforms.advise_engine import ENGINE, engine_layers, engine
 from lightning_ups.transforms.advise_shapes import Layer, check_ran, layers_of, layers_with_rows, names_of, products_of
 from lightning_ups.transforms.advise_table import Table, Timer, cache_path, obtain_table, where
 from lightning_ups.transforms.advise_timer import timer_on
-from lightning_ups.transforms.float8 import Recipe, fitting_linears
+from lightning_ups.transforms.float8 import Recipe, fitting_linears, why_left
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.te import TEConversion
 
@@ -130,8 +130,10 @@ def advise(
     if not considered:
         raise ValueError(
             f"No linear layer of {type(trial.module).__name__} can compute in float8."
-            " Layers outside the blocks that repeat are left out, and so are dimensions that are no multiples of 16."
-            " Try --head, or name layers by include=[...] in the precision."
+            " Layers outside the blocks that repeat are left out, and so are dimensions that are no multiples of 16"
+            f"{_reasons(trial, names, head=head)}."
+            f" {'Name' if head else 'Try --head, or name'} layers by include=[...] in the precision, or keep"
+            " BF16Precision."
         )
     if dry:
         for name in _one_of_each(considered):
@@ -150,6 +152,15 @@ def advise(
         Advice(recipe=name, layers=layers, table=times, step_ms=step_ms, microbatches=microbatches)
         for name, layers in considered.items()
     ]
+
+
+def _reasons(trial: Trial, names: Iterable[str], *, head: bool) -> str:
+    """Return why layers are left out, for the first recipe of torchao's among ``names``."""
+    recipe = next((name for name in names if not is_engine(name)), None)
+    if recipe is None:
+        return ""
+    reasons = why_left(trial.module, **_selection(trial, recipe, head=head))
+    return ": " + "; ".join(f"{name}, {why}" for name, why in [*reasons.items()][:4]) if reasons else ""
 
 
 def _rows(trial: Trial, tokens: int | None) -> int | None:

@@ -183,10 +183,11 @@ def float32_for(error: BaseException) -> str:
     """Return the advice that lets the module in which ``error`` was raised compute in float32."""
     found = _module_of(error)
     if found is None:
-        return "let that part compute in float32, with BF16Precision(in_float32=[...])"
+        return "let that part compute in float32, with in_float32=[...] in the precision, as BF16Precision has it"
     name, module = found
     pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    return f"let {name} ({type(module).__name__}) compute in float32, with BF16Precision(in_float32=[{pattern!r}])"
+    what = f"let {name} ({type(module).__name__}) compute in float32"
+    return f"{what}, with in_float32=[{pattern!r}] in the precision, as BF16Precision has it"
 
 
 def _module_of(error: BaseException) -> tuple[str, nn.Module] | None:

@@ -33,6 +33,7 @@ __all__ = [
     "fitting_linears",
     "float8_linears",
     "float8_swap",
+    "why_left",
     "why_none_fits",
 ]
 
@@ -71,7 +72,11 @@ class Float8Conversion:
         """Put the layers of before in their places, with the weights that they have now."""
         for parent, name, original in self._originals:
             float8 = getattr(parent, name)
-            original.weight, original.bias = float8.weight, float8.bias
+            for kept in ("weight", "bias"):
+                if kept in float8._parameters:
+                    setattr(original, kept, getattr(float8, kept))
+                elif kept in vars(float8):  # made of others, which pruning has put in its place
+                    vars(original)[kept] = vars(float8)[kept]
             original.train(float8.training)
             setattr(parent, name, original)
 
@@ -157,6 +162,11 @@ def fitting_linears(
 ) -> dict[str, nn.Linear]:
     """Return the layers that ``convert_to_float8`` would swap, by name."""
     return _choose(module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size)[0]
+
+
+def why_left(module: nn.Module, **selection: Any) -> dict[str, str]:
+    """Return why the layers that ``fitting_linears`` leaves out are left out, by name."""
+    return _choose(module, **{"include": None, "exclude": (), "head": False, "tensor_size": 1, **selection})[1]
 
 
 def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
@@ -278,6 +288,9 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
     for table in _HOOK_TABLES:
         setattr(float8, table, getattr(linear, table))
     float8._is_full_backward_hook = linear._is_full_backward_hook  # which a module has of one kind
+    # So are parameters, but for those that are others: what prunes the layer that it knows, prunes the one that runs.
+    if float8.weight is linear.weight:
+        float8._parameters, float8._buffers = linear._parameters, linear._buffers
     # ... and so does what a subclass says of its initialisation, which on the meta device is yet to come.
     for name in vars(linear).keys() - vars(float8).keys():
         setattr(float8, name, vars(linear)[name])

@@ -242,8 +242,11 @@ def test_what_computes_in_float32_is_not_considered(capsys):
 
 
 def test_a_module_without_a_fitting_layer_says_what_to_try():
-    with pytest.raises(ValueError, match=r"No linear layer of Toy can compute in float8.*--head"):
+    with pytest.raises(ValueError, match=r"No linear layer of Toy can compute in float8.*outside the blocks.*--head"):
         show(trial(Toy()), dry=True)
+    message = r"multiples of 16: .*, \d+ x \d+ is no multiple of 16.* Name layers by include=\[...\] in the precision"
+    with pytest.raises(ValueError, match=message):
+        show(trial(Toy()), dry=True, head=True)
 
 
 class Network(LightningModule):

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.prune import random_unstructured
 
 from lightning_ups.transforms.float8 import (
     check_recipe,
@@ -141,6 +142,25 @@ def test_undo_puts_the_layers_back_with_the_weights_of_now():
     done.undo()
     assert dict(model.named_modules()) == originals
     assert torch.equal(model.layers[0][0].weight, torch.ones(64, 32))
+
+
+@pytest.mark.parametrize("of", ["torch's", "float8's"])
+def test_what_is_pruned_meanwhile_is_pruned_where_it_runs(of):
+    # ModelPruning holds the layers that there were before.
+    model = Model().to(torch.bfloat16)
+    before = dict(model.named_modules())
+    done = convert_to_float8(model, recipe="tensorwise", emulate=True)
+    pruned = before["layers.1.2"] if of == "torch's" else model.layers[1][2]
+    random_unstructured(pruned, "weight", amount=0.5)
+    mask = model.state_dict()["layers.1.2.weight_mask"] == 0
+    model.layers[1][2].weight_orig.data[mask] = 1e3  # would be seen
+    loss, _ = gradients(model)
+    assert loss < 10
+    assert (model.layers[1][2].weight_orig.grad[mask] == 0).all()
+    done.undo()
+    assert dict(model.named_modules()) == before
+    assert torch.equal(model.layers[1][2].weight == 0, mask)
+    assert gradients(model)[0] == pytest.approx(loss, rel=2e-2)
 
 
 class Reused(nn.Module):
