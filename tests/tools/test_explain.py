@@ -143,7 +143,7 @@ def test_frozen_parameters_and_large_numbers(lines):
     ("settings", "said"),
     [
         ({"blocks": ["blockz.*"]}, "The pattern 'blockz.*' matches no submodule"),
-        ({"outside": ["head.weigth"]}, "The pattern 'head.weigth' matches no parameter"),
+        ({"outside": ["head.weights"]}, "The pattern 'head.weights' matches no parameter"),
         ({"tensor_parallel_size": 2, "tensor_parallel_plan": {"heat": "colwise"}}, "The pattern 'heat' matches no"),
         ({"tensor_parallel_size": 3, "tensor_parallel_plan": {"head": "colwise"}}, "cannot be split along dimension 0"),
     ],
