@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,6 +37,9 @@ __all__ = [
     "writes_seen_by",
 ]
 
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SELECTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _BUDGETS: list[float] = []  # that are open: equal ones
@@ -164,9 +169,21 @@ def outside_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def unseen_by_selection(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``function`` hidden from selective checkpoints, and from no other mode of dispatch."""
+
+    @wraps(function)
+    def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not _len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with _without_selection():
+            return function(*args, **kwargs)
+
+    return hidden
+
+
 @contextmanager
-def unseen_by_selection() -> Iterator[None]:
-    """Hide what runs while the context is open from selective checkpoints, and from no other mode of dispatch."""
+def _without_selection() -> Iterator[None]:
     stack = _get_current_dispatch_mode_stack()
     first = next((place for place, mode in enumerate(stack) if isinstance(mode, _SELECTING)), len(stack))
     popped: list[Any] = [_pop_mode() for _ in stack[first:]][::-1]

@@ -67,10 +67,10 @@ def cast_when_recomputed(module: FSDPModule) -> None:
         return _apply_to_tensors(partial(_cast_fp_tensor, dtype), tree)
 
     if policy.cast_forward_inputs and (inside := policy.param_dtype) is not None:
-        hook = _untraced(lambda _, args, kwargs: again(inside, (args, kwargs)))
+        hook = _untraced(unseen_by_selection(lambda _, args, kwargs: again(inside, (args, kwargs))))
         owner.register_forward_pre_hook(hook, with_kwargs=True)
     if (outside := policy.output_dtype) is not None:
-        owner.register_forward_hook(_untraced(lambda _, __, output: again(outside, output)))
+        owner.register_forward_hook(_untraced(unseen_by_selection(lambda _, __, output: again(outside, output))))
 
 
 def initialise(root: FSDPModule) -> None:
@@ -95,7 +95,7 @@ def _gather_unseen(state: Any) -> None:
         (module._forward_pre_hooks, state._pre_forward_hook_handle, state._pre_forward),
         (module._forward_hooks, state._post_forward_hook_handle, state._post_forward),
     ):
-        hooks[handle.id] = hidden_from_dynamo(unseen_by_selection()(hook))
+        hooks[handle.id] = hidden_from_dynamo(unseen_by_selection(hook))
 
 
 def _type_of_frozen(group: Any) -> None:
@@ -371,6 +371,7 @@ def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
                     yield held, _differs(held, shard)
 
 
+@unseen_by_selection
 def _differs(held: Any, shard: Tensor) -> Tensor:
     whole = held._unsharded_param
     whole = (whole.to_local() if isinstance(whole, DTensor) else whole).detach()

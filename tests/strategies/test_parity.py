@@ -215,11 +215,16 @@ class _Bent(nn.Module):
 
 def recomputed_around_shards(tmp_path):
     CASES["Nested"] = Nested
-    options = {"callbacks": [ActivationCheckpoint(blocks=["model"])], "accumulate": 2}
     strategy = {"blocks": ["model.0", "model.1"]}
-    return on_ranks("Nested", tmp_path, strategy, 2, options), train("Nested", tmp_path / "one")[2]
+    found = []
+    for number, save in enumerate(("matmuls", ["aten.addmm", "aten._to_copy"])):
+        options = {"callbacks": [ActivationCheckpoint(blocks=["model"], save=save)], "accumulate": 2}
+        found.append(on_ranks("Nested", tmp_path / str(number), strategy, 2, options))
+    return found, train("Nested", tmp_path / "one")[2]
 
 
 def test_what_holds_sharded_blocks_is_recomputed_and_still_one_device(ranks, tmp_path):
-    # Its second run gathers what the first had whole: no operations that a selective checkpoint may count.
-    check(*ranks(recomputed_around_shards, tmp_path))
+    # Its second run gathers what the first had whole, and looks for no writes: operations that no checkpoint may count.
+    found, alone = ranks(recomputed_around_shards, tmp_path)
+    for each in found:
+        check(each, alone)
