@@ -142,8 +142,8 @@ class Checkpoints:
             checkpoint[MODELS] = models
         if self._sharded:
             save_sharded(self._saver, checkpoint, path, apart=_APART)
-            if path.name.startswith(_REQUEUED) or self._trainer.state.status != TrainerStatus.RUNNING:
-                self._saver.wait()  # nobody would later, as after a fit
+            if path.name.startswith(_REQUEUED) or self._is_outside_a_run():
+                self._saver.wait()  # nobody would later
         else:
             self._saver.save_file(gathered(checkpoint), path)
         self._report(path)
@@ -191,6 +191,11 @@ class Checkpoints:
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint, once the one that is being written is whole."""
         self._saver.remove(Path(path))
+
+    def _is_outside_a_run(self) -> bool:
+        state = self._trainer.state
+        ending = state.status == TrainerStatus.INTERRUPTED and state.stage is not None  # `fail` waits, for so long
+        return state.status != TrainerStatus.RUNNING and not ending
 
     def fail(self) -> None:
         """Let a save that is under way end, after an exception."""

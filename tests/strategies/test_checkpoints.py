@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, TensorDataset
@@ -592,6 +592,30 @@ def saved_after_fit(path):
     strategy.checkpoints.saver.observe = lambda phase, _: time.sleep(0.3 * (phase == "written"))
     run.save_checkpoint(path / "final.ckpt")
     return is_complete(path / "final.ckpt")
+
+
+def saved_amid_an_error(path):
+    warnings.simplefilter("ignore")
+
+    class Failing(Net):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("the user's own")
+
+    def observe(phase, _):
+        if phase == "writing" and dist.get_rank() == 1:
+            raise OSError("disk full")
+
+    strategy = FSDP2Strategy(async_save=True)
+    strategy.checkpoints.saver.observe = observe
+    callbacks = [OnExceptionCheckpoint(path)]
+    run = run_of(path, strategy=strategy, epochs=1, callbacks=callbacks)
+    with pytest.raises(ValueError, match="the user's own"):
+        run.fit(Failing(), loader(4))
+    return run.state.stage is None
+
+
+def test_a_save_that_fails_amid_an_error_does_not_hide_it(ranks, tmp_path):
+    assert ranks(saved_amid_an_error, tmp_path)
 
 
 def test_what_is_saved_after_fit_is_whole_when_that_returns(ranks, tmp_path):
