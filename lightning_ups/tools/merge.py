@@ -56,11 +56,12 @@ class _Merge:
 
     def one_for_each_slot(self, preset: Layer, layers: Sequence[Layer]) -> None:
         """Take the preset's precision and plugins away where the user has chosen others for their slots."""
-        for layer in layers:
+        first = _last_to_replace("plugins", layers) or 0
+        for index, layer in enumerate(layers):
             if (chosen := layer.trainer.get("precision")) is not None:
                 place = layer.place("trainer", "precision")
                 self._drop(preset, lambda kind: issubclass(kind, self._precision), f"{place}: precision {chosen}")
-            for key, kind in self._plugins(layer):
+            for key, kind in self._plugins(layer) if index >= first else ():
                 place = f"{layer.place('trainer', key)}: {kind.__name__}"
                 if issubclass(kind, self._precision) and (given := preset.trainer.pop("precision", None)):
                     self.said.append(f"{place} instead of precision {given}")
@@ -89,7 +90,7 @@ class _Merge:
         standing = items(preset.trainer.pop(name, None))
         for layer in layers:
             standing = self._without(standing, name, layer, preset)
-        first = max((index for index, layer in enumerate(layers) if name in layer.trainer), default=None)
+        first = _last_to_replace(name, layers)
         for layer in layers[first or 0 :]:
             for key in (name, f"{name}+"):
                 if key in layer.trainer:
@@ -158,6 +159,11 @@ class _Merge:
     def _kind(self, item: Any) -> type | None:
         name = item.get("class_path") if isinstance(item, dict) else item
         return self._find_class(name) if isinstance(name, str) else None
+
+
+def _last_to_replace(name: str, layers: Sequence[Layer]) -> int | None:
+    """Return the index of the last layer that has the list ``name`` itself: what others said of that before is gone."""
+    return max((index for index, layer in enumerate(layers) if name in layer.trainer), default=None)
 
 
 def _init_args(item: Tree | str) -> Tree:

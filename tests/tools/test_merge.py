@@ -164,6 +164,14 @@ def test_a_plugin_that_is_appended_replaces_the_presets_for_its_slot():
     assert said == ["0.yaml: AsyncCheckpointIO instead of TorchCheckpointIO"]
 
 
+@pytest.mark.parametrize("key", ["plugins", "plugins+"])
+def test_a_list_that_a_later_file_replaces_takes_no_precision_away(key):
+    mine = trainer(**{key: [spec("BF16Precision")]}), trainer(plugins=[spec("AsyncCheckpointIO")])
+    (base, *_), said = merge(trainer(precision="bf16-mixed"), *mine)
+    assert base.tree["trainer"]["precision"] == "bf16-mixed"
+    assert said == []
+
+
 def test_one_plugin_for_each_slot():
     (base, mine), said = merge(
         trainer(plugins=[spec("BF16Precision"), spec("TorchCheckpointIO")]),
