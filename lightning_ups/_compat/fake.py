@@ -16,8 +16,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from lightning_ups._compat.log_levels import only_from
 
@@ -47,11 +49,19 @@ def fake_twin(module: LightningModule) -> Iterator[LightningModule]:
         yield twin
 
 
+class _Unregistered(nn.Module):
+    """Comes before a class whose subclasses are registered as they are made, and leaves that out."""
+
+    @override
+    def __init_subclass__(cls) -> None:
+        pass
+
+
 def _let_write_nowhere(twin: LightningModule) -> None:
     """Give ``twin`` loggers that keep nothing, as if there were none of the run's; they are properties of its class."""
-    nowhere = DummyLogger()
+    nowhere, kind = DummyLogger(), type(twin)
     shown = {"logger": property(lambda _: nowhere), "loggers": property(lambda _: [nowhere])}
-    twin.__class__ = type(type(twin).__name__, (type(twin),), {"__module__": type(twin).__module__, **shown})
+    twin.__class__ = type(kind.__name__, (_Unregistered, kind), {"__module__": kind.__module__, **shown})
 
 
 def _nothing(*_: Any, **__: Any) -> None:

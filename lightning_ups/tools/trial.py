@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -91,7 +92,7 @@ class Trial:
         if not plain:
             self.check_fits_one_device()
         if state is not None:
-            self.module.load_state_dict(state)
+            self.module.load_state_dict({name: _copied(value) for name, value in state.items()})
         seed_everything(self.seed, workers=True, verbose=False)
         with TemporaryDirectory() as folder, _warnings_only():
             trainer = self._trainer(folder, watch, steps=steps, precision=precision, plain=plain)
@@ -136,11 +137,11 @@ class Trial:
             **settings,
             strategy="auto" if plain else self.settings["strategy"],
             plugins=plugins or None,
-            callbacks=[*([] if plain else self.declared), _Patience(), watch],
+            callbacks=[*([] if plain else self.declared), _Seeded(self.seed), _Patience(), watch],
             devices=1,
             use_distributed_sampler=False,  # it would shuffle in another way than a single device does
             max_steps=steps,
-            logger=DummyLogger(),  # which a module may write to by itself
+            logger=_Nowhere(folder),
             log_every_n_steps=0,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -149,6 +150,35 @@ class Trial:
             num_sanity_val_steps=0,
             default_root_dir=folder,
         )
+
+
+class _Nowhere(DummyLogger):
+    """Keeps nothing of what a module writes to it by itself; what goes to its folder goes with that."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self._folder
+
+
+class _Seeded(Callback):
+    """Draws from the seed anew: a module that the first of several trials builds has drawn from it in that alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seed_everything(self._seed, workers=True, verbose=False)
 
 
 class _Patience(Callback):
@@ -160,6 +190,11 @@ class _Patience(Callback):
             if config.reduce_on_plateau and config.strict:
                 config.strict = False  # or else what is not measured is an error, and so it is a warning
                 warnings.filterwarnings("ignore", "ReduceLROnPlateau conditioned on metric", RuntimeWarning)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what a module may hold on to and write to, such as an extra state; values it copies itself."""
+    return value if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _warnings_only() -> AbstractContextManager[None]:

@@ -173,7 +173,8 @@ def _check_same_data(plain: Sequence[Step], found: Sequence[Step], *, of: str) -
     if any(each.what in forward and each.distance > _SAME for each in distances(plain, found)):
         raise ValueError(
             f"{of} got other batches, or drew other random numbers, in a second training than in the first."
-            " Each begins with the same seed, and what does not follow it cannot be compared."
+            " Each begins with the same seed and weights; what follows neither, such as a number that the module counts"
+            " up beside its state dict, cannot be compared."
             " Let data and the module draw from torch, numpy or random as they are seeded, and from no generator that"
             " goes on from one fit to the next."
         )

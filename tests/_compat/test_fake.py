@@ -62,6 +62,27 @@ def test_what_it_writes_to_its_logger_is_kept_nowhere(tmp_path):
     assert not module.logger.experiment.metrics
 
 
+class Registering(Net):
+    """Knows its subclasses, by a word that each must give."""
+
+    kinds: ClassVar[dict] = {}
+
+    def __init_subclass__(cls, *, kind, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Registering.kinds[kind] = cls
+
+
+class Registered(Registering, kind="net"):
+    pass
+
+
+def test_a_registry_of_classes_does_not_get_that_of_the_copy():
+    with fake_twin(Registered()) as twin:
+        fake_step(twin, data())
+        assert type(twin).__name__ == "Registered"
+    assert Registering.kinds == {"net": Registered}
+
+
 def test_what_cannot_be_copied_says_what_to_give():
     module = Net()
     module.lock = Lock()

@@ -1,4 +1,5 @@
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,35 @@ def test_a_module_may_write_to_a_logger_and_wait_for_validation():
     tried.fit(watch, steps=20)
     assert watch.trainer.current_epoch > 1
     assert len(watch.losses) == 20
+
+
+class Built(Toy):
+    """Builds a part when it is first fitted, draws, and writes to the folder of the run."""
+
+    def __init__(self):
+        super().__init__()
+        self.late, self.drawn = None, []
+
+    def configure_model(self):
+        if self.late is None:
+            self.late = torch.nn.Linear(4, 4)
+
+    def on_fit_start(self):
+        for folder in (self.trainer.log_dir, self.logger.save_dir, self.logger.log_dir):
+            (Path(folder) / "written").touch()
+
+    def training_step(self, batch, index):
+        self.drawn.append(torch.rand(()).item())
+        return super().training_step(batch, index)
+
+
+def test_each_trial_draws_the_same_after_what_the_first_builds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tried = trial(module=Built())
+    for _ in range(2):
+        tried.fit(Watch(), steps=2)
+    assert tried.module.drawn[:2] == tried.module.drawn[2:]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_plain_trial_leaves_out_strategy_precision_and_callbacks():

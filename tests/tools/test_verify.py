@@ -367,7 +367,7 @@ class Remembering(Deep):
         return {"calls": self.calls}
 
     def set_extra_state(self, state):
-        self.calls = [*state["calls"]]
+        self.calls = state["calls"]
 
     def training_step(self, batch, index):
         self.calls.append(index)
