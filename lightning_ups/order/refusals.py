@@ -81,6 +81,12 @@ REFUSALS = (
         holds=lambda run: run.training and _has_masters(run) and bool(_averaging(run)),
     ),
     Refusal(
+        what=lambda run: f"{_rewinding(run)[0]} is given with {type(run.precision).__name__}(weights='masters').",
+        why="It puts the weights of the beginning, which are float32, where the model's of bfloat16 are.",
+        cure="Use use_lottery_ticket_hypothesis=False in the callback, or weights='autocast' in the precision.",
+        holds=lambda run: run.training and _has_masters(run) and bool(_rewinding(run)),
+    ),
+    Refusal(
         what=lambda run: f"{_pruning(run)[0]} is given with {run.strategy.name}.",
         why="It ranks weights, and puts masked copies in their places; here each device holds a part of a weight.",
         cure="Prune before fit, or use strategy='ddp'.",
@@ -322,6 +328,11 @@ def _owners(run: Run) -> list[str]:
 
 def _averaging(run: Run) -> list[str]:
     return [type(c).__name__ for c in run.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+
+
+def _rewinding(run: Run) -> list[str]:
+    pruning = [callback for callback in run.callbacks if isinstance(callback, ModelPruning)]
+    return [type(callback).__name__ for callback in pruning if callback._use_lottery_ticket_hypothesis]
 
 
 def _pruning(run: Run) -> list[str]:

@@ -291,6 +291,7 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
     # So are parameters, but for those that are others: what prunes the layer that it knows, prunes the one that runs.
     if float8.weight is linear.weight:
         float8._parameters, float8._buffers = linear._parameters, linear._buffers
+        float8._non_persistent_buffers_set = linear._non_persistent_buffers_set
     # ... and so does what a subclass says of its initialisation, which on the meta device is yet to come.
     for name in vars(linear).keys() - vars(float8).keys():
         setattr(float8, name, vars(linear)[name])

@@ -123,6 +123,10 @@ REFUSED = {
         run(callbacks=(EMAWeightAveraging(),), precision=BF16Precision()),
         r"EMAWeightAveraging is given with BF16Precision\(weights='masters'\). .*Use weights='autocast'",
     ),
+    "masters put back": (
+        run(callbacks=(ModelPruning("l1_unstructured"),), precision=BF16Precision()),
+        r"ModelPruning is given with BF16Precision\(weights='masters'\). .*use_lottery_ticket_hypothesis=False",
+    ),
     "pruned shards": (
         run(strategy=FSDP2, callbacks=(ModelPruning("l1_unstructured"),)),
         "ModelPruning is given with FSDP2Strategy.*Prune before fit, or use strategy='ddp'",

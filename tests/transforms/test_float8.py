@@ -163,6 +163,18 @@ def test_what_is_pruned_meanwhile_is_pruned_where_it_runs(of):
     assert gradients(model)[0] == pytest.approx(loss, rel=2e-2)
 
 
+def test_a_buffer_that_no_state_dict_has_stays_out_of_it():
+    model = Model().to(torch.bfloat16)
+    names = model.state_dict().keys()
+    model.layers[0][0].register_buffer("seen", torch.zeros(1), persistent=False)
+    done = convert_to_float8(model, recipe="tensorwise", emulate=True)
+    assert model.layers[0][0].seen == 0
+    assert model.state_dict().keys() == names
+    model.layers[1][2].register_buffer("late", torch.zeros(1), persistent=False)
+    done.undo()
+    assert model.state_dict().keys() == names
+
+
 class Reused(nn.Module):
     """One layer in two places, and one weight in two layers."""
 
