@@ -280,14 +280,12 @@ def refusals(run: Run) -> list[Refusal]:
 
 def check(run: Run) -> None:
     """Raise ValueError with the first refusal, if there is one."""
-    for refusal in refusals(run):
-        raise ValueError(refusal.text(run))
+    _refuse(run, REFUSALS)
 
 
 def refuse_second(run: Run) -> None:
     """Raise ValueError if a callback is given twice of which one is enough: those with ``only_one = True``."""
-    if _SECOND.holds(run):
-        raise ValueError(_SECOND.text(run))
+    _refuse(run, [_SECOND])
 
 
 def refuse_precision(run: Run) -> None:
@@ -295,7 +293,11 @@ def refuse_precision(run: Run) -> None:
 
     Before there is a Trainer, which would take another than the one that was asked for where a device has no such type.
     """
-    for refusal in (_FP16, _NO_POLICY):
+    _refuse(run, [_FP16, _NO_POLICY])
+
+
+def _refuse(run: Run, rows: Iterable[Refusal]) -> None:
+    for refusal in rows:
         if refusal.holds(run):
             raise ValueError(refusal.text(run))
 
@@ -331,8 +333,7 @@ def _averaging(run: Run) -> list[str]:
 
 
 def _rewinding(run: Run) -> list[str]:
-    pruning = [callback for callback in run.callbacks if isinstance(callback, ModelPruning)]
-    return [type(callback).__name__ for callback in pruning if callback._use_lottery_ticket_hypothesis]
+    return [type(c).__name__ for c in run.callbacks if isinstance(c, ModelPruning) and c._use_lottery_ticket_hypothesis]
 
 
 def _pruning(run: Run) -> list[str]:

@@ -166,7 +166,7 @@ def fitting_linears(
 
 def why_left(module: nn.Module, **selection: Any) -> dict[str, str]:
     """Return why the layers that ``fitting_linears`` leaves out are left out, by name."""
-    return _choose(module, **{"include": None, "exclude": (), "head": False, "tensor_size": 1, **selection})[1]
+    return _choose(module, **selection)[1]
 
 
 def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
@@ -215,10 +215,10 @@ def _choose(
     module: nn.Module,
     recipe: Recipe,
     *,
-    include: Sequence[str] | None,
-    exclude: Sequence[str],
-    head: bool,
-    tensor_size: int,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    head: bool = False,
+    tensor_size: int = 1,
 ) -> tuple[dict[str, nn.Linear], dict[str, str], list[str]]:
     """Return the layers to convert, why the others are not, and which of these were asked for."""
     linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
