@@ -115,6 +115,8 @@ def test_compile_bakes_in_the_kernel_of_the_flags_wherever_they_stand_in_the_lis
 
 def frozen_in_a_run(tmp_path):
     gc.unfreeze()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # as Lightning does amid the fit; flags tell of the allocator from then on
     model, before = Watched(), current_flags()
     trainer(tmp_path, callbacks=[AccelerationFlags(gc_interval=2)], epochs=2).fit(model, loader())
     return model.flags["fit"], before, current_flags()
