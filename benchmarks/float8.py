@@ -2,7 +2,8 @@
 
     python benchmarks/float8.py --set speed --output OUT          # the 1.5 B GPT, each precision, 30 steps
     python benchmarks/float8.py --set compiler --output OUT       # tensorwise, by other settings of inductor
-    python benchmarks/float8.py --set losses --output OUT         # 300 steps on the standard library: bf16's band
+    python benchmarks/float8.py --set losses --output OUT         # 300 steps on the standard library: bf16's band,
+                                                                  # and the first of its runs, rounded another way
     python benchmarks/float8.py --set recipes --output OUT        # the same by each recipe of torchao
     python benchmarks/float8.py --set recipes-te --output OUT     # and of Transformer Engine
     python benchmarks/float8.py --set predict-gpt --output OUT    # what float8 would gain for two models, and
@@ -46,8 +47,8 @@ SETTINGS = {  # functions that return what holds while it is open
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
     "speed": lambda name: name.startswith("speed") and not name.endswith(tuple(SETTINGS)),
     "compiler": lambda name: name.startswith("speed") and name.endswith(tuple(SETTINGS)),
-    "losses": lambda name: name.startswith("losses bf16"),
-    "recipes": lambda name: name.startswith("losses") and not name.startswith(("losses bf16", "losses te ")),
+    "losses": lambda name: name.startswith(("losses bf16", "losses autocast")),
+    "recipes": lambda name: name.startswith(tuple(f"losses {recipe} " for recipe in FLOAT8)),
     "recipes-te": lambda name: name.startswith("losses te "),
     "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
     "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
@@ -92,7 +93,7 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
         cases[f"speed tensorwise {setting}"] = partial(speed, "tensorwise", setting=setting, tiny=tiny)
     for seed in SEEDS:
         cases[f"losses bf16 seed {seed}"] = partial(losses, "bf16", seed=seed, tiny=tiny)
-    for name in (*FLOAT8, *engine):
+    for name in ("autocast", *FLOAT8, *engine):
         cases[f"losses {name} seed 0"] = partial(losses, name, seed=0, tiny=tiny)
     for model in MODELS:
         cases[f"predict {model}"] = partial(predict, model, tiny=tiny)
@@ -133,7 +134,7 @@ def _possible(names: Sequence[str], *, tiny: bool, output: Path) -> list[str]:
                 raise SystemExit(
                     f"Nothing is predicted for {model} yet. Run its --set predict-... first, and commit what it wrote."
                 )
-    ours = [name for name in names if "bf16" not in name and " te " not in name]
+    ours = [name for name in names if not any(other in name for other in ("bf16", "autocast", " te "))]
     if ours and (lack := unloadable("torchao.float8", what=repr(ours[0]))):
         raise SystemExit(f"{lack}. Install it for this torch.")
     images = [name for name in names if " vit" in name]
@@ -218,6 +219,8 @@ def precision(name: str, *, tiny: bool) -> Any:
 
     if name == "bf16":
         return BF16Precision()
+    if name == "autocast":
+        return BF16Precision(weights="autocast")
     if name.startswith("te "):
         more: dict[str, Any] = {"amax_history": 16} if name == "te delayed" else {}
         return TEPrecision(recipe=name.removeprefix("te "), **more)  # type: ignore[arg-type]
@@ -499,10 +502,13 @@ def _speeds(found: Mapping[str, Any]) -> list[str]:
 def _bands(found: Mapping[str, Any]) -> list[str]:
     rows = {name.removeprefix("losses_"): result for name, result in found.items() if name.startswith("losses_")}
     band = [result["last_tenth"] for name, result in rows.items() if name.startswith("bf16")]
-    lines = ["| run | mean loss of the last tenth | within the band of bf16's seeds |", "|---|---|---|"]
+    lines = ["| run | mean loss of the last tenth | to bf16's with its seed | within the band of bf16's seeds |"]
+    lines.append("|---|---|---|---|")
     for name, result in rows.items():
         inside = min(band) <= result["last_tenth"] <= max(band) if len(band) == len(SEEDS) else "?"
-        lines.append(f"| {name} | {result['last_tenth']:.4f} | {inside} |")
+        base = rows.get(f"bf16_seed_{name[-1]}", {}).get("last_tenth")
+        more = f"{result['last_tenth'] - base:+.4f}" if base else "?"
+        lines.append(f"| {name} | {result['last_tenth']:.4f} | {more} | {inside} |")
     if len(band) == len(SEEDS):
         lines.append(f"\nThe band: {min(band):.4f} to {max(band):.4f}")
     return lines

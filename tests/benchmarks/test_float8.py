@@ -30,6 +30,7 @@ def test_every_set_has_its_configurations(float8, tmp_path):
         "speed tensorwise tuned",
         "speed tensorwise combined",
     ]
+    assert [name for name in names if float8.SETS["losses"](name)][-1] == "losses autocast seed 0"
     assert [name for name in names if float8.SETS["recipes"](name)] == [
         f"losses {name} seed 0" for name in float8.FLOAT8
     ]
@@ -38,6 +39,7 @@ def test_every_set_has_its_configurations(float8, tmp_path):
 def test_what_compiles_beside_a_precision_is_allowed_there(float8):
     from lightning_ups.precision import BF16Precision, TEPrecision
 
+    assert float8.precision("autocast", tiny=True).weights == "autocast"
     assert [c.scope for c in float8._compiled(BF16Precision(), compiled=True)] == ["auto"]
     assert [c.scope for c in float8._compiled(TEPrecision(recipe="current"), compiled=True)] == ["blocks"]
     assert float8._compiled(TEPrecision(recipe="delayed"), compiled=True) == []
@@ -166,8 +168,9 @@ def test_the_tables_follow_from_what_was_kept(float8, tmp_path):
         keep(f"measure_1B_{name}", step_ms=step)
     text = "\n".join(float8._summary(tmp_path))
     assert "| tensorwise | 125 | 1.250 | 3.5 | 5 | 1.0000 |" in text
-    assert "| rowwise_seed_0 | 1.1500 | True |" in text
-    assert "| tensorwise_seed_0 | 1.2500 | False |" in text
+    assert "| bf16_seed_2 | 1.2000 | +0.0000 | True |" in text
+    assert "| rowwise_seed_0 | 1.1500 | +0.1500 | True |" in text
+    assert "| tensorwise_seed_0 | 1.2500 | +0.2500 | False |" in text
     assert "The band: 1.0000 to 1.2000" in text
     assert "| 1B | +20.0% | +20.0% | +22.0% | +22.4% | True | +2.0% |" in text
     assert "| 150M | -5.0% |  | +0.0% |" in text

@@ -124,18 +124,47 @@ def test_readmes_row_of_images_is_that_of_the_raw_output():
     assert re.findall(r"\[([\d.]+)x\]", gain) == [as_told(found[1]["step_ms"] / found[0]["step_ms"], "0.00")]
 
 
-@pytest.mark.parametrize("model", ["1B", "vit", "mixed"])
+@pytest.mark.parametrize("model", ["1B", "150M", "vit", "mixed"])
 def test_what_was_predicted_and_measured_is_as_told(model):
     said, found = (RESULTS / f"2026-11-24_float8_{name}" for name in ("predictions", "measured"))
     predicted = json.loads((said / f"predict_{model}.json").read_text())
     names = ("bf16", "tensorwise", "auto")
     steps = [json.loads((found / f"measure_{model}_{name}.json").read_text())["step_ms"] for name in names]
     gains = [predicted["gain_all"], steps[0] / steps[1] - 1, predicted["gain_auto"], steps[0] / steps[2] - 1]
-    told = {"1B": "GPT 1.5 B", "vit": "ViT-L", "mixed": "six blocks"}[model]
+    told = {"1B": "GPT 1.5 B", "150M": "GPT 150 M", "vit": "ViT-L", "mixed": "six blocks"}[model]
     (line,) = (line for line in (ROOT / "docs" / "advise.md").read_text().splitlines() if line.startswith(f"| {told}"))
     assert re.findall(r"[+-][\d.]+(?= %)", line) == [f"{100 * gain:+.1f}" for gain in gains]
     assert max(abs(gains[0] - gains[1]), abs(gains[2] - gains[3])) < 0.05
     assert steps[2] < 1.01 * min(steps[:2])
+
+
+def test_speeds_and_losses_by_recipe_are_as_told():
+    speeds, losses = (RESULTS / f"2026-11-24_float8_{name}" for name in ("speed", "losses"))
+    found = {path.stem.removeprefix("speed_"): json.loads(path.read_text()) for path in speeds.glob("speed_*.json")}
+    ends = {path.stem: json.loads(path.read_text())["last_tenth"] for path in losses.glob("*/losses_*.json")}
+    table = (ROOT / "docs" / "precision.md").read_text().partition("The recipes beside each other")[2]
+    told = {}
+    for line in re.findall(r"^\| `.*", table, flags=re.MULTILINE):
+        name, ratio, peak_gib, more = (cell.strip() for cell in line.strip("|").split("|"))
+        name = name.rpartition(", ")[2].strip("`")
+        told[name] = ratio, peak_gib, more
+    for name, (ratio, peak_gib, more) in told.items():
+        kept = {"BF16Precision": "bf16", **{e: f"te_{e}" for e in ("current", "delayed", "block")}}.get(name, name)
+        assert ratio == as_told(found[kept]["tokens_per_s"] / found["bf16"]["tokens_per_s"], ratio)
+        assert peak_gib == as_told(found[kept]["peak_gib"], peak_gib)
+        lost = ends[f"losses_{kept}_seed_0"] - ends["losses_bf16_seed_0"]
+        assert more == (f"{lost:+.3f}" if lost else "")
+    assert len(told) == len(found) == 7
+
+
+def test_each_fault_is_named_in_what_was_verified():
+    cases = json.loads((RESULTS / "2026-11-24_verify" / "result.json").read_text())
+    assert all(case["green"] and {*case["faults"].values()} == {"model.layers.11"} for case in cases)
+    assert all(len(case["faults"]) == 4 for case in cases)
+    powers = sorted(case["smallest fault, in bands"] for case in cases)
+    text = (ROOT / "docs" / "verify.md").read_text()
+    for power in (powers[0], max(power for power in powers if power < 10), powers[-1]):
+        assert f"{power:.1f}" in text
 
 
 def test_each_row_of_readme_is_held_to_something():
