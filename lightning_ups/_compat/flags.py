@@ -21,6 +21,7 @@ __all__ = [
     "Tf32",
     "allocator_settings",
     "allocator_variable",
+    "allowed_attention",
     "cache_key_tag",
     "forget_graphs",
     "merge_settings",
@@ -188,7 +189,12 @@ def settle_attention(device: torch.device) -> None:
 def read_attention() -> AttentionState:
     """Return what holds now."""
     order = tuple(SDPBackend(number) for number in torch._C._get_sdp_priority_order())
-    return AttentionState(frozenset(b for b, (enabled, _) in _SWITCHES.items() if enabled()), order)
+    return AttentionState(allowed_attention(), order)
+
+
+def allowed_attention() -> frozenset[SDPBackend]:
+    """Return which kernels may be chosen now."""
+    return frozenset(backend for backend, (enabled, _) in _SWITCHES.items() if enabled())
 
 
 def write_attention(state: AttentionState) -> None:

@@ -208,7 +208,8 @@ class AccelerationFlags(Declaration):
         if not self._looked and attention_is_unused(asked, device=trainer.strategy.root_device):
             line = (
                 f"attention={[*asked]}: no effect so far, since nothing called F.scaled_dot_product_attention in the"
-                " first batch. Models of transformers call it with attn_implementation='sdpa'"
+                " first batch, or only inside sdpa_kernel, a choice of the model's own. Models of transformers call it"
+                " with attn_implementation='sdpa'"
             )
             report.note(type(self).__name__, line)
             rank_zero_info(f"{type(self).__name__}: {line}")

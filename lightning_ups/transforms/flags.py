@@ -135,6 +135,8 @@ def without_effect(flags: Flags, *, device: torch.device) -> dict[str, str]:
 
 def _attention_without_effect(names: Sequence[AttentionBackend], *, why: str) -> str:
     missing, here = [n for n in names if n in _GPU_ONLY], [n for n in names if n not in _GPU_ONLY]
+    if _auto_is_math(names, here):
+        missing.remove("auto")
     said = [f"{', '.join(missing)}: {why}"] if missing else []
     if here == ["math", "flash"]:
         said.append("torch takes flash before math on a CPU, whatever the order")
@@ -211,7 +213,15 @@ def attention_is_unused(names: Sequence[AttentionBackend], *, device: torch.devi
 
 
 def _had_on(device: torch.device, names: Sequence[AttentionBackend]) -> list[AttentionBackend]:
-    return [name for name in names if device.type == "cuda" or name not in _GPU_ONLY]
+    had: list[AttentionBackend] = [name for name in names if device.type == "cuda" or name not in _GPU_ONLY]
+    if _auto_is_math(names, had):
+        had.append("math")
+    return had
+
+
+def _auto_is_math(names: Sequence[str], had: Sequence[str]) -> bool:
+    # It can do whatever is asked, where what is in front of it cannot.
+    return bool(had) and "auto" in names and not {"auto", "math"} & {*had}
 
 
 def _beyond_torchs(names: Sequence[AttentionBackend]) -> bool:

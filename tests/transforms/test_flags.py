@@ -224,6 +224,31 @@ def test_auto_is_what_torch_does_on_a_cpu():
         assert FLASH in kernels(attend, tokens(CPU))
 
 
+@pytest.mark.parametrize("names", [["flash", "auto"], ["fa4", "cudnn", "flash", "auto"]], ids=str)
+def test_on_a_cpu_auto_does_what_the_kernels_in_front_of_it_cannot(names):
+    def drops(x):
+        return scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+
+    with attention_backends(names, device=CPU):
+        assert FLASH in kernels(attend, tokens())
+        assert MATH in kernels(drops, tokens())
+    assert "auto" not in without_effect(Flags(attention=names), device=CPU).get("attention", "")
+    assert "auto: no effect" in without_effect(Flags(attention=["math", "auto"]), device=CPU)["attention"]
+
+
+def test_a_list_inside_of_one_that_replaces_torchs_function_counts(monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset({"cudnn"}))
+
+    def model(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    with attention_backends(["auto"], device=CPU):
+        assert FLASH in kernels(model, tokens())
+        with attention_backends(["math"], device=CPU):
+            assert MATH in kernels(model, tokens())
+        assert FLASH in kernels(model, tokens())
+
+
 def test_of_kernels_that_only_a_gpu_has_the_others_are_left():
     with attention_backends(["fa4", "cudnn", "math"], device=CPU):
         assert MATH in kernels(attend, tokens(CPU))

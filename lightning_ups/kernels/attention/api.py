@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_ups.kernels.attention.auto import choose
 from lightning_ups.kernels.attention.documents import Documents
 from lightning_ups.kernels.attention.flex import flex
-from lightning_ups.kernels.attention.kind import Kind, kind_of
+from lightning_ups.kernels.attention.kind import Kind, constant, kind_of
 from lightning_ups.kernels.attention.operator import attention_forward
 from lightning_ups.kernels.attention.reference import reference_attention
 from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
@@ -63,6 +63,7 @@ def attention(
         y = self.out(attention(q, k, v).flatten(2))
     """
     q, k, v = (dense(tensor) for tensor in in_autocast_dtype(q, k, v))
+    causal = constant(causal)
     _validate_numbers(window=window, softcap=softcap, scale=scale)
     _validate(q, k, v, causal=causal, window=window, documents=documents)
     kind = kind_of(

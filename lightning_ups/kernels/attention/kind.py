@@ -71,7 +71,7 @@ def kind_of(
         index(k_BTKD.shape[2]),
         index(q_BSHD.shape[3]),
         index(v_BTKE.shape[3]),
-        causal,
+        constant(causal),
         window,
         documents,
         constant(softcap),

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from lightning_ups._compat.attention import scaled_dot_product_attention
 from lightning_ups.kernels.attention.api import checked, dense, in_autocast_dtype
@@ -21,7 +21,7 @@ from lightning_ups.kernels.attention.flex import flex
 from lightning_ups.kernels.attention.kind import Kind, kind_of
 from lightning_ups.kernels.attention.operator import attention_forward
 from lightning_ups.kernels.attention.reference import reference_attention
-from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS
+from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, allowed, only
 from lightning_ups.kernels.attention.support import Backend, check, refusal
 
 __all__ = ["has_routed", "routed_attention"]
@@ -38,10 +38,13 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     several, each call takes the first that can; with ``"auto"`` at the end, the fastest that can. Contexts nest, and
     the inner one counts.
 
+    So does a choice of torch's own: a call for which other kernels of torch are allowed than were when the context was
+    entered, as inside a model's ``with sdpa_kernel(...)``, is left to those.
+
     The function is replaced in ``torch.nn.functional`` and in every module that has imported it, by any name, and put
-    back afterwards; compiled code is guarded by which function it found, so it is compiled anew and never stale. A
-    reference kept elsewhere, as in an attribute of a module, is not seen, nor are the fused inference paths of
-    ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``.
+    back afterwards, in modules that were imported meanwhile too; compiled code is guarded by which function it found,
+    so it is compiled anew and never stale. A reference kept elsewhere, as in an attribute of a module, is not seen, nor
+    are the fused inference paths of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``.
 
     Raises:
         ValueError: If a backend is unknown, none is named, or others would come after ``"auto"``.
@@ -50,6 +53,9 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     replacement = _router(_priority(backends))
     with ExitStack() as undo:
         present = getattr(F, _NAME)
+        _ALLOWED.append(allowed())
+        undo.callback(_ALLOWED.pop)
+        undo.callback(_put_back, replacement, present)
         for module, name in _holders(present):
             undo.enter_context(patch.object(module, name, replacement))
         yield
@@ -61,6 +67,7 @@ def has_routed(backends: Backend | Sequence[Backend]) -> bool:
 
 
 _CALLED: set[tuple[Backend, ...]] = set()
+_ALLOWED: list[frozenset[SDPBackend]] = []  # torch's kernels that were when each of the open contexts was entered
 
 
 def _priority(backends: Backend | Sequence[Backend]) -> tuple[Backend, ...]:
@@ -92,6 +99,12 @@ def _holders(function: Callable[..., Tensor]) -> list[tuple[ModuleType, str]]:
     ]
 
 
+def _put_back(replacement: Callable[..., Tensor], present: Callable[..., Tensor]) -> None:
+    if present is not replacement:  # which is an outer context's otherwise
+        for module, name in _holders(replacement):  # modules that were imported meanwhile
+            setattr(module, name, present)
+
+
 @cache  # one function for each priority: entering a context again finds the compiled code of the last time
 def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
@@ -104,6 +117,8 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
+        if _torch_was_told():
+            return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         _note(priority)
         return _routed(
             priority,
@@ -118,6 +133,15 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
         )
 
     return scaled_dot_product_attention
+
+
+_by_torch = scaled_dot_product_attention  # whose name the replacement bears
+
+
+@torch.compiler.assume_constant_result
+def _torch_was_told() -> bool:
+    # Dynamo enters `sdpa_kernel` while it traces, so that this sees it there too.
+    return bool(_ALLOWED) and allowed() != _ALLOWED[-1]
 
 
 @torch.compiler.assume_constant_result
@@ -169,7 +193,7 @@ def _routed(
         if name == "efficient" and enable_gqa:  # it knows no groups
             groups = q_BHSD.shape[1] // k_BKTD.shape[1]
             k_BKTD, v_BKTD = (tensor.repeat_interleave(groups, dim=1) for tensor in (k_BKTD, v_BKTD))
-        with sdpa_kernel(TORCH_BACKENDS[name]):
+        with only([TORCH_BACKENDS[name]]):
             return scaled_dot_product_attention(
                 q_BHSD, k_BKTD, v_BKTD, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -270,7 +294,7 @@ def _only_of(priority: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor) -> 
             " These take tensors of as many axes each, [batch, heads, seq, dim] or others before seq, and none nested."
             " Pass such tensors, or add 'auto' at the end, which leaves the others to torch."
         )
-    return sdpa_kernel(kernels, set_priority=True)
+    return only(kernels)
 
 
 def _shapes(*tensors: Tensor) -> str:

@@ -1,17 +1,22 @@
 """The backends inside torch: cuDNN, FlashAttention-2, memory-efficient attention, and plain products."""
 # ruff: noqa: N803 (shape suffixes are capitals)
 
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import RLock
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ups._compat.attention import flash2_packed, scaled_dot_product_attention
+from lightning_ups._compat.flags import allowed_attention
 from lightning_ups.kernels.attention.documents import Documents
 from lightning_ups.kernels.attention.kind import constant
 from lightning_ups.kernels.attention.mask import dense_mask
 
-__all__ = ["TORCH_BACKENDS", "TorchBackend", "torch_attention"]
+__all__ = ["TORCH_BACKENDS", "TorchBackend", "allowed", "only", "torch_attention"]
 
 TorchBackend = Literal["math", "efficient", "flash", "cudnn"]
 TORCH_BACKENDS: dict[str, SDPBackend] = {
@@ -20,6 +25,27 @@ TORCH_BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+_TURN = RLock()  # which kernels are allowed is one state for all threads
+
+
+def only(kernels: Sequence[SDPBackend]) -> AbstractContextManager[Any]:
+    """Return a context in which torch may use ``kernels``, the first of them first, for one thread after another."""
+    several = len(kernels) > 1
+    if torch.compiler.is_compiling():  # while it traces; compiled code asks no more
+        return sdpa_kernel([*kernels], set_priority=several)
+    return _in_turn([*kernels], set_priority=several)
+
+
+@contextmanager
+def _in_turn(kernels: list[SDPBackend], *, set_priority: bool) -> Iterator[None]:
+    with _TURN, sdpa_kernel(kernels, set_priority=set_priority):
+        yield
+
+
+def allowed() -> frozenset[SDPBackend]:
+    """Return the kernels that torch may use, but for what `only` allows another thread."""
+    with _TURN:
+        return allowed_attention()
 
 
 def torch_attention(
@@ -65,7 +91,7 @@ def torch_attention(
     if grouped and backend == "efficient":  # it knows no groups
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
-    with sdpa_kernel(TORCH_BACKENDS[backend]):
+    with only([TORCH_BACKENDS[backend]]):
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=grouped
         )

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ups.kernels.attention import Documents, attention
+from lightning_ups.kernels.attention import Documents, attention, reference_attention
 from tests.kernels.attention.cases import CASES, Case, expected, gradients, worst
 
 ON_CPU = ["reference", "math", "flash", "auto"]
@@ -158,6 +158,17 @@ def test_compiled_code_serves_many_lengths(case, dynamic):
         wanted = expected(shaped.tensors(), shaped.options())[:1]
         assert worst([compiled(*shaped.tensors())], wanted) < 2e-6
     assert len(graphs) < 4
+
+
+@pytest.mark.parametrize("backend", ["auto", "math", "reference"])
+def test_causal_may_be_a_comparison_of_lengths(backend):
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def attend(q, k):
+        return attention(q, k, k, causal=q.shape[1] == k.shape[1], backend=backend)
+
+    for queries, keys in ((9, 9), (7, 11)):
+        q, k = torch.randn(2, queries, 4, 16), torch.randn(2, keys, 4, 16)
+        torch.testing.assert_close(attend(q, k), reference_attention(q, k, k, causal=queries == keys))
 
 
 @pytest.mark.parametrize("backend", ON_CPU)

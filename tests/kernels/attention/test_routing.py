@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ups.kernels.attention import fa4, routed_attention, routing, support
 from tests.kernels.attention.cases import Case, worst
@@ -84,21 +85,24 @@ def test_output_and_gradients_are_torchs(fa4_on_cpu, backend):
     assert found[0].shape == wanted[0].shape
 
 
-def test_compiled_code_follows_and_is_never_stale(fa4_on_cpu):
-    seen = []
-
-    def backend(graph, _):
-        seen.append({node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"})
-        return graph.forward
-
+def kernels_of_graphs():
+    """Return a list that grows by the kernels of each graph below autograd, and the backend that sees to it."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd  # noqa: TID251  (the graph below autograd)
 
-    compiled = torch.compile(
-        model,
-        backend=aot_autograd(fw_compiler=lambda graph, args: make_boxed_func(backend(graph, args))),
-        fullgraph=True,
-    )
+    seen = []
+
+    def compiler(graph, _):
+        names = {node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"}
+        seen.append(" ".join(sorted(name for name in names if "attention" in name or "bmm" in name)))
+        return make_boxed_func(graph.forward)
+
+    return seen, aot_autograd(fw_compiler=compiler)
+
+
+def test_compiled_code_follows_and_is_never_stale(fa4_on_cpu):
+    seen, backend = kernels_of_graphs()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     tensors = [tensor.detach() for tensor in inputs()]
     compiled(*tensors)
     with routed_attention("fa4"):
@@ -107,8 +111,7 @@ def test_compiled_code_follows_and_is_never_stale(fa4_on_cpu):
             compiled(*tensors)
         compiled(*tensors)
     compiled(*tensors)
-    names = [" ".join(sorted(name for name in graph if "attention" in name or "bmm" in name)) for graph in seen]
-    assert names == [f"{CPU_FLASH}.default", f"{OPERATOR}.default", "bmm.default"]  # and then those found again
+    assert seen == [f"{CPU_FLASH}.default", f"{OPERATOR}.default", "bmm.default"]  # and then those found again
     with routed_attention("fa4"):
         compiled(*tensors)
     assert len(seen) == 3
@@ -123,6 +126,18 @@ def test_put_back_after_exceptions_and_nesting():
         with routed_attention("reference"):
             assert F.scaled_dot_product_attention is not outer
         assert F.scaled_dot_product_attention is outer
+
+
+def test_modules_that_were_imported_meanwhile_are_put_back_too(monkeypatch):
+    foreign = ModuleType("foreign")
+    monkeypatch.setitem(sys.modules, "foreign", foreign)
+    with routed_attention("math"):
+        outer = F.scaled_dot_product_attention
+        with routed_attention("flash"), routed_attention("math"):
+            exec("from torch.nn.functional import scaled_dot_product_attention as sdpa", foreign.__dict__)
+            assert foreign.sdpa is outer
+        assert foreign.sdpa is outer
+    assert foreign.sdpa is ORIGINAL
 
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "sdpa"])
@@ -323,6 +338,38 @@ def test_compiled_code_serves_many_lengths(fa4_on_cpu, backend, dynamic):
             found, wanted = compiled(*tensors), by_torch(*tensors, is_causal=True, enable_gqa=True)
             for ours, torchs in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (found, wanted)), strict=True):
                 torch.testing.assert_close(ours, torchs)
+
+
+def by_math(*tensors):
+    with sdpa_kernel(SDPBackend.MATH):
+        return model(*tensors)
+
+
+@pytest.mark.parametrize("backends", ["flash", "fa4", "auto", ["fa4", "auto"]], ids=str)
+def test_a_choice_of_torchs_own_inside_counts(fa4_on_cpu, monkeypatch, backends):
+    monkeypatch.setattr(routing, "_CALLED", set())
+    tensors = inputs()
+    with routed_attention(backends):
+        assert ran(by_math, *tensors) == {"math"}
+        gradients = torch.autograd.grad(by_math(*tensors).sin().sum(), tensors, create_graph=True)
+        assert all(gradient.requires_grad for gradient in gradients), "which math alone gives"
+        assert not routing.has_routed(backends)
+        model(*tensors)
+        assert routing.has_routed(backends)
+
+
+def test_a_choice_of_torchs_own_inside_counts_in_compiled_code(fa4_on_cpu):
+    seen, backend = kernels_of_graphs()
+    tensors = [tensor.detach() for tensor in inputs()]
+    with routed_attention("fa4"):
+        torch.compile(by_math, backend=backend, fullgraph=True)(*tensors)
+        torch.compile(model, backend=backend, fullgraph=True)(*tensors)
+    assert seen == ["bmm.default", f"{OPERATOR}.default"]
+
+
+def test_what_torch_was_told_before_is_no_choice_inside(fa4_on_cpu):
+    with sdpa_kernel(SDPBackend.MATH), routed_attention("fa4"):
+        assert ran(model, *inputs()) == {OPERATOR}
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,8 +1,14 @@
+import time
+from threading import Event, Thread
+
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ups.kernels.attention.sdpa import torch_attention
+from lightning_ups._compat.flags import allowed_attention
+from lightning_ups.kernels.attention import routed_attention, routing, sdpa
+from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, torch_attention
 from tests.kernels.attention.cases import Case
 
 
@@ -37,3 +43,37 @@ def test_the_choice_of_kernel_is_put_back():
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
     torch_attention(*Case("").tensors(), backend="flash", causal=True, window=None, documents=None, scale=1.0)
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_threads_take_turns_and_leave_torchs_choice_as_it_was(monkeypatch, routed):
+    """Which kernels torch may use is one state for all threads."""
+    before, function, seen = allowed_attention(), F.scaled_dot_product_attention, {}
+    tensors, first_is_in = Case("").tensors(), Event()
+
+    def slowly(*args, held=(function,), **kwargs):
+        seen[len(seen)] = allowed_attention()
+        first_is_in.set()
+        time.sleep(0.1 * len(seen))  # the first is out before the second
+        return held[0](*args, **kwargs)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", slowly)
+    monkeypatch.setattr(routing, "scaled_dot_product_attention", slowly)
+
+    def attend(backend):
+        if routed:
+            with_heads_first = (tensor.transpose(1, 2) for tensor in tensors)
+            F.scaled_dot_product_attention(*with_heads_first, is_causal=True, enable_gqa=True)
+        else:
+            torch_attention(*tensors, backend=backend, causal=True, window=None, documents=None, scale=1.0)
+
+    with routed_attention("flash"):
+        first, second = (Thread(target=attend, args=(backend,)) for backend in ("flash", "math"))
+        first.start()
+        assert first_is_in.wait(10)
+        second.start()
+        for thread in (first, second):
+            thread.join()
+    wanted = ("flash", "flash" if routed else "math")
+    assert seen == {i: {TORCH_BACKENDS[backend]} for i, backend in enumerate(wanted)}
+    assert allowed_attention() == before
