@@ -1,5 +1,6 @@
 """What a user names in YAML: a module, its data, a callback, and a strategy that replaces parameters."""
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -60,6 +61,20 @@ class NeedsWidth(Toy):
 
     def __init__(self, width: int):
         super().__init__(width=width)
+
+
+@dataclass
+class Sizes:
+    """What belongs together."""
+
+    width: int = 8
+
+
+class Sized(Toy):
+    """Takes a dataclass."""
+
+    def __init__(self, sizes: Sizes | None = None):
+        super().__init__(width=sizes.width if sizes else 8)
 
 
 class NoMeta(Toy):

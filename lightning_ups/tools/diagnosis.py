@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_ups._compat.lightning import class_settings
@@ -61,7 +62,8 @@ def find_class(name: str, bases: Sequence[type]) -> type | None:
     """Return the class that YAML means by ``name``: a path to import, or the name of a class below ``bases``."""
     module, _, attribute = name.rpartition(".")
     if not module:
-        return next((kind for kind in _below(bases) if kind.__name__ == name), None)
+        # The bases first: Lightning's ReduceLROnPlateau has the name of torch's.
+        return next((kind for kind in (*bases, *_below(bases)) if kind.__name__ == name), None)
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError:
@@ -99,6 +101,8 @@ class _Look:
             elif not below:
                 yield from self._unknown(name, types, where, layer, owner)
             elif isinstance(value, dict):
+                if not layer.lines and [*value] == ["init_args"]:  # typed, of a class that the program has fixed
+                    value = value["init_args"]
                 yield from self.section(value, types, where, layer, inside=f"{name}.", owner=owner)
             else:
                 yield f"{layer.place(*where)}: {_dotted(where)} is {value!r}. It holds settings, such as {below[0]}."
@@ -107,7 +111,8 @@ class _Look:
         self, name: str, types: Mapping[str, Any], keys: Keys, layer: Layer, owner: type | None
     ) -> Iterator[str]:
         place = f"{layer.place(*keys)}: "
-        near = nearest(name, {known[:end] for known in types for end in _ends(known)})
+        typed = () if layer.lines or owner else ("debug",)  # taken out of the words before
+        near = nearest(name, {*typed, *(known[:end] for known in types for end in _ends(known))})
         if owner is None:
             section = f"{name.rpartition('.')[0]}."
             siblings = {known.removeprefix(section) for known in types if known.startswith(section)}
@@ -166,6 +171,15 @@ class _Look:
         if (known := find_class(name, bases) or self._of_another_setting(name)) is not None:
             if not issubclass(known, tuple(bases)):
                 yield f"{place}{name} is no {wanted}. {self._right_place(known)}"
+            return
+        if Strategy in bases and name.lower() in StrategyRegistry:
+            entry = StrategyRegistry[name.lower()]
+            made = entry["strategy"] if isinstance(entry["strategy"], type) else None
+            kind = made.__name__ if made else entry["description"].rpartition(".")[2]  # ours are imported late
+            yield (
+                f"{place}{name!r} is the name of a strategy, and takes no settings. One with settings is given by its"
+                f" class. Write {kind!r}."
+            )
             return
         module, _, attribute = name.rpartition(".")
         path = name.removesuffix(".py").replace("/", ".")  # of a file

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from lightning_ups.tools.spelling import suggestion
+from lightning_ups.tools.spelling import parsed, suggestion
 
 if TYPE_CHECKING:  # these import torch, and that it does not load is for this command to say
     from lightning_ups.tools.hardware import Finding
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0, or 2 if torch does not load or something that ``--require`` names does not run here.
     """
-    asked = _parser().parse_args(argv)
+    asked = parsed(_parser(), argv)
     with _uncollected():
         return _answer(asked)
 

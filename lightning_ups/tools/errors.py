@@ -25,6 +25,7 @@ _REFUSAL = "MisconfigurationException"  # of Lightning: raised for what is asked
 # the best checkpoint where none is kept.
 _REFUSING = ("_validate_condition_metric", "_parse_ckpt_path")
 _SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
+_FILE_SYSTEMS = {"os", "pathlib", "fsspec"}
 _CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
 
 
@@ -75,8 +76,9 @@ def shortened(error: BaseException) -> str | None:
     Short are errors that lightning_ups raises on purpose: they say what happened, why, and what to do. So are those
     that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
     a setting is wrong then, and the traceback would show only Lightning. It is the same with what Lightning calls a
-    misconfiguration, such as a test without a ``test_step`` or a metric that EarlyStopping waits for in vain, and with
-    an error of lightning_ups in a process that was spawned, of which the text is all there is.
+    misconfiguration, such as a test without a ``test_step`` or a metric that EarlyStopping waits for in vain, with a
+    folder that Lightning cannot make, and with an error of lightning_ups in a process that was spawned, of which the
+    text is all there is.
     """
     root = unwrapped(error)
     if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
@@ -84,6 +86,12 @@ def shortened(error: BaseException) -> str | None:
     if type(root).__name__ == _SPAWNED:
         return _told(str(root))
     frames = _frames(root)
+    if isinstance(root, OSError) and (folder := _not_made(root, frames)):
+        return _text(
+            f"The folder {folder!r} cannot be made: {root.strerror}. Lightning writes logs or checkpoints there."
+            " Choose a folder that can be written by trainer.default_root_dir, the save_dir of a logger, or the"
+            " dirpath of ModelCheckpoint."
+        )
     if not frames or not _on_purpose(*frames[-1]):
         return None
     raised_by = _package(frames[-1][0])
@@ -153,6 +161,13 @@ def _raises(file: Path, line: int) -> bool:
 def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
     constructing = any(frame.f_code.co_name == _CONSTRUCTS for frame, _ in _frames(error))
     return constructing and {_package(frame) for frame, _ in frames} <= _CONSTRUCTORS
+
+
+def _not_made(root: OSError, frames: list[tuple[FrameType, int]]) -> str | None:
+    """Return the folder that could not be made, if it was Lightning that wanted it."""
+    packages = [_package(frame) for frame, _ in frames if _package(frame) not in _FILE_SYSTEMS]
+    makes = bool(frames) and frames[-1][0].f_code.co_name in ("makedirs", "mkdir")
+    return str(root.filename) if makes and packages[-1:] == ["lightning"] else None
 
 
 def _is_refusal(root: BaseException, frames: list[tuple[FrameType, int]]) -> bool:

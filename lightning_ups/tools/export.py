@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ups.models.gpt import SIZES, GPTConfig
 from lightning_ups.models.hf_names import hf_config, to_hf
+from lightning_ups.tools.spelling import parsed
 from lightning_ups.transforms.checkpoint import (
     MODELS,
     SavedWeights,
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         ValueError: If it cannot be exported so.
         FileNotFoundError: If there is no whole checkpoint.
     """
-    asked = _parser().parse_args(argv)
+    asked = parsed(_parser(), argv)
     path = resolve(asked.checkpoint)
     output = _empty(asked.output)
     export = _as_one_file if asked.format == "torch" else _as_safetensors
@@ -229,5 +230,12 @@ def _empty(path: Path) -> Path:
             " Files of an earlier export would mix with the new ones."
             " Name a new folder."
         )
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output {path} cannot be made: {error.strerror}."
+            " What is exported is written into a folder of its own."
+            " Name one in a folder that can be written."
+        ) from error
     return path

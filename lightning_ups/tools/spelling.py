@@ -1,10 +1,12 @@
 """The nearest right name for a wrong one."""
 
+import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["file_suggestion", "nearest", "suggestion"]
+__all__ = ["file_suggestion", "nearest", "parsed", "suggestion"]
 
 
 def nearest(name: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -56,6 +58,23 @@ def file_suggestion(name: str, *, endings: Sequence[str], otherwise: str = "Chec
         if found:
             return f"Did you mean {str(found)!r}?"
     return suggestion("", map(str, there.values()), otherwise=otherwise)
+
+
+def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """Return what ``parser`` makes of ``argv``.
+
+    Raises:
+        ValueError: If there is an option that it does not have; with the nearest that it has.
+    """
+    asked, unknown = parser.parse_known_args(argv)
+    if unknown:
+        option = unknown[0].partition("=")[0]
+        known = {"--debug", *re.findall(r"--[a-z][\w-]*", parser.format_usage())}
+        command = parser.prog.rpartition(" ")[2]
+        raise ValueError(
+            f"{command} has no option {option!r}. `{command} --help` lists what it takes. {suggestion(option, known)}"
+        )
+    return asked
 
 
 def _stem(path: Path, endings: Sequence[str]) -> str | None:

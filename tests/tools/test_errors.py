@@ -7,6 +7,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.multiprocessing import ProcessRaisedException
 
 from lightning_ups.callbacks import ActivationCheckpoint
@@ -102,6 +103,17 @@ def test_a_metric_that_early_stopping_waits_for_in_vain_is_short():
     assert text is not None
     assert text.startswith("error: Lightning refuses this run. It says: Early stopping conditioned on metric `val_los`")
     assert "`val_loss`" in text
+
+
+def test_a_folder_that_lightning_cannot_make_is_short(tmp_path):
+    below = tmp_path / "file" / "lightning_logs"
+    (tmp_path / "file").touch()
+    text = shortened(caught(lambda: TensorBoardLogger(tmp_path / "file").experiment))
+    assert text is not None
+    text = " ".join(text.split())
+    assert text.startswith(f"error: The folder '{below}' cannot be made: Not a directory.")
+    assert text.endswith("the dirpath of ModelCheckpoint.")
+    assert shortened(caught(below.mkdir)) is None, "it was not Lightning"
 
 
 def without_this_frame(error):

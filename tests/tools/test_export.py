@@ -181,6 +181,10 @@ def test_errors(tmp_path):
     common = ["--checkpoint", str(file), "--output"]
     with pytest.raises(ValueError, match=r"Name a new folder\.$"):
         main([*common, str(tmp_path / "full")])
+    with pytest.raises(ValueError, match=r"cannot be made: Not a directory.*in a folder that can be written\.$"):
+        main([*common, str(file / "x")])
+    with pytest.raises(ValueError, match=r"has no option '--formt'.*Did you mean '--format'\?$"):
+        main([*common, str(tmp_path / "a"), "--formt=torch"])
     with pytest.raises(ValueError, match=r"is one file already.*choose --format safetensors\.$"):
         main([*common, str(tmp_path / "a"), "--format", "torch"])
     with pytest.raises(ValueError, match=r"Use --names plain\.$"):

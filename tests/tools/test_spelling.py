@@ -1,6 +1,8 @@
+from argparse import ArgumentParser
+
 import pytest
 
-from lightning_ups.tools.spelling import file_suggestion, nearest, suggestion
+from lightning_ups.tools.spelling import file_suggestion, nearest, parsed, suggestion
 
 
 def test_case_and_prefix_do_not_matter():
@@ -62,3 +64,11 @@ def test_a_folder_is_chosen_from(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/a.yaml").touch()
     assert file_suggestion("runs", endings=(".yaml",)) == "Use one of: runs/a.yaml."
+
+
+def test_an_option_that_a_command_does_not_have():
+    parser = ArgumentParser(prog="python -m lightning_ups doctor")
+    parser.add_argument("--json", action="store_true")
+    assert parsed(parser, ["--json"]).json
+    with pytest.raises(ValueError, match=r"^doctor has no option '--jsn'\. .*Did you mean '--json'\?$"):
+        parsed(parser, ["--jsn"])
