@@ -22,9 +22,9 @@ from lightning_ups.transforms.memory_layout import Layout, Sharding, between, pe
 from lightning_ups.transforms.memory_step import Step
 from lightning_ups.transforms.memory_twin import batch_size, resized, sequence_length
 
-__all__ = ["Planner", "Variant"]
+__all__ = ["MOST", "Planner", "Variant"]
 
-_MOST = 1 << 20  # samples, or positions: beyond that nobody asks
+MOST = (1 << 20) - 1  # samples, or positions: beyond that nobody asks, and nothing is looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,7 +442,7 @@ def _callback(name: str, **settings: Any) -> str:
 def _largest(fits: Callable[[int], bool]) -> int:
     """Return the largest number that fits, by doubling and halving; 0 if 1 does not."""
     low, high = 0, 1
-    while high < _MOST and fits(high):
+    while high <= MOST and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,6 +1,7 @@
 """Rehearsing the step of a run that is only described, as Lightning would make it, on a twin of its module."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ups._compat.lightning import trainer_of
+from lightning_ups._compat.log_levels import only_from
 from lightning_ups._compat.rehearsal import NEEDS_VALUES, FakeTensorMode, fake_mode
 from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.optim.adamw_step import suits_one_kernel
@@ -219,7 +221,8 @@ def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None =
 def _explained(run: Run) -> Iterator[None]:
     name = type(run.module).__name__
     try:
-        yield
+        with only_from(logging.CRITICAL, "torch._subclasses.fake_tensor"):  # it logs what it raises
+            yield
     except Uncountable:
         raise
     except NEEDS_VALUES as error:
@@ -238,7 +241,10 @@ def _explained(run: Run) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")[:300]
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # A module says what it is on many lines, and the reason stands behind them.
+    first = f"{lines[0]}...{lines[-1].strip()}" if lines[0].endswith("(") else lines[0]
+    return first.rstrip(".")[:300]
 
 
 def _twin(run: Run, mode: FakeTensorMode, stack: ExitStack) -> tuple[LightningModule, Any]:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_ups.order import policy_of, refusals
-from lightning_ups.order.plan import Planner, Variant
+from lightning_ups.order.plan import MOST, Planner, Variant
 from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.tools.asked import Asked, counted
 from lightning_ups.transforms.memory import GIB, Moment, readable
@@ -317,7 +317,8 @@ def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
     of = f"{planner.device.name}: {readable(planner.usable)} of {planner.device.gib:.1f} are usable"
     yield f"{of}, {f'it fits, {readable(left)} left' if left >= 0 else f'it does NOT fit, {readable(-left)} missing'}"
     if row.batch is not None:
-        yield f"largest batch at this length: {row.batch} samples" if row.batch else "not even one sample fits"
+        most = f"{row.batch}" if row.batch < MOST else "more than a million"
+        yield f"largest batch at this length: {most} samples" if row.batch else "not even one sample fits"
     if row.sequence:
         yield f"longest sequence at this batch: {row.sequence} positions"
     elif row.why:
@@ -335,13 +336,15 @@ def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
     assert before is not None
     for row in rows:
         if row.moment is None:
-            yield f"{row.variant.name:34}  not counted: {row.why.partition('. ')[0]}"[:_WIDTH]
+            why = textwrap.shorten(f"not counted: {row.why.partition('. ')[0]}", _WIDTH - 36, placeholder=" ...")
+            yield f"{row.variant.name:34}  {why}"
             continue
         saves = "" if row is rows[0] else readable(before.total - row.moment.total)
         line = f"{row.variant.name:34}{readable(row.moment.total):>10}{saves:>10}"
         if known:
             fits = "yes" if row.moment.total <= (planner.usable or 0) else "no"
-            line += f"{fits:>6}{row.batch if row.batch is not None else '-':>7}"
+            batch = "-" if row.batch is None else ">10^6" if row.batch >= MOST else f"{row.batch}"
+            line += f"{fits:>6}{batch:>7}"
         yield f"{line}  {row.variant.price}".rstrip()
 
 

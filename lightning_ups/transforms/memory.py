@@ -48,6 +48,7 @@ def allocated(size: int) -> int:
 def readable(size: float) -> str:
     """Return ``size`` bytes for people: in GiB, or in MiB where that is less than a tenth of one."""
     if abs(size) < 0.1 * GIB:
+        size = 0 if abs(size) < 0.05 * 2**20 else size  # no -0.0
         return f"{size / 2**20:.1f} MiB" if abs(size) < 10 * 2**20 else f"{size / 2**20:.0f} MiB"
     return f"{size / GIB:.1f} GiB" if abs(size) >= 0.95 * GIB else f"{size / GIB:.2f} GiB"
 

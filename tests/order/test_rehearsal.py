@@ -1,3 +1,4 @@
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -319,6 +320,37 @@ class Depends(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Unpacks(Depends):
+    """Gives its model what cannot be unpacked."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def training_step(self, batch, _):
+        return self.inner(**batch).sum()
+
+
+def test_a_reason_behind_the_lines_of_a_module_is_said():
+    with pytest.raises(Uncountable, match=r"Sequential\(\.\.\.\) argument after \*\* must be a mapping"):
+        rehearse_run(run(Unpacks()), torch.empty(3, 4))
+
+
+class Limited(Depends):
+    """Takes four rows at the most."""
+
+    def training_step(self, batch, _):
+        return (self.layer(batch) + torch.zeros(4, 4).expand(len(batch), 4)).sum()
+
+
+def test_torch_logs_nothing_of_what_is_said(monkeypatch):
+    logged = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+    with pytest.raises(Uncountable, match="must match the existing size"):
+        rehearse_run(run(Limited()), torch.empty(8, 4))
+    assert not logged
 
 
 def test_what_depends_on_numbers_is_said():

@@ -178,6 +178,17 @@ def test_what_is_said(capsys):
     assert max(map(len, out.splitlines())) <= 125
 
 
+def test_what_is_endless_or_long_stays_in_its_column(capsys, keep):
+    keep("ActivationOffload")
+    _, out = shown(capsys, asked(module=Toy()), batch="4x8", gpu="h200")
+    assert "largest batch at this length: more than a million samples" in out
+    (row,) = [line for line in out.splitlines() if line.startswith("as configured")]
+    assert row.split()[-2:] == ["yes", ">10^6"]
+    (row,) = [line for line in out.splitlines() if line.startswith("ActivationOffload")]
+    assert "not counted: " in row
+    assert row.endswith(" ...")
+
+
 def test_what_lies_on_the_host_and_what_would_move_nothing(capsys, keep):
     keep()
     idle = "ActivationOffload would move nothing, which is an error in the first step"

@@ -164,7 +164,13 @@ def test_sums_of_a_moment():
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(3.25 * GIB, "3.2 GiB"), (0.5 * GIB, "0.50 GiB"), (50 * 2**20, "50 MiB"), (3 * 2**19, "1.5 MiB")],
+    [
+        (3.25 * GIB, "3.2 GiB"),
+        (0.5 * GIB, "0.50 GiB"),
+        (50 * 2**20, "50 MiB"),
+        (3 * 2**19, "1.5 MiB"),
+        (-512, "0.0 MiB"),
+    ],
 )
 def test_sizes_for_people(size, text):
     assert readable(size) == text
