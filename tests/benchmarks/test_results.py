@@ -1,6 +1,7 @@
 """What README and the pages say was measured is what the raw output says."""
 
 import argparse
+import csv
 import json
 import re
 import shutil
@@ -205,6 +206,17 @@ def test_the_pages_tables_are_those_of_the_raw_output(page, name, sides):
     for side in sides:
         told = f"{speed(RESULTS / name, side):,.0f}".replace(",", " ")
         assert f"| {told} | {peak(RESULTS / name, side):.1f} " in text
+
+
+def test_the_errors_of_the_physics_example_are_as_told():
+    rows = [*csv.DictReader((RESULTS / "2026-11-24_pde" / "metrics.csv").read_text().splitlines())]
+    last = [row for row in rows if row["val_error"]][-1]
+    names = ("val_error", "val_unchanged", "val_error_far", "val_unchanged_far")
+    (paragraph,) = re.findall(
+        r"After 300 steps.*?2026-11-24_pde", (ROOT / "docs" / "pde.md").read_text(), flags=re.DOTALL
+    )
+    told = re.findall(r"\d\.\d+", paragraph)
+    assert told == [as_told(float(last[name]), value) for name, value in zip(names, told, strict=True)]
 
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda path: path.name)
