@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["cast_around", "cast_tensors", "telling_rounded_losses"]
+__all__ = ["cast_around", "cast_tensors", "changed_tensors", "is_wide", "telling_rounded_losses"]
 
 
 @contextmanager
@@ -22,11 +25,11 @@ def cast_around(
 ) -> Iterator[None]:
     """Cast floating-point tensors on their way into and out of each of ``modules`` while the context is open.
 
-    Tensors are found in any nesting of lists, dicts, packed sequences and the outputs of transformers. None leaves them
-    as they are. The casts are hooks: they lie outside the forward, and so outside its compilation. A copy or a pickle
-    of a module does not cast: nobody would end it there. One of them that lies within another one, under a second name,
-    does not cast when that other one calls it. What is given to modules ``given_as_is`` is not cast, as where they
-    compute in float32 and nothing may round before.
+    Tensors are found in any nesting of lists, dicts, dataclasses, packed sequences and the outputs of transformers.
+    None leaves them as they are. The casts are hooks: they lie outside the forward, and so outside its compilation. A
+    copy or a pickle of a module does not cast: nobody would end it there. One of them that lies within another one,
+    under a second name, does not cast when that other one calls it. What is given to modules ``given_as_is`` is not
+    cast, as where they compute in float32 and nothing may round before.
     """
     modules = [*modules]
     nested = _nested(modules)
@@ -98,7 +101,34 @@ def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
     """Return ``tree``, any nesting as `cast_around` says, with its floating-point tensors cast; None casts none."""
     if dtype is None:
         return tree
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return changed_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def changed_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``tree``, any nesting as `cast_around` says, with what ``change`` makes of each of its tensors."""
+    return tree_map(partial(_changed, change=change), tree)
+
+
+def _changed(leaf: Any, *, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return change(leaf)
+    if not is_dataclass(leaf) or isinstance(leaf, type | nn.Module):
+        return leaf
+    before = {field.name: getattr(leaf, field.name, None) for field in fields(leaf)}
+    after = {name: changed_tensors(value, change) for name, value in before.items()}
+    if all(after[name] is value for name, value in before.items()):
+        return leaf
+    twin = copy(leaf)  # not a call of the class, which may compute fields by itself
+    for name, value in after.items():
+        if value is not before[name]:
+            object.__setattr__(twin, name, value)  # it may be frozen
+    return twin
+
+
+def is_wide(module: nn.Module) -> bool:
+    """Return whether all weights of ``module`` are wider than float32: it is given, and returns, what it likes."""
+    types = {p.dtype for p in module.parameters() if p.is_floating_point() or p.is_complex()}
+    return bool(types) and all(dtype.itemsize > 4 for dtype in types)
 
 
 @contextmanager
@@ -132,8 +162,7 @@ class _Look:
         if self.done or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.done = True
-        # The first of what is returned, or what is called so: a temperature, which comes after, is none.
-        loss = values.get("loss") if isinstance(values, Mapping) else next(iter(tree_leaves(values)), None)
+        loss = _loss_of(values)
         if isinstance(loss, Tensor) and loss.dtype is self.dtype and loss.dim() == 0:
             self.tell(
                 f"{type(module).__name__} computes its loss in {str(self.dtype).removeprefix('torch.')}, whose numbers"
@@ -144,3 +173,10 @@ class _Look:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "done": True}
+
+
+def _loss_of(values: Any) -> Any:
+    # The first of what is returned, or what is called so: a temperature, which comes after, is none.
+    if isinstance(values, Mapping):
+        return values.get("loss")
+    return getattr(values, "loss", None) if is_dataclass(values) else next(iter(tree_leaves(values)), None)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_ups.transforms.blocks import select_blocks
+from lightning_ups.transforms.cast import changed_tensors
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
 __all__ = ["computing_in_float32", "kept_in_float32", "within"]
@@ -53,10 +53,10 @@ def computing_in_float32(modules: Iterable[nn.Module], *, outputs: torch.dtype) 
 @lru_cache(maxsize=256)  # equal modules get the same function, and with it share a compilation
 def _in_float32(inner: Forward, *, outputs: torch.dtype) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, _raised, (args, kwargs))
+        args, kwargs = changed_tensors((args, kwargs), _raised)
         with torch.autocast("cpu", enabled=False), _no_autocast_on_gpus():
             result = inner(self, *args, **kwargs)
-        return tree_map_only(Tensor, lambda t: t.to(outputs) if t.dtype is torch.float32 else t, result)
+        return changed_tensors(result, lambda t: t.to(outputs) if t.dtype is torch.float32 else t)
 
     return forward
 

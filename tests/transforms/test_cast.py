@@ -1,12 +1,13 @@
 import copy
 import pickle
 import warnings
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.cast import cast_around, cast_tensors, telling_rounded_losses
+from lightning_ups.transforms.cast import cast_around, cast_tensors, is_wide, telling_rounded_losses
 
 
 class Talkative(nn.Module):
@@ -29,6 +30,60 @@ def test_floating_tensors_are_cast_in_any_nesting_and_others_are_not():
     assert result["ids"].dtype is torch.long
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+@dataclass(frozen=True)
+class Fields:
+    values: torch.Tensor
+    parts: dict
+    ids: torch.Tensor
+    count: int = field(default=0, init=False)
+
+
+@dataclass
+class Outcome:
+    loss: torch.Tensor
+
+
+class Solver(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 2).to(torch.bfloat16), []
+
+    def forward(self, fields):
+        self.seen.append((fields.values.dtype, fields.parts["edge"].dtype, fields.ids.dtype, fields.count))
+        return Fields(self.layer(fields.values), {"edge": fields.parts["edge"]}, fields.ids)
+
+
+def test_fields_of_dataclasses_are_cast():
+    model, x = Solver(), torch.ones(1, 2)
+    given = Fields(x, {"edge": x}, torch.ones(1, dtype=torch.long))
+    object.__setattr__(given, "count", 3)
+    with cast_around([model], inputs=torch.bfloat16, outputs=torch.float32):
+        result = model(given)
+    assert model.seen == [(torch.bfloat16, torch.bfloat16, torch.long, 3)]
+    assert (result.values.dtype, result.parts["edge"].dtype) == (torch.float32, torch.float32)
+    assert result.ids is given.ids
+    assert given.values is x, "what was given is left as it is"
+
+
+def test_a_dataclass_with_nothing_to_cast_is_the_same_object():
+    settings = Outcome(torch.ones(1, dtype=torch.long))
+    assert cast_tensors(settings, torch.bfloat16) is settings
+
+
+def test_a_rounded_loss_in_a_dataclass_is_told():
+    told, model = [], Solver()
+    model.forward = lambda x: Outcome(model.layer(x).sum())
+    with telling_rounded_losses([model], dtype=torch.bfloat16, cure="", tell=told.append):
+        model(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert len(told) == 1
+
+
+def test_what_is_wide():
+    low, double, phase = nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2, dtype=torch.complex64)
+    assert is_wide(nn.Sequential(double, phase, nn.Tanh()))
+    assert not any(map(is_wide, (low, nn.Sequential(low, double), nn.Tanh())))
 
 
 def test_none_leaves_them():
