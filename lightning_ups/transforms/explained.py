@@ -56,6 +56,7 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
             ) from error
         if (text := _about_types(step, said, error, param_dtype)) is not None:
             raise RuntimeError(text) from error
+        _explain_shards_differentiated(step, said, error)
         raise
 
 
@@ -82,6 +83,16 @@ def explaining_types(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0].rstrip(".") if str(error) else ""
+
+
+def _explain_shards_differentiated(step: str, said: str, error: BaseException) -> None:
+    if error.__cause__ is None and "appears to not have been used in the graph" in said:
+        raise RuntimeError(
+            f"{step} asks torch.autograd.grad for a gradient that the graph does not have: {said}."
+            " What a forward computes with is gathered, and a parameter that the step gets hold of outside of that is a"
+            " shard; allow_unused=True would give None for it."
+            " Where gradients of parameters balance losses, use strategy='ddp', or take those of what a module returns."
+        ) from error
 
 
 def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.dtype | None) -> str | None:
@@ -120,6 +131,7 @@ def explaining_shards_read(step: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # NotImplementedError is one
         said = _first_line(error)
+        _explain_shards_differentiated(step, said, error)
         if error.__cause__ is not None or not any(words in said for words in ("DTensor", "sharding strategy")):
             raise  # explained already, or about something else
         raise RuntimeError(

@@ -57,7 +57,19 @@ class ByHand(Penalty):
         self.manual_backward(super().training_step(batch, index))
 
 
-CASES["Physics"], CASES["Penalty"], CASES["ByHand"] = Physics, Penalty, ByHand
+class Balanced(Case):
+    """Weighs two losses by the norms of their gradients for the last layer."""
+
+    def training_step(self, batch, _):
+        u = self.run(batch)
+        first, second = u.square().mean(), (u - 1).abs().mean()
+        one, other = (torch.autograd.grad(loss, self.head.weight, retain_graph=True)[0] for loss in (first, second))
+        loss = first + (one.norm() / other.norm()).detach() * second
+        self.losses.append(loss.detach())
+        return loss
+
+
+CASES["Physics"], CASES["Penalty"], CASES["ByHand"], CASES["Balanced"] = Physics, Penalty, ByHand, Balanced
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +124,9 @@ def test_shards_know_one_backward_and_say_so(name, run, ranks, tmp_path):
     assert len(said) == (1 if run is on_ranks else 2)
     assert said[-1].count("create_graph=True") == 1
     assert said[-1].endswith("Use strategy='ddp'.")
+
+
+@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
+def test_a_gradient_of_a_shard_is_told_from_one_of_what_was_not_used(run, ranks, tmp_path):
+    said = ranks(failing, tmp_path, "Balanced", run)[0]
+    assert re.search(r"is a shard; allow_unused=True would give None.*use strategy='ddp'", said)
