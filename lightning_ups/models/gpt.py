@@ -434,6 +434,12 @@ class GPTModule(LightningModule):
                 " A size names a whole shape, and the other arguments change single values of it."
                 f" Use one of {tuple(SIZES)}."
             )
+        if warmup_steps < 0:
+            raise ValueError(
+                f"GPTModule(warmup_steps={warmup_steps}) is below 0."
+                " It counts the steps over which the learning rate rises."
+                " Use 0 for none."
+            )
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,

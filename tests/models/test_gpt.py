@@ -383,6 +383,11 @@ def test_an_unknown_size_is_refused():
         GPTModule(size="2B")
 
 
+def test_a_warm_up_below_0_is_refused():
+    with pytest.raises(ValueError, match=r"warmup_steps=-1\) is below 0.*Use 0 for none\.$"):
+        GPTModule(warmup_steps=-1)
+
+
 def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path):
     data = RandomTokens(vocab_size=51, seq_len=16, batch_size=4)
     with pytest.raises(ValueError, match=r"vocabulary of 51 tokens.*Give GPTModule vocab_size=51\.$"):
