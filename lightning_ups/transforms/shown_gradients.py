@@ -1,0 +1,60 @@
+"""Gradients of parameters that are gathered between the backwards of a step, as the code of that step sees them."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_ups._compat.fsdp import held_parameters
+
+__all__ = ["ShownGradients"]
+
+
+class _Gathered(nn.Parameter):
+    """A gathered parameter whose gradient is that of its shard, for code in Python; autograd has one of its own."""
+
+    shard: Tensor
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self.shard.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # type: ignore[override]
+        self.shard.grad = value
+
+
+class ShownGradients:
+    """Lets gathered parameters show the gradients of their shards; what is written to these counts.
+
+    Not while a backward runs, which has gradients of what is gathered, and not within the forward of the module that
+    gathers them, so that compiled code meets one kind of parameter.
+
+    Args:
+        root: The sharded model.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._held: dict[nn.Module, list[Any]] = {}
+        for home, *_, handle in held_parameters(root):
+            self._held.setdefault(home, []).append(handle)
+
+    def show(self, module: nn.Module) -> None:
+        """Begin with what ``module`` itself gathers."""
+        for held in self._held.get(module, ()):
+            gathered = getattr(held, "_unsharded_param", None)
+            if type(gathered) is nn.Parameter:  # a split one is of another class, and stays as it is
+                gathered.__class__, gathered.shard = _Gathered, held.sharded_param  # type: ignore[attr-defined]
+
+    def hide(self, module: nn.Module) -> None:
+        """End with what ``module`` itself gathers."""
+        for held in self._held.get(module, ()):
+            gathered = getattr(held, "_unsharded_param", None)
+            if isinstance(gathered, _Gathered):
+                del gathered.shard
+                gathered.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def hide_all(self) -> None:
+        """End with all."""
+        for module in self._held:
+            self.hide(module)
