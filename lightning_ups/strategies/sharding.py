@@ -1,6 +1,7 @@
 """What every strategy of ours that shards has in common: environment, order, buffers, clipping, checkpoints."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,8 +52,9 @@ from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
 from lightning_ups.transforms.explained import note_shards
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
-from lightning_ups.transforms.mesh import DATA, MeshSizes, build_mesh, data_mesh, num_shares
+from lightning_ups.transforms.mesh import DATA, TENSOR, MeshSizes, build_mesh, data_mesh, num_shares
 from lightning_ups.transforms.mixed_step import one_kind_at_a_time
+from lightning_ups.transforms.one_batch import check_one_batch, share_random_state
 from lightning_ups.transforms.replicated import BufferSync, average_gradients
 from lightning_ups.transforms.shard import unsharded
 from lightning_ups.transforms.sharded_before import recall
@@ -61,6 +63,8 @@ from lightning_ups.transforms.sharded_step import explaining_shards
 __all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
 
 Sharding = Literal["full", "gradients", "none"]
+
+_BATCHES_TO_COMPARE = 3  # of each kind of step, where ranks compute one batch together; each takes a wait
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,8 @@ class ShardingStrategy(ModelParallelStrategy):
                 f"{type(self).__name__}(timeout_minutes={timeout_minutes!r}) is out of range."
                 " Every collective would be late before it began. Give more than 0, such as 30."
             )
+        if process_group_backend is not None:
+            self._check_backend(process_group_backend)
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(minutes=timeout_minutes),
@@ -284,6 +290,7 @@ class ShardingStrategy(ModelParallelStrategy):
         self._in_effect = ExitStack()  # what is changed on the Trainer's loops
         self._recording: Recording | None = None
         self._buffers: BufferSync | None = None
+        self._compared: Counter[str] = Counter()  # batches, by the step that they are for
         self._in_manual_step = self._accumulating = self._saw_backward = False
         self._starts_accumulation = True
         self.checkpoints = Checkpoints(
@@ -361,9 +368,7 @@ class ShardingStrategy(ModelParallelStrategy):
             " strategy='ddp_find_unused_parameters_true'."
         )
 
-    def _check_communication(self) -> None:
-        """Refuse a backend that is none, and what is asked of NCCL where it does not communicate, or say that."""
-        backend = self._get_process_group_backend()
+    def _check_backend(self, backend: str) -> None:
         known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
         if not {part.rpartition(":")[2].lower() for part in backend.split(",")} <= {*known}:
             raise ValueError(
@@ -371,6 +376,10 @@ class ShardingStrategy(ModelParallelStrategy):
                 " A backend is what devices communicate by, one for all, or one for each type of device."
                 f" Use one of {', '.join(known)}, or several, as in 'cpu:gloo,cuda:nccl'."
             )
+
+    def _check_communication(self) -> None:
+        """Refuse what is asked of NCCL where it does not communicate, or say that."""
+        backend = self._get_process_group_backend()
         if "nccl" in backend:
             return
         if self._flight_recorder is not None:  # of the run nothing depends on it
@@ -416,6 +425,7 @@ class ShardingStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check(Run.of(trainer))
+        self._compared.clear()
         precision = self.precision_plugin = under_sharding(
             self.precision_plugin, mesh=self.device_mesh, in_graph=self.whole_graph
         )
@@ -445,6 +455,8 @@ class ShardingStrategy(ModelParallelStrategy):
     def _prepare_training(self, precision: PolicyPrecision) -> None:
         assert self.lightning_module is not None
         self._buffers = BufferSync(self.lightning_module, group=self._replicas)
+        if self.tensor_parallel_size > 1:
+            share_random_state(self.device_mesh[TENSOR].get_group())
         self._in_manual_step = self._accumulating = self._saw_backward = False
         self._starts_accumulation = True
 
@@ -474,6 +486,7 @@ class ShardingStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         assert self._buffers is not None
         check_kept()
+        self._compare_batch("training_step", args)
         if self._starts_accumulation:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         self._in_manual_step = not self.lightning_module.automatic_optimization
@@ -485,17 +498,17 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation("validation_step"):
+        with self._evaluation("validation_step", args):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation("test_step"):
+        with self._evaluation("test_step", args):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("predict_step"):
+        with self._evaluation("predict_step", args):
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -504,13 +517,19 @@ class ShardingStrategy(ModelParallelStrategy):
             self._buffers()
 
     @contextmanager
-    def _evaluation(self, step: str) -> Iterator[None]:
+    def _evaluation(self, step: str, args: tuple[Any, ...]) -> Iterator[None]:
         if self._gathers:  # else devices may evaluate unlike numbers of batches
             self._poll.poll()
         check_kept()
+        self._compare_batch(step, args)
         with self._within_step(step):
             yield
         self._after_evaluation()
+
+    def _compare_batch(self, step: str, args: tuple[Any, ...]) -> None:
+        if self.tensor_parallel_size > 1 and self._compared[step] < _BATCHES_TO_COMPARE:
+            self._compared[step] += 1
+            check_one_batch(args, group=self.device_mesh[TENSOR].get_group())
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

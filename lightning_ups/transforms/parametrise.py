@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.tensors import gradient_hooks
 from lightning_ups._compat.torch import NormWithStatistics
-from lightning_ups.transforms.cast import cast_around
+from lightning_ups.transforms.cast import cast_around, is_wide
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, num_shares, part_of
 from lightning_ups.transforms.replicated import give_first
@@ -506,10 +506,9 @@ def _cast(
     blocks: Iterable[nn.Module], roots: list[nn.Module], options: ParametriseOptions, *, uncast: Collection[nn.Module]
 ) -> ExitStack:
     stack = ExitStack()  # never closed: what is sharded stays so
-    if options.param_dtype is not None:
-        inner = [block for block in blocks if block not in roots and block not in uncast]
-        stack.enter_context(cast_around(inner, inputs=options.param_dtype, outputs=None))
-        stack.enter_context(
-            cast_around(roots, inputs=options.param_dtype, outputs=options.output_dtype, given_as_is=uncast)
-        )
+    if (low := options.param_dtype) is not None:
+        roots = [root for root in roots if root in uncast or not is_wide(root)]
+        inner = [block for block in blocks if block not in roots and block not in uncast and not is_wide(block)]
+        stack.enter_context(cast_around(inner, inputs=low, outputs=None))
+        stack.enter_context(cast_around(roots, inputs=low, outputs=options.output_dtype, given_as_is=uncast))
     return stack

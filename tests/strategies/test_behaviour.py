@@ -14,14 +14,26 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ups.callbacks import Compile
 from lightning_ups.order import applied
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.transforms.shard import unsharded
 from tests.strategies import cases
-from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, train, weights_of, whole
+from tests.strategies.cases import (
+    CASES,
+    WIDTH,
+    Block,
+    Case,
+    data,
+    losses_of,
+    on_ranks,
+    simply_on_ranks,
+    train,
+    weights_of,
+    whole,
+)
 from tests.strategies.test_parity import check, expected
 from tests.toys import trainer
 
@@ -418,3 +430,58 @@ def test_the_norm_before_clipping_is_logged(ranks, tmp_path):
     expected_norm = torch.nn.utils.get_total_norm([p.grad for p in whole_model.parameters()]).item()
     assert ranks(norm_logged, tmp_path) == pytest.approx(expected_norm, rel=1e-5)
     assert expected_norm > 0.1
+
+
+class Dropping(Case):
+    """Random where what it drops from is whole on every rank, and where it is split."""
+
+    def build(self):
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def run(self, x):
+        x = nn.functional.dropout(self.first(x), 0.5, training=self.training)
+        for layer in self.layers:
+            x = x + nn.functional.dropout(layer(x), 0.5, training=self.training)
+        return self.head(x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.002)
+
+
+SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+def unseeded(tmp_path):
+    warnings.simplefilter("ignore")
+    model, samples = Dropping(), data()
+    torch.manual_seed(dist.get_rank())
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
+    trainer(tmp_path, strategy=strategy, devices=2, epochs=2).fit(model, DataLoader(samples, batch_size=4))
+    own = torch.cat([whole(p).detach().flatten() for p in model.parameters()] + [torch.stack(model.losses)])
+    found = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(found, own)
+    return [tensor.tolist() for tensor in found]
+
+
+def test_ranks_that_split_products_stay_alike_without_a_seed(ranks, tmp_path):
+    first, second = ranks(unseeded, tmp_path)
+    assert first == second
+
+
+def with_own_sampler(tmp_path, step):
+    warnings.simplefilter("ignore")
+    own = DataLoader(data(), batch_size=4, sampler=DistributedSampler(data(), 2, dist.get_rank(), shuffle=False))
+    shared = DataLoader(data(), batch_size=4)
+    strategy = FSDP2Strategy(tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
+    run = trainer(tmp_path, strategy=strategy, devices=2, use_distributed_sampler=False)
+    with pytest.raises(ValueError, match="Ranks 0 and 1 were given different batches"):
+        run.fit(Case(), own) if step == "training" else run.fit(Case(), shared, own)
+
+
+@pytest.mark.parametrize("step", ["training", "validation"])
+def test_ranks_that_split_products_are_told_when_their_samplers_give_each_its_own(ranks, tmp_path, step):
+    ranks(with_own_sampler, tmp_path, step)

@@ -1,5 +1,7 @@
 """Parts of a module that compute in float32 under `BF16Precision`, on one device and on ranks alike."""
 
+from dataclasses import dataclass
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -359,3 +361,107 @@ def failing_by_ddp(tmp_path):
 
 def test_under_ddp_the_name_is_one_that_can_be_given(ranks, tmp_path):
     assert "let layers.0.0 (Spectral) compute in float32" in ranks(failing_by_ddp, tmp_path)[0]
+
+
+@dataclass
+class Fields:
+    """What blocks hand on, and what the model returns."""
+
+    values: torch.Tensor
+    spectrum: torch.Tensor
+
+
+class OfFields(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.spectral, self.out = Spectral(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, fields):
+        values = fields.values + torch.tanh(self.spectral(self.out(fields.values)))
+        return Fields(values, torch.fft.rfft(values.float()))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(OfFields() for _ in range(2))
+
+    def forward(self, fields):
+        for layer in self.layers:
+            fields = layer(fields)
+        return fields
+
+
+class Dataclasses(Case):
+    """Blocks and the model are given dataclasses and return them; the loss is of what the model returns."""
+
+    types: ClassVar[set] = set()
+
+    def build(self):
+        self.model = Model()
+
+    def loss(self, x):
+        found = self.model(Fields(x, torch.fft.rfft(x)))
+        self.types.add((found.values.dtype, found.spectrum.dtype))
+        return (found.values.sum(-1) - x.sum(-1)).square().mean() + found.spectrum.abs().mean()
+
+
+def with_dataclasses(tmp_path, run):
+    CASES["Dataclasses"] = Dataclasses
+    Dataclasses.types.clear()
+    kept = {"plugins": [BF16Precision(in_float32=["model.layers.*.spectral"])]}
+    result = train("Dataclasses", tmp_path, **kept)[2] if run is None else run("Dataclasses", tmp_path, {}, 2, kept)
+    return result["losses"], Dataclasses.types
+
+
+@pytest.mark.parametrize("run", [None, on_ranks, simply_on_ranks], ids=["masters", "fsdp2", "simple_fsdp"])
+def test_fields_of_dataclasses_have_the_types_of_other_tensors(run, ranks, tmp_path):
+    CASES["Dataclasses"] = Dataclasses
+    plain = train("Dataclasses", tmp_path)[2]["losses"]
+    losses, types = with_dataclasses(tmp_path, run) if run is None else ranks(with_dataclasses, tmp_path, run)
+    assert types == {(torch.float32, torch.complex64)}
+    assert losses == pytest.approx(plain, rel=0.02)
+
+
+class InDouble(Case):
+    """Computes in float64, in blocks that are called one by one and in those of a model."""
+
+    def build(self):
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.net = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 1)
+        self.double()
+
+    def run(self, x):
+        for layer in (*self.layers, self.net):
+            x = layer(x.double())
+        return self.head(x)
+
+
+class PartInDouble(Case):
+    """A part that computes in float64, from coordinates that are."""
+
+    def build(self):
+        super().build()
+        self.places = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def run(self, x):
+        return super().run(self.places(x.double()).to(x.dtype))
+
+
+DOUBLE = {kind.__name__: kind for kind in (InDouble, PartInDouble)}
+
+
+def in_double(tmp_path, name, run):
+    CASES[name] = DOUBLE[name]
+    rounded = {"plugins": [BF16Precision()]}
+    return (train(name, tmp_path, **rounded)[2] if run is None else run(name, tmp_path, {}, 2, rounded))["losses"]
+
+
+@pytest.mark.parametrize("name", DOUBLE)
+@pytest.mark.parametrize("run", [None, on_ranks, simply_on_ranks], ids=["masters", "fsdp2", "simple_fsdp"])
+def test_what_computes_in_float64_does_so_beside_bfloat16(run, name, ranks, tmp_path):
+    CASES[name] = DOUBLE[name]
+    plain = train(name, tmp_path)[2]["losses"]
+    losses = in_double(tmp_path, name, run) if run is None else ranks(in_double, tmp_path, name, run)
+    assert losses == pytest.approx(plain, rel=1e-12 if name == "InDouble" else 0.02)
