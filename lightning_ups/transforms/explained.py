@@ -51,8 +51,8 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
             raise RuntimeError(
                 f"{step} uses gathered parameters after a backward has freed them: {said}."
                 " That is what the gradient of a gradient does (create_graph=True), as in gradient penalties and"
-                " physics-informed losses, and FSDP2 knows one backward of each forward; and what a module does under"
-                " torch before 2.13 that returns tensors in objects in which FSDP2 does not look for them, as a dataclass."
+                " physics-informed losses, and FSDP2 knows one backward of each forward; and, before torch 2.13, what a"
+                " module does that returns tensors in objects in which FSDP2 does not look for them, as a dataclass."
                 " Use strategy='ddp'."
             ) from error
         if (text := _about_types(step, said, error, param_dtype)) is not None:
