@@ -21,11 +21,14 @@ __all__ = [
     "PARTS",
     "TYPES",
     "both_orders",
+    "by_kernel",
     "can_transpose",
     "column_order",
     "largest_of",
     "maxima",
+    "rounded_up",
     "row_order",
+    "transpose_into",
 ]
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,12 +43,13 @@ def largest_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _rounded_up(size: int) -> int:
+def rounded_up(size: int) -> int:
+    """Return what the dimension of a product that is summed over becomes."""
     return (size + INNER - 1) // INNER * INNER
 
 
 def _maxima(values_MK: Tensor) -> Tensor:
-    if _by_kernel(values_MK):
+    if by_kernel(values_MK):
         from lightning_ups.kernels.float8_casts_triton import maxima_launch
 
         maxima_P = _fake_maxima(values_MK)
@@ -67,13 +71,13 @@ def _cast(
     rows: bool,
     columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if columns and _by_kernel(values_MK) and not can_transpose(values_MK.dtype):
+    if columns and by_kernel(values_MK) and not can_transpose(values_MK.dtype):
         cast_MK, _, inverse = _cast(values_MK, maxima_P, dtype, rows=True, columns=False)
         _, columns_KR, _ = _places(values_MK, dtype, rows=False, columns=True)
-        _transpose(cast_MK, columns_KR)
+        transpose_into(columns_KR, cast_MK)
         return cast_MK if rows else cast_MK.new_empty(0), columns_KR, inverse
     rows_MK, columns_KR, inverse = _places(values_MK, dtype, rows=rows, columns=columns)
-    if _by_kernel(values_MK):
+    if by_kernel(values_MK):
         from lightning_ups.kernels.float8_casts_triton import cast_launch
 
         places = rows_MK if rows else None, columns_KR if columns else None, inverse
@@ -87,12 +91,13 @@ def _cast(
     if rows:
         rows_MK.copy_(cast_MK)
     if columns:
-        _transpose(cast_MK, columns_KR)
+        transpose_into(columns_KR, cast_MK)
     inverse.copy_(scale.reciprocal())
     return rows_MK, columns_KR, inverse
 
 
-def _transpose(cast_MK: Tensor, columns_KR: Tensor) -> None:
+def transpose_into(columns_KR: Tensor, cast_MK: Tensor) -> None:
+    """Write the cast there transposed, and zeros behind it."""
     num_rows = cast_MK.shape[0]
     columns_KR.view(torch.uint8)[:, num_rows:].zero_()
     columns_KR[:, :num_rows].copy_(cast_MK.t())
@@ -111,12 +116,13 @@ def _places(values_MK: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool)
     num_rows, width = values_MK.shape
     return (
         values_MK.new_empty((num_rows, width) if rows else (0,), dtype=dtype),
-        values_MK.new_empty((width, _rounded_up(num_rows)) if columns else (0,), dtype=dtype),
+        values_MK.new_empty((width, rounded_up(num_rows)) if columns else (0,), dtype=dtype),
         values_MK.new_empty((), dtype=torch.float32),
     )
 
 
-def _by_kernel(values_MK: Tensor) -> bool:
+def by_kernel(values_MK: Tensor) -> bool:
+    """Return whether operators launch a kernel for these values."""
     return values_MK.device.type == "cuda" and HAS_KERNELS
 
 

@@ -52,6 +52,10 @@ class Tiles(NamedTuple):
     programs: int = 64
     stages: int = 1
 
+    def programs_on(self, device: torch.device, count: int) -> int:
+        """Return how many go through ``count`` tiles there."""
+        return max(1, min(count, self.programs * _multiprocessors(device)))
+
 
 def maxima_launch(values_MK: Tensor, maxima_P: Tensor) -> Launch:
     """Return what writes the bits of the largest magnitudes of parts of a matrix; those of NaN are larger than any."""
@@ -106,8 +110,7 @@ def cast_launch(
         "STAGES": tiles.stages,
     }
     written = (*(["rows"] if rows_MK is not None else []), *(["columns"] if columns_KR is not None else []), "inverse")
-    programs = max(1, min(count, tiles.programs * _multiprocessors(values_MK.device)))
-    return Launch(_cast(), programs, arguments, written)
+    return Launch(_cast(), tiles.programs_on(values_MK.device, count), arguments, written)
 
 
 def _launch_of_maxima(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Launch:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
 from lightning_ups._compat.lightning import trainer_of
+from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms import float8_mx
@@ -208,7 +209,8 @@ class Float8Precision(PolicyPrecision):
             cure = "Take the autocast out" + ("." if self._sharded else ", or set weights='autocast' in the precision.")
             outermost = [root for _, root in roots(module)]
             self._undo.enter_context(refused_autocast(outermost, by="Float8Precision", cure=cure))
-        self._undo.enter_context(compiler_settings(self.recipe))
+        by_kernels = HAS_KERNELS and not self.emulate and self._tensor_size == 1
+        self._undo.enter_context(compiler_settings(self.recipe, by_kernels=by_kernels))
 
     @property
     def _tensor_size(self) -> int:

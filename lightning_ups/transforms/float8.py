@@ -15,7 +15,8 @@ from lightning_ups._compat.float8_graph import leaner_casts
 from lightning_ups._compat.inductor import eager_precision_casts
 from lightning_ups._compat.launches import launched_by_graphs
 from lightning_ups._compat.optional import require
-from lightning_ups.kernels import float8_casts, float8_casts_triton
+from lightning_ups.kernels import float8_casts, float8_casts_triton, float8_row_casts, float8_row_casts_triton
+from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.kernels.float8_casts_triton import maxima_where_written
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
@@ -299,11 +300,17 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
         object.__setattr__(float8, "reset_parameters", MethodType(type(linear).reset_parameters, float8))
 
 
-def compiler_settings(recipe: str) -> AbstractContextManager[None]:
-    """Return what holds, while it is open, the compiler's settings that ``recipe`` wants."""
+def compiler_settings(recipe: str, *, by_kernels: bool = HAS_KERNELS) -> AbstractContextManager[None]:
+    """Return what holds, while it is open, the compiler's settings that ``recipe`` wants.
+
+    Args:
+        recipe: Of the layers.
+        by_kernels: Whether each layer casts by kernels of ours, and none by operators that the compiler joins with
+            others. Those have to round, for scales of rows, as eager code does.
+    """
     if recipe == "tensorwise":
         return _tensorwise_settings()
-    return eager_precision_casts() if recipe in ("rowwise", "rowwise_with_gw_hp") else nullcontext()
+    return _settings_by_rows(by_kernels) if recipe in ("rowwise", "rowwise_with_gw_hp") else nullcontext()
 
 
 @contextmanager
@@ -311,6 +318,14 @@ def _tensorwise_settings() -> Iterator[None]:
     files = (float8_casts.__file__, float8_casts_triton.__file__)
     launched = launched_by_graphs(float8_casts_triton.OPERATORS, sources=files)
     with maxima_where_written(), leaner_casts(), launched:
+        yield
+
+
+@contextmanager
+def _settings_by_rows(by_kernels: bool) -> Iterator[None]:  # noqa: FBT001
+    files = (float8_row_casts.__file__, float8_row_casts_triton.__file__)
+    launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=files)
+    with nullcontext() if by_kernels else eager_precision_casts(), launched:
         yield
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from lightning_ups._compat.autograd import in_torch_func
 from lightning_ups._compat.torch import is_exporting
 from lightning_ups.transforms.float8_product import FastSums, can_multiply, product
+from lightning_ups.transforms.float8_row_product import product_by_rows
 
 __all__ = ["adapted", "by_values", "in_high_precision", "in_type_of_autocast", "once_differentiable", "refuse_tracing"]
 
@@ -34,10 +35,10 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
             if input.is_nested:
                 return by_values(self, input)
             input = in_type_of_autocast(input)
+            if (output := _with_kernels(self, input, by_rows=by_rows)) is not None:
+                return output
             if by_rows:
                 input = input.contiguous()
-            elif (output := _with_kernels(self, input)) is not None:
-                return output
             if torch.compiler.is_compiling():  # where there is no second derivative anyway
                 return super().forward(input) if by_rows else _as_matrix(super().forward, input)
             if input.numel() == 0:
@@ -98,13 +99,17 @@ def in_type_of_autocast(value: Tensor) -> Tensor:
     return value.to(torch.get_autocast_dtype(device)) if on else value
 
 
-def _with_kernels(layer: Any, input: Tensor) -> Tensor | None:
+def _with_kernels(layer: Any, input: Tensor, *, by_rows: bool) -> Tensor | None:
     """Return the layer's output with casts by kernels of ours, or None where there are none."""
     sums = layer.linear_mm_config
     if sums.output.emulate or not can_multiply(input, layer.weight):
         return None
     fast = FastSums(*(each.use_fast_accum for each in (sums.output, sums.grad_input, sums.grad_weight)))
-    output = product(input, layer.weight, layer.bias, fast)
+    if by_rows:
+        exact = layer.config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
+        output = product_by_rows(input, layer.weight, layer.bias, fast, exact_weight_gradient=exact)
+    else:
+        output = product(input, layer.weight, layer.bias, fast)
     return output if torch.compiler.is_compiling() else once_differentiable(output)
 
 

@@ -126,17 +126,18 @@ from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kern
 from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from lightning_ups.kernels import float8_casts_triton as kernels
-from lightning_ups.kernels.float8_casts import both_orders, column_order, maxima, row_order
+from lightning_ups.kernels import float8_casts_triton as kernels, float8_row_casts_triton as by_rows
+from lightning_ups.kernels.float8_casts import maxima
+from lightning_ups.kernels.float8_row_casts import column_maxima, scaled_columns, scaled_rows
 
 driver.set_active(type("Driver", (), {"get_current_target": lambda self: GPUTarget("cuda", 90, 32)})())
 kernels._multiprocessors = lambda device: 132
 with FakeTensorMode():
     x = torch.empty(48, 64, dtype=torch.bfloat16, device="cuda")
-    found = maxima(x)
-    inputs = (x, found, torch.float8_e4m3fn)
-    for known in kernels.OPERATORS:
-        given = inputs[:1] if known.operator is maxima else inputs
+    e4m3, scale = torch.float8_e4m3fn, torch.empty(64, device="cuda")
+    inputs = {maxima: (x,), scaled_rows: (x, e4m3), column_maxima: (x,), scaled_columns: (x, scale, e4m3)}
+    for known in (*kernels.OPERATORS, *by_rows.OPERATORS):
+        given = inputs.get(known.operator, (x, maxima(x), e4m3))
         made = known.operator(*given)
         launch = known.launch(given, (made,) if isinstance(made, torch.Tensor) else made)
         tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, torch.Tensor)}

@@ -6,6 +6,7 @@ from torch import nn
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
+from lightning_ups.precision import float8 as float8_precision
 from lightning_ups.precision.float8 import _warn_of_eager
 from lightning_ups.tools.asked import run_of
 from lightning_ups.transforms.advise_table import Times
@@ -306,6 +307,21 @@ def test_compiled_blocks_train_as_eager_ones(tmp_path, recipe):
         for callbacks in ([], [Compile(backend="aot_eager")])
     ]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "tensor_size", "rounds"), [({}, 1, False), ({"emulate": True}, 1, True), ({}, 2, True)]
+)
+def test_compiled_code_need_not_round_where_all_layers_cast_by_kernels(monkeypatch, options, tensor_size, rounds):
+    from torch._inductor import config  # noqa: TID251
+
+    monkeypatch.setattr(float8_precision, "HAS_KERNELS", True)
+    monkeypatch.setattr(Float8Precision, "_tensor_size", tensor_size)
+    precision = Float8Precision(recipe="rowwise", **options)
+    with precision._undo:
+        precision._hold_in_fit(Wide())
+        assert config.emulate_precision_casts is rounds
+    assert config.emulate_precision_casts is False
 
 
 def test_mxfp8_on_a_gpu_that_cannot_names_what_can(tmp_path, monkeypatch):

@@ -32,12 +32,12 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def converted(dtype=torch.bfloat16, *, frozen=()):
+def converted(dtype=torch.bfloat16, *, frozen=(), recipe="tensorwise"):
     torch.manual_seed(0)
     net = SwiGLU().to(dtype)
     for name in frozen:
         net.get_parameter(name).requires_grad = False
-    convert_to_float8(net, recipe="tensorwise", include=["*"])
+    convert_to_float8(net, recipe=recipe, include=["*"])
     return net
 
 
@@ -53,7 +53,7 @@ def trained(net, *, rows=(4, 32), dtype=torch.bfloat16, wants_input=True):
 def by_torchao():
     """Let layers compute as torchao wrote them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float8_layers, "_with_kernels", lambda *_: None)
+        patch.setattr(float8_layers, "_with_kernels", lambda *_, **__: None)
         yield
 
 
@@ -192,9 +192,9 @@ def test_what_is_recomputed_casts_no_weight_in_the_order_of_forward():
     assert backward[OURS.float8_columns.default] == 3
 
 
-def sharded(by_kernels, backend=None):
+def sharded(by_kernels, backend=None, recipe="tensorwise"):
     """Return the output, and the gradients whole, of a net that two ranks have in parts."""
-    net = converted()
+    net = converted(recipe=recipe)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*net.children(), net):
         fully_shard(part, mesh=mesh)
@@ -206,8 +206,9 @@ def sharded(by_kernels, backend=None):
     return [output, *(gradient.full_tensor() for gradient in gradients)]
 
 
-def sharded_alike(backend):
-    return [torch.equal(one, other) for one, other in zip(sharded(True, backend), sharded(False), strict=True)]
+def sharded_alike(backend, recipe="tensorwise"):
+    found, wanted = sharded(True, backend, recipe), sharded(False, recipe=recipe)
+    return [torch.equal(one, other) for one, other in zip(found, wanted, strict=True)]
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

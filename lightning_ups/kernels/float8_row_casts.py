@@ -1,0 +1,105 @@
+"""Casts of a matrix to float8 by a scale for each row, or for each column and turned around, as operators.
+
+A row is read once: its maximum, its scale and its cast are made of what a program holds. Columns are read twice. Left
+to a compiler such casts become loops that write what they hold to memory in float32, and that make a scale for each
+value.
+
+The values are those of torchao, bit for bit: ``largest / max(maximum, 1e-12)`` in float64, in float32, and of that the
+power of two below it. Torchao takes that by a logarithm in float32, which for maxima of float32 alone may round up.
+
+Shape suffixes: M rows of K values each, R values of M rounded up to what products take, P parts of the rows.
+"""
+# ruff: noqa: N803, N806 (shape suffixes are capitals)
+
+import torch
+from torch import Tensor
+
+from lightning_ups._compat.custom_ops import define_operator
+from lightning_ups.kernels.float8_casts import LEAST, by_kernel, can_transpose, largest_of, rounded_up, transpose_into
+
+__all__ = ["PARTS", "column_maxima", "scaled_columns", "scaled_rows", "scales_of"]
+
+PARTS = 64  # of the rows, for each of which there is a maximum of every column
+
+
+def scales_of(bits: Tensor, of: torch.dtype, to: torch.dtype) -> Tensor:
+    """Return by what values are multiplied before they are cast.
+
+    Args:
+        bits: Of the largest magnitudes, as integers of four bytes.
+        of: The type of the values.
+        to: The type of float8.
+    """
+    maximum = (bits.to(torch.int16) if of.itemsize == 2 else bits).view(of).to(torch.float64)
+    scale = (largest_of(to) / maximum.clamp(min=LEAST)).to(torch.float32)
+    return torch.where(scale.isnan(), scale, (scale.view(torch.int32) & 0x7F800000).view(torch.float32))
+
+
+def _largest_bits(values_MK: Tensor, *, dim: int) -> Tensor:
+    half = values_MK.dtype.itemsize == 2
+    bits = values_MK.abs().amax(dim).view(torch.int16 if half else torch.int32).to(torch.int32)
+    return bits & (0x7FFF if half else 0x7FFFFFFF)  # what is not a number has a sign, which a maximum may keep
+
+
+def _cast(values_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = largest_of(dtype)
+    return (values_MK.to(torch.float32) * scale).clamp(-largest, largest).to(dtype)
+
+
+def _scaled_rows(values_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows_MK, inverse_M = _fake_scaled_rows(values_MK, dtype)
+    if by_kernel(values_MK):
+        from lightning_ups.kernels.float8_row_casts_triton import rows_launch
+
+        rows_launch(values_MK.contiguous(), rows_MK, inverse_M).run(values_MK.device)
+        return rows_MK, inverse_M
+    scale_M = scales_of(_largest_bits(values_MK, dim=1), values_MK.dtype, dtype)
+    rows_MK.copy_(_cast(values_MK, scale_M[:, None], dtype))
+    inverse_M.copy_(scale_M.reciprocal())
+    return rows_MK, inverse_M
+
+
+def _column_maxima(values_MK: Tensor) -> Tensor:
+    maxima_PK = _fake_column_maxima(values_MK)
+    if by_kernel(values_MK):
+        from lightning_ups.kernels.float8_row_casts_triton import column_maxima_launch
+
+        column_maxima_launch(values_MK.contiguous(), maxima_PK).run(values_MK.device)
+        return maxima_PK
+    maxima_PK.zero_()
+    maxima_PK[0] = _largest_bits(values_MK, dim=0)
+    return maxima_PK
+
+
+def _scaled_columns(values_MK: Tensor, scale_K: Tensor, dtype: torch.dtype) -> Tensor:
+    columns_KR = _fake_scaled_columns(values_MK, scale_K, dtype)
+    if by_kernel(values_MK) and can_transpose(values_MK.dtype):
+        from lightning_ups.kernels.float8_row_casts_triton import columns_launch
+
+        columns_launch(values_MK.contiguous(), scale_K.contiguous(), columns_KR).run(values_MK.device)
+        return columns_KR
+    transpose_into(columns_KR, _cast(values_MK, scale_K, dtype))
+    return columns_KR
+
+
+def _fake_scaled_rows(values_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    num_rows, width = values_MK.shape
+    rows_MK = values_MK.new_empty(num_rows, width, dtype=dtype)
+    return rows_MK, values_MK.new_empty(num_rows, dtype=torch.float32)
+
+
+def _fake_column_maxima(values_MK: Tensor) -> Tensor:
+    return values_MK.new_empty(PARTS, values_MK.shape[1], dtype=torch.int32)
+
+
+def _fake_scaled_columns(values_MK: Tensor, scale_K: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    num_rows, width = values_MK.shape
+    return values_MK.new_empty(width, rounded_up(num_rows), dtype=dtype)
+
+
+scaled_rows = define_operator(_scaled_rows, name="float8_scaled_rows", fake=_fake_scaled_rows)
+"""Of `values_MK` and a type of float8: the cast, and what undoes the scale of each row."""
+column_maxima = define_operator(_column_maxima, name="float8_column_maxima", fake=_fake_column_maxima)
+"""Of `values_MK`: the bits of the largest magnitudes of its columns in parts of the rows."""
+scaled_columns = define_operator(_scaled_columns, name="float8_scaled_columns", fake=_fake_scaled_columns)
+"""Of `values_MK`, a scale for each column and a type: the cast, transposed, each row of that filled up with zeros."""
