@@ -6,8 +6,9 @@ Matrices are those of the 1.5 B GPT (16384 rows), of 8 B, and of ViT-L. `maxima`
 read it and write one byte a value, `both` two. A figure is the median of seven times the mean of 20 launches, between
 CUDA events, of a recording that is replayed: the host has no part in it. TB/s counts what has to be moved, once. Of
 each kernel the quickest setting comes first, and all are kept. `inductor` is what `torch.compile` makes of the same by
-torch's operators: the maximum, and a cast in both orders. `host` has the microseconds that an operator takes of the
-host, called 2000 times on a small matrix.
+torch's operators: the maximum, and a cast in both orders. `scaled_rows`, `column_maxima` and `scaled_columns` are of
+scales for rows and columns, and `inductor_rows` is what the compiler makes of the first. `host` has the microseconds
+that an operator takes of the host, called 2000 times on a small matrix.
 
 Without a GPU the tiny cases run by the specification, which tries the script out.
 """
@@ -24,6 +25,7 @@ from cases import main
 from torch import Tensor
 
 from lightning_ups.kernels.float8_casts import both_orders, column_order, largest_of, maxima, row_order
+from lightning_ups.kernels.float8_row_casts import column_maxima, scaled_columns, scaled_rows, scales_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -34,7 +36,9 @@ SHAPES = (
     else ((32, 48),)
 )
 LAUNCHES, ROUNDS = 20, 7
-BYTES = {"maxima": 2, "rows": 3, "columns": 3, "both": 4, "inductor": 6}
+BYTES = {"maxima": 2, "rows": 3, "columns": 3, "both": 4, "inductor": 6} | {
+    "scaled_rows": 3, "column_maxima": 2, "scaled_columns": 3, "inductor_rows": 3
+}  # fmt: skip
 TILES = tuple(
     (rows, columns, programs, stages)
     for rows, columns in ((64, 64), (64, 128), (128, 64), (128, 128))
@@ -137,6 +141,78 @@ def casts_by_tiles(kind: str) -> dict[str, Any]:
     return quickest(kind, {str(size): partial(way, tiles=Tiles(*size)) for size in sizes})
 
 
+def rows_by_tiles() -> dict[str, Any]:
+    """Time a cast by scales of rows, by how many values a program holds of short rows and of long ones."""
+    if not ON_GPU:
+        return quickest("scaled_rows", {"reference": lambda values: scaled_rows(values, FORM)})
+
+    from lightning_ups.kernels import float8_row_casts_triton as kernels
+
+    def way(values: Tensor, tile: int, widest: int) -> Any:
+        kernels.TILE, kernels.WIDEST = tile, widest
+        return scaled_rows(values, FORM)
+
+    sizes = dict.fromkeys(((kernels.TILE, kernels.WIDEST), *itertools.product((2048, 4096, 8192), (4096, 8192, 16384))))
+    return quickest("scaled_rows", {str(size): partial(way, tile=size[0], widest=size[1]) for size in sizes})
+
+
+def column_maxima_by_tiles() -> dict[str, Any]:
+    """Time the look for the maxima of columns, by what a program has under way."""
+    if not ON_GPU:
+        return quickest("column_maxima", {"reference": column_maxima})
+
+    from lightning_ups.kernels import float8_row_casts_triton as kernels
+
+    def way(values: Tensor, rows: int, columns: int, stages: int) -> Tensor:
+        kernels.ROWS, kernels.COLUMNS, kernels.STAGES = rows, columns, stages
+        return column_maxima(values)
+
+    plain = (kernels.ROWS, kernels.COLUMNS, kernels.STAGES)
+    sizes = dict.fromkeys((plain, *itertools.product((16, 32), (128, 256, 512), (1, 2, 4))))
+    return quickest("column_maxima", {str(size): partial(way, **_named(size)) for size in sizes})
+
+
+def _named(size: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("rows", "columns", "stages"), size, strict=True))
+
+
+def columns_by_tiles() -> dict[str, Any]:
+    """Time a cast by scales of columns, transposed, by size of its tiles."""
+    scales: dict[int, Tensor] = {}  # of a matrix, which are no part of a cast
+
+    def scale_of(values: Tensor) -> Tensor:
+        if values.data_ptr() not in scales:
+            scales.clear()
+            scales[values.data_ptr()] = scales_of(column_maxima(values).amax(0), values.dtype, FORM)
+        return scales[values.data_ptr()]
+
+    if not ON_GPU:
+        return quickest("scaled_columns", {"reference": lambda values: scaled_columns(values, scale_of(values), FORM)})
+
+    from lightning_ups.kernels.float8_casts_triton import Tiles
+    from lightning_ups.kernels.float8_row_casts_triton import columns_launch
+
+    def way(values: Tensor, tiles: Tiles) -> Tensor:
+        place = values.new_empty(values.shape[1], values.shape[0], dtype=FORM)
+        columns_launch(values, scale_of(values), place, tiles=tiles).run(values.device)
+        return place
+
+    sizes = dict.fromkeys((tuple(Tiles()), *TILES))
+    return quickest("scaled_columns", {str(size): partial(way, tiles=Tiles(*size)) for size in sizes})
+
+
+def rows_by_inductor() -> dict[str, Any]:
+    """Time a cast by scales of rows by what `torch.compile` makes of torch's operators."""
+    largest = largest_of(FORM)
+
+    def cast(values: Tensor) -> tuple[Tensor, Tensor]:
+        most = values.abs().amax(1, keepdim=True).to(torch.float64).clamp(min=1e-12)
+        scale = torch.exp2(torch.floor(torch.log2((largest / most).to(torch.float32))))
+        return (values.to(torch.float32) * scale).to(FORM), scale.reciprocal()
+
+    return quickest("inductor_rows", {"compiled": torch.compile(cast, dynamic=False) if ON_GPU else cast})
+
+
 def by_inductor() -> dict[str, Any]:
     """Time the maximum and the cast in both orders by what `torch.compile` makes of torch's operators."""
     largest = largest_of(FORM)
@@ -171,6 +247,10 @@ CASES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "maxima": maxima_by_blocks,
     **{kind: partial(casts_by_tiles, kind) for kind in ("both", "rows", "columns")},
     "inductor": by_inductor,
+    "scaled_rows": rows_by_tiles,
+    "column_maxima": column_maxima_by_tiles,
+    "scaled_columns": columns_by_tiles,
+    "inductor_rows": rows_by_inductor,
     "host": on_the_host,
 }
 

@@ -4,7 +4,11 @@ import torch
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-@pytest.mark.parametrize("case", ["maxima", "both", "rows", "columns", "inductor"])
+CASES = ["maxima", "both", "rows", "columns", "inductor"]
+BY_ROWS = ["scaled_rows", "column_maxima", "scaled_columns", "inductor_rows"]
+
+
+@pytest.mark.parametrize("case", [*CASES, *BY_ROWS])
 def test_a_case_has_a_speed_for_each_shape(import_benchmark, monkeypatch, case):
     script = import_benchmark("float8_casts")
     monkeypatch.setattr(script, "SHAPES", ((32, 48), (16, 16)))
