@@ -105,11 +105,11 @@ def _multiply(
     *,
     fast: bool,
 ) -> Tensor:
-    """Return a product in ``dtype``: scaled by its kernel, or behind it where sums are whole or rows are not known yet.
+    """Return a product in ``dtype``: scaled by its kernel, or behind it where sums are whole or no kernel scales rows.
 
     Scales are powers of two, by which nothing is rounded. The kernel that knows them writes bfloat16 alone.
     """
-    scales = fast and _is_known(left_AC.shape[0])
+    scales = fast and _kernel_scales(left_AC)
     left_inverse, right_inverse = inverse_A[:, None], inverse_B[None, :]
     one = inverse_A.new_ones(())
     output_AB = torch._scaled_mm(
@@ -124,6 +124,10 @@ def _multiply(
     return scaled_AB.to(dtype)
 
 
-def _is_known(size: int) -> bool:
-    """Return whether a graph knows, while it is compiled, if this is 1, which the kernel that scales rows asks."""
-    return guard_or_false(size != 1) or guard_or_false(size == 1)
+def _kernel_scales(left_AC: Tensor) -> bool:
+    """Return whether there is a kernel that scales rows: on CPUs torch 2.11 has none.
+
+    It asks whether there is one row, which a graph has to know while it is compiled.
+    """
+    num_rows = left_AC.shape[0]
+    return left_AC.device.type != "cpu" and (guard_or_false(num_rows != 1) or guard_or_false(num_rows == 1))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo import config  # noqa: TID251  (a user's setting, by the name that torch documents)
 
+from lightning_ups.transforms import float8_row_product
 from lightning_ups.transforms.float8 import compiler_settings
 from lightning_ups.transforms.recompute import recompute
 from tests.transforms.test_float8_product import (
@@ -23,6 +24,20 @@ RECIPES = ["rowwise", "rowwise_with_gw_hp"]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
+def cpus_scale_rows():
+    """Return whether torch has a product scaled by rows on CPUs, which torchao asks for."""
+    one = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(one, one.t(), scale_a=torch.ones(16, 1), scale_b=torch.ones(1, 16), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+beside_torchao = pytest.mark.skipif(not cpus_scale_rows(), reason="torch 2.11 scales no rows on CPUs, as torchao asks")
+
+
+@beside_torchao
 @every_recipe
 @pytest.mark.parametrize("rows", [(4, 32), (5, 7), (1,)])  # 35 and 1 are no multiples of 16, over which gradients sum
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -35,6 +50,7 @@ def test_values_and_gradients_are_torchaos_bit_for_bit(dtype, rows, recipe):
     assert_equal(trained(compiled, rows=rows, dtype=dtype), wanted)
 
 
+@beside_torchao
 @every_recipe
 @pytest.mark.parametrize("frozen", [("gate.weight",), ("gate.weight", "up.weight"), ("down.weight", "down.bias")])
 @pytest.mark.parametrize("wants_input", [True, False])
@@ -44,6 +60,7 @@ def test_frozen_weights_and_inputs_without_gradients(frozen, wants_input, recipe
     assert_equal(trained(converted(frozen=frozen, recipe=recipe), wants_input=wants_input), wanted)
 
 
+@beside_torchao
 @every_recipe
 def test_a_transposed_input_and_a_transposed_gradient(recipe):
     def run():
@@ -87,7 +104,9 @@ def test_a_graph_casts_a_shared_input_once_in_each_order(recipe, columns, maxima
     assert both[OURS.float8_column_maxima.default] == maxima
 
 
-def test_what_is_recomputed_casts_no_weight_in_the_order_of_forward():
+@beside_torchao
+def test_what_is_recomputed_casts_no_weight_in_the_order_of_forward(monkeypatch):
+    monkeypatch.setattr(float8_row_product, "_kernel_scales", lambda _: True)  # as on a GPU
     net = converted(recipe="rowwise")
     with recompute([net], save="matmuls"):
         _, backward = graphs_of(net)
@@ -117,6 +136,7 @@ def test_a_graph_may_choose_the_rows(recipe):
     assert_equal(run("aot_eager"), run(None))
 
 
+@beside_torchao
 @every_recipe
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_weights_that_are_gathered(ranks, backend, recipe):
