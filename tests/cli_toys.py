@@ -45,6 +45,17 @@ class Toy(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Interrupting(Callback):
+    """Presses Ctrl-C."""
+
+    def __init__(self, after: int):
+        self.after = after
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.after:
+            raise KeyboardInterrupt
+
+
 class Nowhere(Logger):
     """Keeps what it gets on a server, and has no folder."""
 
