@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update, go_by_the_name_of
 from lightning_ups.order import Context, Declaration, Report, Stage
 
@@ -57,6 +58,9 @@ class OptimizerOffload(Declaration):
                 " It says where an optimizer with offloaded state makes its steps."
                 f" Use one of {known}."
             )
+        size, share = "It is the size of a chunk, in MiB.", "It is the share of the state that stays."
+        check_kind("chunk_mb", chunk_mb, float, of="OptimizerOffload", why=size, optional=True)
+        check_kind("resident", resident, float, of="OptimizerOffload", why=share)
         if update == "torchao" and resident:
             raise ValueError(
                 f"OptimizerOffload(update='torchao', resident={resident}) cannot be."
