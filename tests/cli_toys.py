@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
@@ -43,6 +44,44 @@ class Toy(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Predicting(Toy):
+    """Predicts."""
+
+    def predict_step(self, batch, _):
+        return self.loss(batch)
+
+    def predict_dataloader(self):
+        return DataLoader(torch.randn(4, 8), batch_size=2)
+
+
+class Keeping(Predicting):
+    """Keeps what it has predicted."""
+
+    def on_predict_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.kept = outputs
+
+
+class Writing(BasePredictionWriter):
+    """Takes what is predicted, and writes nothing."""
+
+    def __init__(self):
+        super().__init__("epoch")
+
+    def write_on_epoch_end(self, *_):
+        """Write nothing."""
+
+
+class Interrupting(Callback):
+    """Presses Ctrl-C."""
+
+    def __init__(self, after: int):
+        self.after = after
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.after:
+            raise KeyboardInterrupt
 
 
 class Nowhere(Logger):

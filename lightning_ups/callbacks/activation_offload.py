@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
@@ -49,6 +50,8 @@ class ActivationOffload(Declaration):
     def __init__(
         self, *, blocks: Sequence[str] | None = None, every_k: int = 1, min_mb: float = MIN_BYTES / 2**20
     ) -> None:
+        check_kind("every_k", every_k, int, of="ActivationOffload", why="It counts blocks.")
+        check_kind("min_mb", min_mb, float, of="ActivationOffload", why="It is the size of a tensor, in MiB.")
         if every_k < 1 or min_mb < 0:
             raise ValueError(
                 f"ActivationOffload(every_k={every_k}, min_mb={min_mb}) takes no block or no tensor."

@@ -1,9 +1,11 @@
 """Checking the kind of an argument, where a wrong one would fail late or pass for something else."""
 
+from numbers import Integral, Real
 from typing import Any
 
 __all__ = ["check_kind"]
 
+_KINDS: dict[type, type] = {int: Integral, float: Real}  # numpy's numbers too
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -23,7 +25,7 @@ def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional
     """
     if value is None and optional:
         return
-    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    fits = isinstance(value, _KINDS.get(kind, kind)) and (kind is bool or not isinstance(value, bool))
     if not fits:
         words = _WORDS[kind] + (", or None" if optional else "")
         raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")

@@ -21,6 +21,7 @@ from lightning_ups._compat.allocator import (
     write_snapshot,
 )
 from lightning_ups._compat.lightning import trainer_of
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import Run, Stage
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
@@ -70,6 +71,9 @@ class MemoryForensics(Callback):
         plan: bool = True,
         every: int = 10,
     ) -> None:
+        check_kind("every", every, int, of="MemoryForensics", why="It counts batches.")
+        for name, value in (("snapshot", snapshot), ("history", history), ("plan", plan)):
+            check_kind(name, value, bool, of="MemoryForensics", why="It is a switch.")
         if every < 1:
             raise ValueError(
                 f"MemoryForensics(every={every}) never looks."

@@ -1,6 +1,5 @@
 """Optimizer state on the host: larger models for a part of the link to the device."""
 
-from functools import cache
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
@@ -8,7 +7,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
-from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update
+from lightning_ups.callbacks.arguments import check_kind
+from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update, go_by_the_name_of
 from lightning_ups.order import Context, Declaration, Report, Stage
 
 __all__ = ["OptimizerOffload"]
@@ -58,6 +58,9 @@ class OptimizerOffload(Declaration):
                 " It says where an optimizer with offloaded state makes its steps."
                 f" Use one of {known}."
             )
+        size, share = "It is the size of a chunk, in MiB.", "It is the share of the state that stays."
+        check_kind("chunk_mb", chunk_mb, float, of="OptimizerOffload", why=size, optional=True)
+        check_kind("resident", resident, float, of="OptimizerOffload", why=share)
         if update == "torchao" and resident:
             raise ValueError(
                 f"OptimizerOffload(update='torchao', resident={resident}) cannot be."
@@ -115,8 +118,7 @@ class OptimizerOffload(Declaration):
             return TorchAOOffloaded(optimizer, clips=self._clips)
         chunk_bytes = int(self.chunk_mb * 2**20)
         ours = OffloadedOptimizer(optimizer, update=self.update, chunk_bytes=chunk_bytes, resident=self.resident)
-        # What names an optimizer by its class, as LearningRateMonitor does, is to go on under the name that it had.
-        ours.__class__ = _under_the_name_of(type(optimizer))
+        go_by_the_name_of(optimizer, ours)
         return ours
 
     @override
@@ -156,13 +158,6 @@ class OptimizerOffload(Declaration):
         self._report = None
         while self._ours:
             self._ours.pop().undo()
-
-
-@cache
-def _under_the_name_of(kind: type[Optimizer]) -> type[OffloadedOptimizer]:
-    ours = type(kind.__name__, (OffloadedOptimizer,), {"__doc__": OffloadedOptimizer.__doc__})
-    ours.__module__, ours.__qualname__ = OffloadedOptimizer.__module__, OffloadedOptimizer.__qualname__
-    return ours
 
 
 def _refuse_offloaded(optimizer: Optimizer, context: Context) -> None:

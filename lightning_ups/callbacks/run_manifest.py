@@ -30,6 +30,7 @@ from lightning_ups._compat.environment import (
     working_tree,
 )
 from lightning_ups._compat.hyperparameters import logged_hyperparameters
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import Report, Run, Step, applied, apply_declared, finish_optimizers, refuse_second
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
@@ -67,6 +68,7 @@ class RunManifest(Callback):
     only_one = True  # of this class in a Trainer
 
     def __init__(self, *, log_hyperparams: bool = True) -> None:
+        check_kind("log_hyperparams", log_hyperparams, bool, of="RunManifest", why="It is a switch.")
         self.log_hyperparams = log_hyperparams
         self.path: Path | None = None
         self.manifest: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_ups._compat.averages import averaged_copies
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
+from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import PolicyPrecision, Run, applied, refuse_second
 from lightning_ups.transforms.checkpoint import is_complete
 from lightning_ups.transforms.clip import gradients_of, total_norm
@@ -113,6 +114,15 @@ class StepGuard(Callback):
                     " It says what becomes of a step that goes wrong, and where that is decided."
                     f" Use one of {known}."
                 )
+        for name, value in (
+            ("window", window),
+            ("warmup_steps", warmup_steps),
+            ("max_in_a_row", max_in_a_row),
+            ("max_rollbacks", max_rollbacks),
+        ):
+            check_kind(name, value, int, of="StepGuard", why="It is a count.")
+        check_kind("sigmas", sigmas, float, of="StepGuard", why="It counts deviations.")
+        check_kind("gradients", gradients, bool, of="StepGuard", why="It is a switch.")
         if window < 2 or not sigmas > 0 or min(warmup_steps, max_rollbacks) < 0 or max_in_a_row < 1:
             raise ValueError(
                 f"StepGuard(window={window}, sigmas={sigmas}, warmup_steps={warmup_steps}, max_in_a_row={max_in_a_row},"

@@ -88,6 +88,13 @@ class TokenThroughput(Callback):
                     f" It counts steps, and the smallest that means something is {least}."
                     f" Use {least} or more."
                 )
+        for name, value, why in (
+            ("flops_per_unit", flops_per_unit, "It counts operations."),
+            ("single_device", single_device, "It is a speed, in units per second."),
+        ):
+            check_kind(name, value, float, of="TokenThroughput", why=why, optional=True)
+        for name, value in (("progress_bar", progress_bar), ("table", table)):
+            check_kind(name, value, bool, of="TokenThroughput", why="It is a switch.")
         if count is None and unit not in ("auto", "tokens", "samples"):
             raise ValueError(
                 f"TokenThroughput(unit={unit!r}) does not say how to count."

@@ -1,5 +1,6 @@
 """Optimizers that stay optimizers: schedulers, clipping, parameter groups and resume work as with torch's own."""
 
+from lightning_ups.optim.class_name import go_by_the_name_of
 from lightning_ups.optim.low_bit import check_rounding, make_portable
 from lightning_ups.optim.master_weights import MasteredOptimizer, MasterWeights
 from lightning_ups.optim.offload import OffloadedOptimizer, Update
@@ -13,6 +14,7 @@ __all__ = [
     "TorchAOOffloaded",
     "Update",
     "check_rounding",
+    "go_by_the_name_of",
     "make_portable",
     "reduce_into_masters",
 ]

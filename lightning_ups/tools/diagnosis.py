@@ -139,7 +139,8 @@ class _Look:
             yield from faults or _lacking(find_class(value, bases), (), keys, layer)
         else:
             near = _choice(value, hint)
-            cure = f"Did you mean {near!r}?" if near else f"It takes {_described(hint)}."
+            listed = f", as in [{value!r}]" if isinstance(value, str) and _takes_strings(hint) else ""
+            cure = f"Did you mean {near!r}?" if near else f"It takes {_described(hint)}{listed}."
             yield f"{layer.place(*keys)}: {_dotted(keys)} is {value!r}. {cure}"
 
     def _spec(self, spec: Tree, bases: Sequence[type], hint: Any, keys: Keys, layer: Layer) -> Iterator[str]:
@@ -299,6 +300,14 @@ def _takes_list(hint: Any) -> bool:
     if kind in (Union, UnionType):
         return any(map(_takes_list, get_args(hint)))
     return isinstance(kind, type) and issubclass(kind, Iterable)
+
+
+def _takes_strings(hint: Any) -> bool:
+    """Return whether ``hint`` takes a list of any strings."""
+    kind, among = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(map(_takes_strings, among))
+    return isinstance(kind, type) and issubclass(kind, Sequence) and among[:1] == (str,)
 
 
 def _takes_more(kind: type) -> bool:

@@ -56,13 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         "--format",
         choices=("torch", "safetensors"),
         default="safetensors",
-        help="torch: one checkpoint.ckpt that a single device resumes from; safetensors: the weights",
+        help="torch: one checkpoint.ckpt that a single device resumes from; safetensors, the default: the weights",
     )
     parser.add_argument(
         "--names",
         choices=("plain", "hf", "hf-llama"),
         default="plain",
-        help="plain: as in the checkpoint; hf: as transformers names them, with a config.json",
+        help="plain, the default: as in the checkpoint; hf: as transformers names them, with a config.json",
     )
     parser.add_argument("--max-shard-size", default="5GB", help="of one file of safetensors; default %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")

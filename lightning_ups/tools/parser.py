@@ -4,9 +4,11 @@ import re
 from argparse import SUPPRESS, Action
 from collections.abc import Mapping
 from contextlib import chdir
+from enum import Enum
 from typing import Any
 
-from jsonargparse import ActionConfigFile, DefaultHelpFormatter, Namespace
+import yaml
+from jsonargparse import ActionConfigFile, DefaultHelpFormatter, Namespace, set_dumper
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -40,6 +42,17 @@ def _names(paths: str) -> str:
     return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths.split(", ") if offered(path)))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes a choice as its value: Lightning's Timer has one as the default of a string, which jsonargparse leaves."""
+
+
+_Dumper.add_multi_representer(Enum, lambda dumper, choice: dumper.represent_data(choice.value))
+
+
+def _dumped(tree: Any) -> str:
+    return yaml.dump(tree, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
 class UpsParser(LightningArgumentParser):
     """Takes some files as they were changed before, and orders its help by what a reader needs first."""
 
@@ -47,6 +60,7 @@ class UpsParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", _Help)
+        set_dumper("yaml", _dumped)  # nested parsers are of other classes
         super().__init__(*args, **options)
 
     @override

@@ -20,8 +20,14 @@ def nearest(name: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | No
     for known in folded:
         if known == wanted or known.endswith("." + wanted):
             return folded[known]
-    close = get_close_matches(wanted, folded, n=1, cutoff=cutoff)
+    close = get_close_matches(wanted, folded, cutoff=cutoff)
+    # Another letter is nearer than one that is missing, by which names are more alike in length.
+    close.sort(key=lambda known: not _is_one_off(known, wanted))
     return folded[close[0]] if close else None
+
+
+def _is_one_off(known: str, wanted: str) -> bool:
+    return len(known) == len(wanted) and sum(a != b for a, b in zip(known, wanted, strict=True)) == 1
 
 
 def suggestion(name: str, among: Iterable[str], *, most: int = 12, otherwise: str = "There is none.") -> str:

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs" / "measured.md").read_text()
 SPEEDS = ("tok_s_gpu", "tokens_per_s_per_gpu", "tok_s")
 OURS, TITAN, BARE = {"side": "ours"}, {"side": "torchtitan"}, {"side": "bare"}
 SIMPLE, FSDP2 = ({"way": way, "cache": "cold"} for way in ("SimpleFSDP", "FSDP2, blocks compiled"))
@@ -23,7 +24,7 @@ EIGHT, BY_HAND, AHEAD = (
 EAGER, BLOCKS, MODEL, MATMULS, NOTHING = (
     {"case": case} for case in ("eager", "compile", "compile model", "compile + matmuls", "compile + nothing")
 )
-PAIRS = {  # by what a row of README has, and no other
+PAIRS = {  # by what a row of the page has, and no other
     'Compile(scope="model")': (MODEL, EAGER),
     "`Compile()`, by blocks": (BLOCKS, EAGER),
     **{f"][{number}]": (OURS, TITAN) for number in range(3, 9)},
@@ -63,14 +64,23 @@ def as_told(value: float, told: str) -> str:
 
 def row(piece: str) -> tuple[list[str], Path]:
     """Return the cells of the row that has ``piece``, and the folder of its raw output."""
-    (line,) = [line for line in README.splitlines() if line.startswith("|") and piece in line]
+    (line,) = [line for line in rows(MEASURED) if piece in line]
+    return line.split("|")[1:-1], (ROOT / "docs" / raw_output(line, MEASURED)).resolve()
+
+
+def rows(text: str) -> list[str]:
+    """Return the rows of figures that lead to raw output."""
+    return [line for line in text.splitlines() if line.startswith("|") and re.search(r"\]\[\d+\]", line)]
+
+
+def raw_output(line: str, text: str) -> str:
     (number,) = re.findall(r"\]\[(\d+)\]", line)
-    (link,) = re.findall(rf"^\[{number}\]: (\S+)/README\.md$", README, flags=re.MULTILINE)
-    return line.split("|")[1:-1], ROOT / link
+    (link,) = re.findall(rf"^\[{number}\]: (\S+)/README\.md$", text, flags=re.MULTILINE)
+    return link
 
 
 @pytest.mark.parametrize("piece", PAIRS)
-def test_readmes_rows_are_those_of_the_raw_output(piece):
+def test_the_rows_are_those_of_the_raw_output(piece):
     (_, *cells, gain), folder = row(piece)
     sides = PAIRS[piece]
     for side, cell in zip(sides, cells, strict=True):
@@ -81,7 +91,7 @@ def test_readmes_rows_are_those_of_the_raw_output(piece):
     assert ratio == as_told(speed(folder, sides[0]) / speed(folder, sides[1]), ratio)
 
 
-def test_readmes_row_of_checkpoints_is_that_of_the_raw_output():
+def test_the_row_of_checkpoints_is_that_of_the_raw_output():
     (_, ours, theirs, gain), folder = row("ActivationCheckpoint(save=")
     held = [as_told(peak(folder, case), "0.0") for case in (MATMULS, NOTHING, BLOCKS)]
     assert held == re.findall(r"\d+\.\d", ours + theirs)
@@ -89,7 +99,7 @@ def test_readmes_row_of_checkpoints_is_that_of_the_raw_output():
     assert rates == re.findall(r"\d\.\d\d", gain)
 
 
-def test_readmes_row_of_the_loss_is_that_of_the_raw_output():
+def test_the_row_of_the_loss_is_that_of_the_raw_output():
     (_, ours, theirs, gain), folder = row("`linear_cross_entropy`")
     lines = (folder / "linear_cross_entropy.jsonl").read_text().splitlines()
     timed = [run for run in map(json.loads, lines) if (run.get("dim"), run.get("vocab")) == (2048, 128256)]
@@ -101,7 +111,7 @@ def test_readmes_row_of_the_loss_is_that_of_the_raw_output():
     assert rate == as_told(usual["milliseconds"] / chunked["milliseconds"], rate)
 
 
-def test_readmes_rows_of_offloading_are_those_of_the_raw_output():
+def test_the_rows_of_offloading_are_those_of_the_raw_output():
     (_, ours, theirs, gain), folder = row("131072 tokens")
     moved, kept = {"case": "optimizer offload, checkpointing"}, {"case": "checkpointing"}
     for side, cell in ((moved, ours), (kept, theirs)):
@@ -116,7 +126,7 @@ def test_readmes_rows_of_offloading_are_those_of_the_raw_output():
     assert re.findall(r"[\d.]+(?=x\])", gain) == [as_told(sizes[0] / sizes[1], "0.00")]
 
 
-def test_readmes_row_of_images_is_that_of_the_raw_output():
+def test_the_row_of_images_is_that_of_the_raw_output():
     (_, *cells, gain), folder = row("ViT-L of timm")
     found = [json.loads((folder / f"measure_vit_{name}.json").read_text()) for name in ("tensorwise", "bf16")]
     for run, cell in zip(found, cells, strict=True):
@@ -168,8 +178,7 @@ def test_each_fault_is_named_in_what_was_verified():
         assert f"{power:.1f}" in text
 
 
-def test_each_row_of_readme_is_held_to_something():
-    rows = [line for line in README.splitlines() if line.startswith("|") and re.search(r"\]\[\d+\]", line)]
+def test_each_row_is_held_to_something():
     others = [
         "ActivationCheckpoint(save=",
         "`linear_cross_entropy`",
@@ -178,11 +187,24 @@ def test_each_row_of_readme_is_held_to_something():
         "ViT-L of timm",
     ]
     held = [*PAIRS, *others]
-    assert len(rows) == len(held)
-    assert all(sum(piece in line for piece in held) == 1 for line in rows)
+    lines = rows(MEASURED)
+    assert len(lines) == len(held)
+    assert all(sum(piece in line for piece in held) == 1 for line in lines)
 
 
-def test_the_mean_that_readme_tells_beside_a_median():
+def test_readmes_rows_are_among_those_of_the_page():
+    def figures(line: str) -> list[str]:
+        return re.findall(r"(?<!\w)\d+(?:\.\d+)*", re.sub(r"\]\[\d+\]", "]", "|".join(line.split("|")[2:-1])))
+
+    known = [(raw_output(line, MEASURED).removeprefix("../"), figures(line)) for line in rows(MEASURED)]
+    found = [(raw_output(line, README), figures(line)) for line in rows(README)]
+    assert found
+    assert all(row in known for row in found)
+    linked = re.findall(r"^\[(\d+)\]:", README, flags=re.MULTILINE)
+    assert sorted(linked) == sorted({number for line in rows(README) for number in re.findall(r"\]\[(\d+)\]", line)})
+
+
+def test_the_mean_that_is_told_beside_a_median():
     (*_, gain), folder = row("][12]")
     means = [
         statistics.median(statistics.mean(run["step_ms_all"][30:]) for run in runs(folder, side))

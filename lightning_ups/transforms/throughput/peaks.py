@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isnan
+from numbers import Real
 from typing import Literal, get_args
 
 __all__ = ["Arithmetic", "Peaks", "own_peaks", "peaks_of"]
@@ -83,6 +84,10 @@ def peaks_of(name: str) -> Peaks | None:
     return next((peaks for pattern, peaks in _KNOWN if re.fullmatch(pattern, short)), None)
 
 
+def _is_peak(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+
+
 def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) -> Peaks:
     """Return peaks that the user states: one figure for ``arithmetic``, or one for each kind.
 
@@ -90,7 +95,7 @@ def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) ->
         ValueError: If a kind is unknown, or a figure is not above zero.
     """
     given: dict[str, float] = dict(tflops) if isinstance(tflops, Mapping) else {arithmetic: tflops}
-    if wrong := [name for name, value in given.items() if name not in get_args(Arithmetic) or not value > 0]:
+    if wrong := [name for name, value in given.items() if name not in get_args(Arithmetic) or not _is_peak(value)]:
         raise ValueError(
             f"peak_tflops={tflops!r} says nothing that can be used of {', '.join(wrong)}."
             " It is what one device computes at most, in TFLOP/s, for a kind of arithmetic."

@@ -25,7 +25,7 @@ class _Found:
 
     @property
     def shown(self) -> str:
-        return self.name or "the batch itself"
+        return f"{self.name!r} in the batch" if self.name else "the batch itself"
 
 
 def counter(unit: str, count: str | Count | None, batch: Any) -> tuple[str, Count, str]:

@@ -57,7 +57,11 @@ def test_what_there_is_is_found(batch, unit, number):
 
 def test_it_is_said_what_is_counted():
     said = [counter("auto", None, batch)[2] for batch in ({"a": [IDS]}, torch.randn(4, 8), ["text"])]
-    assert said == ["the elements of a.0", "the rows of the batch itself", "since a list with no tensor has no rows"]
+    assert said == [
+        "the elements of 'a.0' in the batch",
+        "the rows of the batch itself",
+        "since a list with no tensor has no rows",
+    ]
 
 
 def test_batches_need_not_be_alike():
