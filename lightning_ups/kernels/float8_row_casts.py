@@ -67,7 +67,8 @@ def _column_maxima(values_MK: Tensor) -> Tensor:
         column_maxima_launch(values_MK.contiguous(), maxima_PK).run(values_MK.device)
         return maxima_PK
     maxima_PK.zero_()
-    maxima_PK[0] = _largest_bits(values_MK, dim=0)
+    if len(values_MK) > 0:
+        maxima_PK[0] = _largest_bits(values_MK, dim=0)
     return maxima_PK
 
 

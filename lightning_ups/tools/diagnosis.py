@@ -177,9 +177,11 @@ class _Look:
             entry = StrategyRegistry[name.lower()]
             made = entry["strategy"] if isinstance(entry["strategy"], type) else None
             kind = made.__name__ if made else entry["description"].rpartition(".")[2]  # ours are imported late
+            # Processes are started anew by any that is not told otherwise.
+            said = ", ".join(f"{key}={value!r}" for key, value in entry["init_params"].items() if value != "popen")
             yield (
                 f"{place}{name!r} is the name of a strategy, and takes no settings. One with settings is given by its"
-                f" class. Write {kind!r}."
+                f" class. Write {kind!r}{said and f', with {said}'}."
             )
             return
         module, _, attribute = name.rpartition(".")

@@ -77,8 +77,9 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         option = unknown[0].partition("=")[0]
         known = {"--debug", *re.findall(r"--[a-z][\w-]*", parser.format_usage())}
         command = parser.prog.rpartition(" ")[2]
+        what = "has no option" if option.startswith("-") else "takes no"
         raise ValueError(
-            f"{command} has no option {option!r}. `{command} --help` lists what it takes. {suggestion(option, known)}"
+            f"{command} {what} {option!r}. `{command} --help` lists what it takes. {suggestion(option, known)}"
         )
     return asked
 

@@ -4,12 +4,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["cast_around", "cast_tensors", "changed_tensors", "is_wide", "telling_rounded_losses"]
@@ -105,24 +104,35 @@ def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def changed_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``tree``, any nesting as `cast_around` says, with what ``change`` makes of each of its tensors."""
-    return tree_map(partial(_changed, change=change), tree)
+    """Return ``tree``, any nesting as `cast_around` says, with what ``change`` makes of each of its tensors.
+
+    It is ``tree`` itself where nothing changes: a module may write to what it is given.
+    """
+    before, spec = tree_flatten(tree)
+    after = [_changed(leaf, change) for leaf in before]
+    return tree if _are_same(after, before) else tree_unflatten(after, spec)
 
 
-def _changed(leaf: Any, *, change: Callable[[Tensor], Tensor]) -> Any:
+def _changed(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(leaf, Tensor):
         return change(leaf)
     if not is_dataclass(leaf) or isinstance(leaf, type | nn.Module):
         return leaf
     before = {field.name: getattr(leaf, field.name, None) for field in fields(leaf)}
     after = {name: changed_tensors(value, change) for name, value in before.items()}
-    if all(after[name] is value for name, value in before.items()):
+    if _are_same([*after.values()], [*before.values()]):
         return leaf
     twin = copy(leaf)  # not a call of the class, which may compute fields by itself
+    kind: Any = type(leaf)
+    write = object.__setattr__ if kind.__dataclass_params__.frozen else setattr  # which a mapping follows
     for name, value in after.items():
         if value is not before[name]:
-            object.__setattr__(twin, name, value)  # it may be frozen
+            write(twin, name, value)
     return twin
+
+
+def _are_same(after: Sequence[Any], before: Sequence[Any]) -> bool:
+    return all(new is old for new, old in zip(after, before, strict=True))
 
 
 def is_wide(module: nn.Module) -> bool:

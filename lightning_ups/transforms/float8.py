@@ -49,6 +49,7 @@ _HOOK_TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_CASTS = (float8_casts.__file__, float8_casts_triton.__file__)
 FEATURE = "Float8Precision"
 
 
@@ -315,8 +316,7 @@ def compiler_settings(recipe: str, *, by_kernels: bool = HAS_KERNELS) -> Abstrac
 
 @contextmanager
 def _tensorwise_settings() -> Iterator[None]:
-    files = (float8_casts.__file__, float8_casts_triton.__file__)
-    launched = launched_by_graphs(float8_casts_triton.OPERATORS, sources=files)
+    launched = launched_by_graphs(float8_casts_triton.OPERATORS, sources=_CASTS)
     with maxima_where_written(), leaner_casts(), launched:
         yield
 
@@ -324,7 +324,7 @@ def _tensorwise_settings() -> Iterator[None]:
 @contextmanager
 def _settings_by_rows(by_kernels: bool) -> Iterator[None]:  # noqa: FBT001
     files = (float8_row_casts.__file__, float8_row_casts_triton.__file__)
-    launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=files)
+    launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=(*_CASTS, *files))
     with nullcontext() if by_kernels else eager_precision_casts(), launched:
         yield
 

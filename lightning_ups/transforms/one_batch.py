@@ -1,10 +1,11 @@
 """What ranks have to share that compute one batch together, each a part of its products: values, and random numbers."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -28,9 +29,7 @@ def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
     Raises:
         ValueError: If they have not.
     """
-    tensors: list[Tensor] = []
-    apply_to_collection(batch, Tensor, tensors.append)
-    own = [(tuple(tensor.shape), str(tensor.dtype), _sum(tensor)) for tensor in tensors]
+    own = [(tuple(tensor.shape), str(tensor.dtype), _sum(tensor)) for tensor in _tensors(batch)]
     seen: list[Any] = [None] * group.size()
     dist.all_gather_object(seen, own, group=group)
     if all(other == own for other in seen):
@@ -44,11 +43,28 @@ def check_one_batch(batch: Any, *, group: ProcessGroup) -> None:
     )
 
 
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what holds some, which need not be what can be made anew of others."""
+    if isinstance(batch, Tensor):
+        yield from batch.unbind() if batch.is_nested else (batch,)
+        return
+    parts: Any = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    elif is_dataclass(batch):
+        parts = [getattr(batch, field.name, None) for field in fields(batch)]
+    for part in parts:
+        yield from _tensors(part)
+
+
 @torch.no_grad()
 def _sum(tensor: Tensor) -> int:
     """Return a sum of the bits of ``tensor``, in which the order of its rows counts."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return 0
+    tensor = tensor.resolve_conj().resolve_neg()
     numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = numbers.contiguous().view(_INTEGERS[numbers.element_size()])
     sums = flat.reshape(flat.shape[0] if flat.dim() else 1, -1).sum(1, dtype=torch.int64)

@@ -5,29 +5,36 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_ups._compat.autograd import in_backward
 from lightning_ups._compat.fsdp import held_parameters
 
 __all__ = ["ShownGradients"]
 
 
+_AUTOGRADS: Any = Tensor.grad  # where autograd puts a gradient, and FSDP2 looks for it
+
+
 class _Gathered(nn.Parameter):
-    """A gathered parameter whose gradient is that of its shard, for code in Python; autograd has one of its own."""
+    """A gathered parameter whose gradient is that of its shard, for code of a step; autograd has one of its own."""
 
     shard: Tensor
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        return self.shard.grad
+        return _AUTOGRADS.__get__(self) if in_backward() else self.shard.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:  # type: ignore[override]
-        self.shard.grad = value
+        if in_backward():
+            _AUTOGRADS.__set__(self, value)
+        else:
+            self.shard.grad = value
 
 
 class ShownGradients:
     """Lets gathered parameters show the gradients of their shards; what is written to these counts.
 
-    Not while a backward runs, which has gradients of what is gathered, and not within the forward of the module that
+    Not while autograd runs, which has gradients of what is gathered, and not within the forward of the module that
     gathers them, so that compiled code meets one kind of parameter.
 
     Args:

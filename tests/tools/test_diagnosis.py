@@ -256,3 +256,18 @@ def test_the_parser_agrees_about_what_is_right():
     parser.parse_object(tree)
     layer = Layer(name="run.yaml", tree=tree)
     assert diagnosis(setting_types(parser), [layer], ArgumentError(None, "nothing"), required=[]) == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("ddp", "Write 'DDPStrategy'."),
+        ("fsdp2", "Write 'FSDP2Strategy'."),
+        ("ddp_find_unused_parameters_true", "Write 'DDPStrategy', with find_unused_parameters=True."),
+        ("deepspeed_stage_2", "Write 'DeepSpeedStrategy', with stage=2."),
+    ],
+)
+def test_the_class_for_the_name_of_a_strategy_has_what_the_name_says(faults, name, cure):
+    strategy = f"  strategy: {{class_path: {name}, init_args: {{process_group_backend: gloo}}}}\n"
+    (fault,) = faults(f"{MODEL}trainer:\n{strategy}")
+    assert fault.endswith(f"is given by its class. {cure}")

@@ -78,3 +78,5 @@ def test_an_option_that_a_command_does_not_have():
     assert parsed(parser, ["--json"]).json
     with pytest.raises(ValueError, match=r"^doctor has no option '--jsn'\. .*Did you mean '--json'\?$"):
         parsed(parser, ["--jsn"])
+    with pytest.raises(ValueError, match=r"^doctor takes no 'all'\. "):
+        parsed(parser, ["all"])

@@ -1,6 +1,7 @@
 import copy
 import pickle
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import pytest
@@ -67,9 +68,33 @@ def test_fields_of_dataclasses_are_cast():
     assert given.values is x, "what was given is left as it is"
 
 
-def test_a_dataclass_with_nothing_to_cast_is_the_same_object():
+def test_what_has_nothing_to_cast_is_the_same_object():
+    """A module may write to it, as to a cache of keys."""
     settings = Outcome(torch.ones(1, dtype=torch.long))
     assert cast_tensors(settings, torch.bfloat16) is settings
+    cache = Outcome([torch.ones(1, dtype=torch.bfloat16), {}])
+    assert cast_tensors(cache, torch.bfloat16) is cache
+    given = {"caches": [cache]}
+    assert cast_tensors(given, torch.bfloat16)["caches"] is given["caches"]
+
+
+@dataclass
+class Named(OrderedDict):
+    """As outputs of libraries are that have fields and keys."""
+
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self["loss"] = self.loss
+
+    def __setattr__(self, name, value):
+        self[name] = value
+        super().__setattr__(name, value)
+
+
+def test_a_dataclass_that_is_a_mapping_is_cast_as_both():
+    result = cast_tensors(Named(torch.ones(1)), torch.bfloat16)
+    assert (result.loss.dtype, result["loss"].dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_a_rounded_loss_in_a_dataclass_is_told():

@@ -1,12 +1,17 @@
 import copy
+import sys
+from contextlib import nullcontext
+from types import FunctionType
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.prune import random_unstructured
 
+from lightning_ups.transforms import float8
 from lightning_ups.transforms.float8 import (
     check_recipe,
+    compiler_settings,
     conversion_of,
     convert_to_float8,
     fitting_linears,
@@ -307,3 +312,20 @@ def test_kernels_compiled_later_store_right_bytes():
 def test_a_lazy_layer_is_left_and_named():
     done = convert_to_float8(nn.Sequential(nn.Linear(16, 32), nn.LazyLinear(16)), recipe="rowwise", include=["*"])
     assert (done.converted, done.skipped) == (("0",), {"1": "its weight has no shape before the first batch"})
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_caches_of_graphs_know_every_file_that_decides_on_a_launch(monkeypatch, recipe):
+    found = []
+
+    def launched(operators, *, sources):
+        used = [value for operator in operators for value in operator.launch.__globals__.values()]
+        named = [each.__module__ for each in used if isinstance(each, type | FunctionType)]
+        found.append(({sys.modules[name].__file__ for name in named if "kernels.float8" in name}, {*sources}))
+        return nullcontext()
+
+    monkeypatch.setattr(float8, "launched_by_graphs", launched)
+    with compiler_settings(recipe):
+        ((wanted, sources),) = found
+    assert wanted
+    assert wanted <= sources

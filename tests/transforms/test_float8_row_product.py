@@ -114,14 +114,13 @@ def test_what_is_recomputed_casts_no_weight_in_the_order_of_forward(monkeypatch)
 
 
 @every_recipe
+@pytest.mark.parametrize("chosen", [torch.arange(32) % 3, torch.zeros(32)], ids=["some", "none"])
 @config.patch(capture_dynamic_output_shape_ops=True)
-def test_a_graph_may_choose_the_rows(recipe):
+def test_a_graph_may_choose_the_rows(chosen, recipe):
     """How many there are is then not known while it is compiled, and may not be asked."""
     net = converted(recipe=recipe).gate
 
     def run(backend):
-        chosen = torch.arange(32) % 3
-
         def forward(x):
             return net(x[chosen.nonzero().squeeze(1)])
 

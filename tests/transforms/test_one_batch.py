@@ -1,9 +1,11 @@
 import random
 from collections import UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_ups.transforms.one_batch import check_one_batch, share_random_state
 
@@ -28,6 +30,31 @@ def compared(kind):
 @pytest.mark.parametrize("kind", ["values", "order of rows", "shape", "type", "nothing", "nested", "complex"])
 def test_different_batches_are_refused_on_every_rank(ranks, kind):
     ranks(compared, kind)
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+
+
+def hidden(kind):
+    x = torch.arange(12.0).reshape(4, 3)
+    own = x + 1e-6 if dist.get_rank() else x
+    batch = {
+        "frozen": lambda: Sample(own),
+        "packed": lambda: nn.utils.rnn.pack_sequence([own, own[:2]]),
+        "nested": lambda: torch.nested.nested_tensor([own, own[:2]]),
+        "jagged": lambda: torch.nested.nested_tensor([own, own[:2]], layout=torch.jagged),
+        "conjugate": lambda: torch.complex(own, own).conj(),
+    }[kind]()
+    with pytest.raises(ValueError, match="different batches"):
+        check_one_batch((batch, 0), group=dist.group.WORLD)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["frozen", "packed", "nested", "jagged", "conjugate"])
+def test_tensors_are_found_in_what_no_collection_is_made_of_anew(ranks, kind):
+    ranks(hidden, kind)
 
 
 def the_same():
