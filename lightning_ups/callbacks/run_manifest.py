@@ -31,7 +31,16 @@ from lightning_ups._compat.environment import (
 )
 from lightning_ups._compat.hyperparameters import logged_hyperparameters
 from lightning_ups.callbacks.arguments import check_kind
-from lightning_ups.order import Report, Run, Step, applied, apply_declared, finish_optimizers, refuse_second
+from lightning_ups.order import (
+    PolicyPrecision,
+    Report,
+    Run,
+    Step,
+    applied,
+    apply_declared,
+    finish_optimizers,
+    refuse_second,
+)
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
 from lightning_ups.transforms.flags import current_flags
@@ -258,11 +267,12 @@ def _precision(trainer: Trainer) -> dict[str, Any]:
     plugin = trainer.precision_plugin
     # FSDP1 and what derives from it cast by a configuration of the whole model.
     cast = getattr(getattr(plugin, "mixed_precision_config", None), "param_dtype", None)
+    context = plugin.unannounced if isinstance(plugin, PolicyPrecision) else plugin.forward_context
     return {
         "plugin": _name(plugin),
         "name": plugin.precision,
         "layers": layer_dtypes(
-            trainer.lightning_module, device=trainer.strategy.root_device, context=plugin.forward_context, cast=cast
+            trainer.lightning_module, device=trainer.strategy.root_device, context=context, cast=cast
         ),
     }
 

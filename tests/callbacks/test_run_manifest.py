@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, RunManifest
+from lightning_ups.order import precision as order_precision
 from lightning_ups.precision import BF16Precision
 from lightning_ups.transforms.manifest import difference, read
 from tests.toys import Net, data, loader, trainer
@@ -206,6 +207,16 @@ def test_types_are_those_that_the_layers_really_have(tmp_path, precision):
     assert found["precision"]["name"] == precision
     assert found["precision"]["layers"] == {"Linear": {next(iter(seen.values())): 7}}
     assert len({*seen.values()}) == 1
+
+
+def test_nothing_is_said_of_a_precision_that_ran_no_step(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(order_precision, "rank_zero_info", said.append)
+    run = trainer(tmp_path, callbacks=[RunManifest()], plugins=[BF16Precision()])
+    net = Net()
+    net.validation_step = net.training_step
+    run.validate(net, [])
+    assert said == []
 
 
 def test_graphs_that_the_user_compiles_count(tmp_path):
