@@ -31,7 +31,7 @@ from lightning_ups._compat.optimizer_hooks import hooked_once
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
-__all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "taken_over"]
+__all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "has_statistics", "taken_over"]
 
 FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
 PIECE = 2**24  # elements that are compared at once: an embedding's own size again may not be free
@@ -603,12 +603,17 @@ def _refuse_lazy(module: nn.Module) -> None:
 
 
 def _convertible(module: nn.Module, leave: Collection[nn.Module]) -> list[nn.Parameter]:
-    keep = {p for m in module.modules() if m in leave or _has_statistics(m) for p in m.parameters(recurse=False)}
+    keep = {p for m in module.modules() if m in leave or has_statistics(m) for p in m.parameters(recurse=False)}
     return [p for p in module.parameters() if p.dtype is torch.float32 and p not in keep]
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    return any(buffer.is_floating_point() for _, buffer in module._buffers.items() if buffer is not None)
+def has_statistics(module: nn.Module) -> bool:
+    """Return whether ``module`` keeps floating-point numbers beside its weights that belong into its state dict.
+
+    Those that do not are constants, such as what Gemma multiplies its embeddings by.
+    """
+    kept = (buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set)
+    return any(buffer.is_floating_point() for buffer in kept if buffer is not None)
 
 
 _COPYING = ("__deepcopy__", "__reduce_ex__")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ups.optim.master_weights import has_statistics
 from lightning_ups.order import DtypePolicy, PolicyPrecision
 from lightning_ups.transforms.blocks import roots
 from lightning_ups.transforms.cast import cast_around
@@ -41,7 +42,7 @@ class BF16WeightsPrecision(PolicyPrecision):
         self.teardown()
         self.check_whole(module, instead="precision='bf16-mixed'")
         for inner in module.modules():
-            if any(buffer.is_floating_point() for buffer in inner.buffers(recurse=False)):
+            if has_statistics(inner):
                 continue
             for parameter in inner.parameters(recurse=False):
                 if parameter.dtype is torch.float32:

@@ -138,7 +138,7 @@ def once_differentiable(value: Tensor) -> Tensor:
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ARG004
-        return value.view_as(value)
+        return value.detach()  # a view made here could not be written to in place, as `x /= 2` does
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004

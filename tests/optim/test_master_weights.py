@@ -199,6 +199,24 @@ def test_ties_and_frozen_parameters_and_statistics():
     assert torch.equal(state["0.weight"], state["1.weight"])
 
 
+class Scaled(nn.Embedding):
+    """As Gemma has it: a constant that no state dict has."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale.to(self.weight.dtype)
+
+
+def test_a_constant_beside_a_weight_is_no_statistic():
+    model = nn.Sequential(Scaled(), nn.Linear(8, 8))
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    assert len(masters.of) == 3
+    assert model(torch.arange(8)).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 def test_state_that_an_optimizer_has_already_is_that_of_the_masters(stepped):
     optimizers = []

@@ -74,6 +74,18 @@ def test_an_expert_may_get_no_rows(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_layer_returns_may_be_written_to(recipe):
+    net, x = converted(recipe), values(4, 8, 32)
+    found = []
+    for write in (lambda y: y / 2 + 1, lambda y: y.div_(2).add_(1)):
+        net.zero_grad()
+        result = write(net(x))
+        result.float().square().sum().backward()
+        found.append((result.detach(), net[0].weight.grad.clone()))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_second_derivative_is_refused_and_never_missing(recipe):
     net, x = converted(recipe), values(32, 32).requires_grad_()
     loss = net(x).float().square().sum()
