@@ -7,7 +7,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import TransformType
 from torch._functorch import config
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
@@ -24,6 +26,8 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 __all__ = [
     "activation_memory_budget",
     "cached_by_selection",
+    "dense_parts",
+    "differentiated_by_torch_func",
     "has_values",
     "hidden_from_dynamo",
     "in_backward",
@@ -54,6 +58,11 @@ def in_backward() -> bool:
 def in_torch_func() -> bool:
     """Return whether what runs now is computed through by `torch.func`, such as ``vmap``, ``grad`` or ``jvp``."""
     return torch._C._are_functorch_transforms_active()
+
+
+def differentiated_by_torch_func() -> bool:
+    """Return whether what runs now is computed through by one of `torch.func` that differentiates: all but ``vmap``."""
+    return in_torch_func() and any(level.key() != TransformType.Vmap for level in retrieve_all_functorch_interpreters())
 
 
 def keeps_graph() -> bool:
@@ -210,8 +219,20 @@ def storages(tensor: torch.Tensor) -> Iterator[tuple[StorageWeakRef, int]]:
             if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
                 yield from storages(part)
     else:
-        storage = tensor.untyped_storage()
-        yield StorageWeakRef(storage), storage.nbytes()
+        for part in dense_parts(tensor):
+            storage = part.untyped_storage()
+            yield StorageWeakRef(storage), storage.nbytes()
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that have memory behind ``tensor``: indices and values if it is sparse, itself if not."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

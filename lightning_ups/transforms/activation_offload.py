@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ups._compat.autograd import dense_parts, differentiated_by_torch_func
 from lightning_ups.optim.offload_layout import Form, form_of, plain_parts, view_of
 from lightning_ups.optim.offload_memory import Mark, Memory, memory_of
+from lightning_ups.transforms.explained import explaining_torch_func
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
 __all__ = ["Offloaded", "offload_activations"]
@@ -244,7 +246,7 @@ class _Mover:
             or tensor.is_neg()
         ):
             if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
-                self.done.left_bytes += tensor.numel() * tensor.element_size()
+                self.done.left_bytes += sum(part.numel() * part.element_size() for part in dense_parts(tensor))
             return False
         if _storage(tensor) in self._own or _is_parameter(tensor):
             return False
@@ -278,7 +280,8 @@ def _written_to(form: Form) -> str:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    return {_storage(part) for t in (*module.parameters(), *module.buffers()) for part in plain_parts(t.detach())}
+    tensors = (part for t in (*module.parameters(), *module.buffers()) for part in plain_parts(t.detach()))
+    return {_storage(part) for tensor in tensors for part in dense_parts(tensor)}
 
 
 def _storage(tensor: Tensor) -> int:
@@ -328,7 +331,15 @@ def _moving(inner: Forward, *, mover: _Mover) -> Forward:
         # Inside one graph with others a block saves nothing of its own, and does not count as one that ran.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return inner(self, *args, **kwargs)
-        with mover.running(self):
+        if differentiated_by_torch_func():
+            raise RuntimeError(
+                f"torch.func differentiates {type(self).__name__}, whose activations are to be offloaded, as grad, jvp"
+                " and jacrev do."
+                " What they save goes another way than what autograd saves."
+                " Name other blocks in ActivationOffload(blocks=[...]), or take derivatives by"
+                " torch.autograd.grad(..., create_graph=True)."
+            )
+        with mover.running(self), explaining_torch_func(self, part="ActivationOffload"):
             return inner(self, *args, **kwargs)
 
     return forward

@@ -12,6 +12,7 @@ __all__ = [
     "advice_on_mixed_types",
     "explaining_reads",
     "explaining_shards_read",
+    "explaining_torch_func",
     "explaining_types",
     "float32_for",
     "note_second_backward",
@@ -190,6 +191,30 @@ def note_second_backward(error: BaseException, *, kind: Literal["compiled", "sel
             " losses), or a second backward through one graph (retain_graph=True)."
             f" {cure}"
         )
+
+
+@contextmanager
+def explaining_torch_func(block: nn.Module, *, part: str) -> Iterator[None]:
+    """Say why ``block`` fails, in this context, if that is since it differentiates by `torch.func` itself.
+
+    Args:
+        block: What runs.
+        part: What has hooks on what it saves for backward, by the name that users give it.
+
+    Raises:
+        RuntimeError: If it fails so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{type(block).__name__} differentiates by torch.func in its forward, as grad, vjp, jacrev and hessian do."
+            f" {part} has hooks on what it saves for backward, and torch.func takes none."
+            f" Name other blocks in {part}(blocks=[...]) or leave it out; torch.autograd.grad(..., create_graph=True)"
+            " takes them."
+        ) from error
 
 
 def float32_for(error: BaseException) -> str:

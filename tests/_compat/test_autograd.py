@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_ups._compat.autograd import (
     activation_memory_budget,
     cached_by_selection,
+    dense_parts,
+    differentiated_by_torch_func,
     in_backward,
     in_torch_func,
     keeps_graph,
@@ -64,6 +66,30 @@ def test_views_share_a_storage_and_memory_used_anew_is_another():
     for _ in range(8):  # the allocator gives the same memory again
         seen |= dict(storages(torch.ones(1000)))
     assert len(seen) == 9
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("form", [torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc])
+def test_a_sparse_tensor_is_its_indices_and_values(form):
+    sparse = form(torch.eye(3))
+    assert [part.dtype for part in dense_parts(sparse)][-1] is torch.float32
+    assert dict(storages(sparse)).keys() == {memory for part in dense_parts(sparse) for memory, _ in storages(part)}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by the first jvp
+def test_what_maps_is_not_taken_for_what_differentiates():
+    found = []
+
+    def look(x):
+        found.append(differentiated_by_torch_func())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    torch.vmap(torch.func.jacrev(look))(torch.ones(2, 2))
+    assert found == [False, False, True, True, True]
 
 
 def bytes_on_a_rank():

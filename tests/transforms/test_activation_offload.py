@@ -11,7 +11,7 @@ from lightning_ups.transforms.compile import Compiler, compiled
 from lightning_ups.transforms.recompute import recompute
 from tests.optim.offloading import LateMemory
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 CPU = torch.device("cpu")
 
 
@@ -129,6 +129,56 @@ def test_parameters_views_and_casts_of_them_are_left_alone():
             block(x).float().sum().backward()
         # Each of the matrices would be 16384 bytes, or 8192 cast; a cast of a buffer is no parameter.
         assert done.moved_bytes == (0 if not autocast else 8192)
+
+
+class Neighbours(nn.Module):
+    """Sums what the neighbours in a graph have, by a sparse matrix that is a buffer or is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("matrix", torch.eye(4).to_sparse_coo())
+
+    def forward(self, x, matrix):
+        return (self.matrix + matrix) @ self.linear(x).tanh()
+
+
+def test_sparse_tensors_stay_where_they_are():
+    block, x, matrix = Neighbours(), torch.ones(4, 8, requires_grad=True), torch.ones(4, 4).to_sparse_coo()
+
+    def found():
+        return torch.autograd.grad(block(x, matrix).sum(), [x, *block.parameters()])
+
+    right = found()
+    with offload_activations([block], memory=LateMemory(), min_bytes=0, device=CPU) as done:
+        assert_equal(found(), right)
+    assert done.moved_bytes > 0
+    assert done.left_bytes > 0
+
+
+@pytest.mark.parametrize("through", [torch.func.jacrev, torch.func.jacfwd])
+def test_torch_func_that_differentiates_a_block_is_refused_and_beside_it_is_not(through):
+    block, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(3, 2)
+    with offload_activations([block], memory=LateMemory(), min_bytes=0, device=CPU) as done:
+        with pytest.raises(RuntimeError, match=r"torch\.func differentiates Sequential.*create_graph=True"):
+            through(block)(x)
+        torch.vmap(block)(x).sum().backward()
+        through(nn.Linear(2, 2))(x)
+    assert done.moved_bytes > 0
+
+
+class Slopes(nn.Sequential):
+    def forward(self, x):
+        return torch.func.jacrev(super().forward)(x)
+
+
+def test_a_block_that_differentiates_by_torch_func_says_what_to_do():
+    block = Slopes(nn.Linear(2, 2), nn.Tanh())
+    with offload_activations([block], memory=LateMemory(), min_bytes=0, device=CPU):
+        with pytest.raises(RuntimeError, match=r"Slopes differentiates by torch\.func .* ActivationOffload\(blocks="):
+            block(torch.ones(2))
+        with torch.no_grad():
+            block(torch.ones(2))
 
 
 def test_conjugate_and_negative_views_stay_what_they_are():

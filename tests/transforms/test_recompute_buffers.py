@@ -100,6 +100,29 @@ def recompute_inner(model, *, save):
     return recompute([block.inner for block in model], save=save)
 
 
+class Neighbours(nn.Module):
+    """Sums what the neighbours in a graph have, by a sparse matrix; another one, that it is given, grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("matrix", torch.eye(4).to_sparse_coo())
+        self.register_buffer("other", torch.eye(4).to_sparse_coo())
+
+    def forward(self, x):
+        x = (self.matrix + self.other) @ self.linear(x).tanh()
+        self.other.mul_(2)
+        return x
+
+
+@pytest.mark.parametrize("save", ["nothing", "matmuls"])
+def test_sparse_buffers_move_once(save):
+    assert_same(
+        [t.to_dense() for t in trained(Neighbours, change=partial(recompute, save=save))],
+        [t.to_dense() for t in trained(Neighbours, change=unchanged)],
+    )
+
+
 def test_buffers_that_stay_are_copied_once_and_no_more():
     block = Codebook()
     buffers, before = Buffers(block), []
