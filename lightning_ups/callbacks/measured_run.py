@@ -349,6 +349,7 @@ class MeasuredRun:
                 "units_per_step": meter.units / len(meter.seconds) * meter.replicas,
                 "step_s": statistics.median(meter.seconds),
                 "step_p95_s": quantile(meter.seconds, 0.95),
+                "uneven": meter.uneven,
                 "utilisation": self._flops.utilisation(rate) if self._flops is not None else {},
             }
         return Summary(

@@ -56,8 +56,9 @@ class RankTimes:
 class Summary:
     """A run in figures, and what they were measured on. What was not measured is None.
 
-    Shares are of a step; ``pauses``, ``between_s`` (from the end of an epoch to the next, but for pauses) and
-    ``start_s`` are seconds of the fit. Memory is in bytes.
+    Shares are of a step, and ``uneven`` is that of all steps' time which some take longer than the median. ``pauses``,
+    ``between_s`` (from the end of an epoch to the next, but for pauses) and ``start_s`` are seconds of the fit. Memory is
+    in bytes.
     """
 
     unit: str
@@ -70,6 +71,7 @@ class Summary:
     units_per_step: float | None = None
     step_s: float | None = None
     step_p95_s: float | None = None
+    uneven: float = 0.0
     split: Mapping[str, float] = field(default_factory=dict)
     split_steps: int = 0
     pauses: Mapping[str, float] = field(default_factory=dict)
@@ -156,6 +158,7 @@ class Meter:
         self.warmup_steps, self.share, self.replicas = warmup_steps, share, replicas
         self.seconds = array("d")
         self.units = 0.0
+        self._least, self._most = float("inf"), 0.0  # units of a step
         self.pauses: dict[str, float] = {"checkpoint": 0.0, "validation": 0.0}
         self.split: dict[str, float] = {phase: 0.0 for phase in PHASES if phase not in self.pauses}
         self.split_seconds, self.split_steps = 0.0, 0
@@ -171,7 +174,9 @@ class Meter:
         if step.note is None or step.number < self.warmup_steps:
             return
         self.seconds.append(step.seconds)
-        self.units += float(step.note)
+        units = float(step.note)
+        self.units += units
+        self._least, self._most = min(self._least, units), max(self._most, units)
         self._window.add(step)
         if step.split is not None:
             self.split_steps += 1
@@ -183,6 +188,13 @@ class Meter:
     def total_s(self) -> float:
         """Seconds of all steps that count."""
         return sum(self.seconds)
+
+    @property
+    def uneven(self) -> float:
+        """The share of all steps' time that some take longer than the median; none where steps differ in size."""
+        if not self.seconds or self._most > 1.1 * self._least:
+            return 0.0
+        return max(0.0, 1 - statistics.median(self.seconds) * len(self.seconds) / self.total_s)
 
     def per_device(self, units: float, seconds: float) -> float:
         """Return the rate of one device."""

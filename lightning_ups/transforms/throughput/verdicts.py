@@ -91,7 +91,7 @@ def _memory_note(used: float | None) -> str:
 
 def troubles(summary: Summary) -> list[Trouble]:
     """Return what costs time in the run, the costliest first."""
-    found = [trouble for part in (_host, _data, _distributed, _machine, _between) for trouble in part(summary)]
+    found = [trouble for part in (_host, _data, _steps, _distributed, _machine, _between) for trouble in part(summary)]
     return sorted(found, key=lambda trouble: -trouble.lost)
 
 
@@ -144,6 +144,21 @@ def _data(summary: Summary) -> Iterator[Trouble]:
             what=f"{copies:.0%} of each step is spent copying the batch to the device",
             change="set pin_memory=True in the DataLoader" if pinned is False else "send smaller types, and less",
         )
+
+
+def _steps(summary: Summary) -> Iterator[Trouble]:
+    # What the loader and the copies make uneven is theirs.
+    uneven = summary.uneven - summary.split.get("data", 0.0) - summary.split.get("transfer", 0.0)
+    if summary.steps < 20 or uneven < 0.1 or not summary.step_s or not summary.step_p95_s:
+        return
+    yield Trouble(
+        name="uneven steps",
+        lost=uneven,
+        what=f"steps of one size differ: {uneven:.0%} of the time is what some take longer than the median,"
+        f" and one in twenty takes {summary.step_p95_s / summary.step_s:.1f} times that or more",
+        change="look at what only some steps do: Python's garbage collection (AccelerationFlags holds it back),"
+        " recompilation (Compile counts it), logging, callbacks; and at what else runs on the machine",
+    )
 
 
 def _host(summary: Summary) -> Iterator[Trouble]:

@@ -53,6 +53,15 @@ def test_shares_are_of_the_steps_that_were_split():
     assert Meter(warmup_steps=0).shares() == {}
 
 
+@pytest.mark.parametrize(("units", "uneven"), [(10.0, 0.5), (10.5, 0.5), (12.0, 0.0)])
+def test_what_some_steps_take_longer_is_known_where_steps_are_of_one_size(units, uneven):
+    meter = Meter(warmup_steps=1)
+    assert meter.uneven == 0.0
+    for number, seconds in enumerate((9.0, 1.0, 1.0, 1.0, 1.0, 6.0)):
+        meter.add(step(number, seconds, units=units if number == 5 else 10.0))
+    assert meter.uneven == uneven
+
+
 def test_a_count_may_be_a_tensor():
     meter = Meter(warmup_steps=0)
     meter.add(step(0, units=torch.tensor(7)))

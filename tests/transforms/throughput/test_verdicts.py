@@ -107,6 +107,11 @@ TROUBLES = {
         "93% of the memory is free",
         "raise the batch size",
     ),
+    "uneven steps": (
+        {"uneven": 0.3, "step_p95_s": 4.0},
+        "30% of the time is what some take longer than the median, and one in twenty takes 4.0 times",
+        "garbage collection",
+    ),
     "slow host": ({"inspection": looked(idle=0.3)}, "idle for 30%", "Compile"),
     "slow exchange": ({"inspection": looked(exposed_communication=0.35)}, "35% of a step", "accumulate"),
     "throttled GPU": (
@@ -147,6 +152,15 @@ def test_the_costliest_comes_first():
 def test_idle_time_that_the_loader_leaves_is_the_loaders():
     waiting = run(split=split(data=0.4), inspection=looked(idle=0.4, waits=(("a.py:1 (f)", 1),)))
     assert [trouble.name for trouble in troubles(waiting)] == ["slow loader"]
+
+
+def test_steps_that_the_loader_makes_uneven_are_the_loaders():
+    waiting = run(split=split(data=0.4), uneven=0.45, step_p95_s=4.0)
+    assert [trouble.name for trouble in troubles(waiting)] == ["slow loader"]
+
+
+def test_of_few_steps_none_is_called_uneven():
+    assert troubles(run(uneven=0.3, step_p95_s=4.0, steps=19)) == []
 
 
 def test_one_slow_rank_is_named():
