@@ -56,9 +56,9 @@ class RankTimes:
 class Summary:
     """A run in figures, and what they were measured on. What was not measured is None.
 
-    Shares are of a step, and ``uneven`` is that of all steps' time which some take longer than the median. ``pauses``,
-    ``between_s`` (from the end of an epoch to the next, but for pauses) and ``start_s`` are seconds of the fit. Memory is
-    in bytes.
+    Shares are of a step; ``uneven`` is of all steps' time what some take longer than the median. ``pauses``,
+    ``between_s`` (from the end of an epoch to the next, but for pauses) and ``start_s`` are seconds of the fit. Memory
+    is in bytes.
     """
 
     unit: str
