@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from lightning_ups._compat.autograd import hidden_from_dynamo, unseen_by_selection
+from lightning_ups._compat.fsdp_derivatives import keep_for_derivatives
+from lightning_ups._compat.fsdp_outputs import find_in_objects
 from lightning_ups._compat.function_modes import outside_function_modes
 from lightning_ups._compat.tensors import gradient_hooks
 
@@ -78,11 +80,15 @@ def initialise(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
     for state in _states(root):
         _gather_unseen(state)
+        find_in_objects(state)
         for group in _groups(state):
             _type_of_frozen(group)
             _reduce_rightly(group)
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
+    states = _states(root)
+    context: Any = root._get_fsdp_state()._state_ctx
+    context.stop_keeping = keep_for_derivatives(states, [group for state in states for group in _groups(state)])
 
 
 def _gather_unseen(state: Any) -> None:
@@ -231,7 +237,9 @@ def settle(root: FSDPModule, *, discard: bool = False) -> None:
         root: The outermost sharded module.
         discard: Drop gradients that wait for their reduction, those of an iteration that failed.
     """
-    context = root._get_fsdp_state()._state_ctx
+    context: Any = root._get_fsdp_state()._state_ctx
+    if hasattr(context, "stop_keeping"):  # from the initialisation on
+        context.stop_keeping()
     communication = root._get_fsdp_state()._comm_ctx
     if hasattr(communication, "all_gather_stream"):  # made by the lazy initialisation
         _wait_for_collectives(communication)

@@ -20,7 +20,8 @@ __all__ = [
 ]
 
 _OF_TWO_TYPES = ("same dtype", "expected scalar type", "should be the same")  # what torch says of a product of two
-_OF_NO_KERNEL = ("unsupported dtype", "not implemented for")
+_OF_NO_KERNEL = ("unsupported dtype", "not implemented for", "expected both inputs to be")
+_OF_WHAT_WAS_FREED = ("out of bounds for storage of size 0", "but its data is not allocated yet")
 # What torch, and Transformer Engine, say of either.
 _OF_TYPES = ("dtype", "scalar type", "scalartype", "bias type", "bfloat16")
 
@@ -48,13 +49,13 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
                 " Call the module and not a method of it, or name the parameters:"
                 " FSDP2Strategy(outside=['encoder.*.weight'])."
             ) from error
-        if "out of bounds for storage of size 0" in said:
+        if any(words in said for words in _OF_WHAT_WAS_FREED):
             raise RuntimeError(
-                f"{step} uses gathered parameters after a backward has freed them: {said}."
-                " That is what the gradient of a gradient does (create_graph=True), as in gradient penalties and"
-                " physics-informed losses, and FSDP2 knows one backward of each forward; and, before torch 2.13, what a"
-                " module does that returns tensors in objects in which FSDP2 does not look for them, as a dataclass."
-                " Use strategy='ddp'."
+                f"{step} uses gathered parameters after they were freed: {said}."
+                " FSDP2 gathers them for a backward where it finds what a module returns: in tensors, containers and"
+                " objects that have tensors as attributes; and a second backward through one graph (retain_graph=True)"
+                " may come after they are freed."
+                " Return tensors, or use strategy='ddp'."
             ) from error
         if (text := _about_types(step, said, error, param_dtype)) is not None:
             raise RuntimeError(text) from error

@@ -312,6 +312,43 @@ class _Nest(nn.Module):
         return {"all": [(hidden + scale * self.linear(hidden), None)], "scale": scale}
 
 
+class Graph:
+    """Holds tensors as libraries for graphs do: in a mapping of a part of its own."""
+
+    def __init__(self, nodes):
+        self.store = _Store(nodes)
+
+
+class _Store:
+    __slots__ = ("mapping",)
+
+    def __init__(self, nodes):
+        self.mapping = {"nodes": nodes, "names": ["a", "b"]}
+
+
+class Objects(nn.Module):
+    """Hands objects from block to block."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(_OnGraphs() for _ in range(2))
+
+    def forward(self, x):
+        graph = Graph(x)
+        for inner in self.inner:
+            graph = inner(graph)
+        return graph.store.mapping["nodes"]
+
+
+class _OnGraphs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, graph):
+        return Graph(graph.store.mapping["nodes"] + torch.tanh(self.linear(graph.store.mapping["nodes"])))
+
+
 class Hooked(nn.Module):
     """Hooks of modules and of parameters."""
 
@@ -443,6 +480,7 @@ PARTS = {
     "gradient hook": GradientHook,
     "extra state": ExtraState,
     "experts": Experts,
+    "objects": Objects,
     "functional": Functional,
     "dropped": Dropped,
 }

@@ -64,6 +64,8 @@ FOUND = {
     "a block that not every microbatch reaches, copied": plainly(
         ("bare", "plain"), ("bare", "odd steps"), accumulate=2, strategy={"sharding": "none", "sync": "every"}
     ),
+    "objects that hold tensors": plainly(("objects", "plain")),
+    "objects that hold tensors, accumulated": plainly(("objects", "plain"), accumulate=2),
     "unfrozen, sharded and whole": plainly(("bare", "plain"), ("scalars", "plain"), unfreeze=True),
 }
 

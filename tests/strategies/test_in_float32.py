@@ -415,7 +415,7 @@ def with_dataclasses(tmp_path, run):
     return result["losses"], Dataclasses.types
 
 
-LOOKS = hasattr(_common_utils, "collect_grad_tensors")  # FSDP2, into dataclasses for what a backward begins with
+LOOKS = hasattr(_common_utils, "collect_grad_tensors")  # FSDP2, into dataclasses for what it casts
 BY_FSDP2 = pytest.param(on_ranks, marks=pytest.mark.skipif(not LOOKS, reason="torch's FSDP2 knows no dataclass"))
 
 

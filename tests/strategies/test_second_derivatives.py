@@ -5,9 +5,11 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.precision import BF16Precision
+from lightning_ups.strategies import FSDP2Strategy
 from tests.strategies.cases import CASES, WIDTH, Case, on_ranks, simply_on_ranks, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -44,7 +46,9 @@ class Penalty(Case):
         x = batch.detach().requires_grad_()
         u = self.run(x)
         (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        return slope.square().mean() + (u - 1).square().mean()
+        loss = slope.square().mean() + (u - 1).square().mean()
+        self.losses.append(loss.detach())
+        return loss
 
 
 class ByHand(Penalty):
@@ -53,8 +57,10 @@ class ByHand(Penalty):
         self.automatic_optimization = False
 
     def training_step(self, batch, index):
-        self.optimizers().zero_grad()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
 
 
 class Balanced(Case):
@@ -118,12 +124,105 @@ def failing(tmp_path, name, run):
 
 
 @pytest.mark.parametrize("name", ["Physics", "Penalty", "ByHand"])
-@pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
-def test_shards_know_one_backward_and_say_so(name, run, ranks, tmp_path):
-    said = ranks(failing, tmp_path, name, run)
-    assert len(said) == (1 if run is on_ranks else 2)
+def test_a_graph_knows_one_backward_and_says_so(name, ranks, tmp_path):
+    said = ranks(failing, tmp_path, name, simply_on_ranks)
+    assert len(said) == 2
     assert said[-1].count("create_graph=True") == 1
     assert said[-1].endswith("Use strategy='ddp'.")
+
+
+class Adaptive(nn.Module):
+    """Has a weight that backward reads element by element, of which torch does not say that it was freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return torch.sin(x * self.rate)
+
+
+class Steeper(Physics):
+    """Computes a second time, without derivatives, before the backward of the loss."""
+
+    def build(self):
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Adaptive()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) + self.run(batch + 1).square().mean()
+
+
+class Ahead(Case):
+    """Takes the loss of weights that are a step of gradients ahead, as meta-learning does."""
+
+    def training_step(self, batch, _):
+        own = dict(self.layers[0].named_parameters())
+        first = torch.autograd.grad(self.layers[0](batch).square().mean(), [*own.values()], create_graph=True)
+        ahead = {name: p - 0.1 * gradient for (name, p), gradient in zip(own.items(), first, strict=True)}
+        loss = torch.func.functional_call(self.layers[0], ahead, (batch,)).square().mean() + self.run(batch).mean()
+        self.losses.append(loss.detach())
+        return loss
+
+
+class ByHandAndWhole(ByHand):
+    """Asks for a graph in the backward that brings the gradients, and makes nothing of it."""
+
+    def manual_backward(self, loss, *args, **kwargs):
+        super().manual_backward(loss, *args, create_graph=True, **kwargs)
+
+
+CASES["Steeper"], CASES["Ahead"], CASES["ByHandAndWhole"] = Steeper, Ahead, ByHandAndWhole
+
+
+def sharded_and_ddp(tmp_path, name, strategy, options):
+    ours = train(name, tmp_path, strategy=FSDP2Strategy(**strategy), ranks=2, **options)[2]
+    return ours, train(name, tmp_path, strategy="ddp", ranks=2, **options)[2]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "gradients"}, {"sharding": "none"}], ids=str)
+@pytest.mark.parametrize("name", ["Physics", "Penalty", "ByHand", "Steeper", "Ahead"])
+def test_shards_stay_gathered_for_them(name, strategy, ranks, tmp_path):
+    torch.testing.assert_close(*ranks(sharded_and_ddp, tmp_path, name, strategy, {}), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_shards_stay_gathered_for_them_in_each_microbatch(sync, ranks, tmp_path):
+    options = {"accumulate": 2}
+    torch.testing.assert_close(
+        *ranks(sharded_and_ddp, tmp_path, "Steeper", {"sync": sync}, options), rtol=1e-5, atol=1e-6
+    )
+
+
+def with_graph_and_without(tmp_path):
+    return [train(name, tmp_path, strategy=FSDP2Strategy(), ranks=2)[2] for name in ("ByHandAndWhole", "ByHand")]
+
+
+def test_a_backward_that_makes_a_graph_and_brings_gradients_is_that_of_a_loss(ranks, tmp_path):
+    torch.testing.assert_close(*ranks(with_graph_and_without, tmp_path), rtol=1e-5, atol=1e-6)
+
+
+def kept_between_steps(tmp_path):
+    """Return whether anything is gathered after a fit whose steps differentiate and have no backward of that."""
+    model = train("Idle", tmp_path, strategy=FSDP2Strategy(), ranks=2)[0]
+    return any(not isinstance(p, DTensor) for p in model.parameters())
+
+
+class Idle(Case):
+    """Looks at slopes, of which the loss knows nothing."""
+
+    def training_step(self, batch, index):
+        x = batch.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.run(x).sum(), x, create_graph=True)
+        self.losses.append(slope.detach().square().mean())
+        return self.run(x).square().mean()
+
+
+CASES["Idle"] = Idle
+
+
+def test_nothing_stays_gathered_between_steps(ranks, tmp_path):
+    assert not ranks(kept_between_steps, tmp_path)
 
 
 @pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
