@@ -484,6 +484,7 @@ PARTS = {
     "functional": Functional,
     "dropped": Dropped,
 }
+DRAWN = [name for name in PARTS if name != "objects"]  # by seeds, which go on to draw what they drew before that
 
 
 # Places: how a part is held, and how it is called.
@@ -806,7 +807,7 @@ _OTHERWISE = dict.fromkeys(
 def draw(seed):
     """Return what is drawn from ``seed``."""
     rng = random.Random(seed)
-    parts = [[rng.choice([*PARTS]), rng.choice([*PLACES])] for _ in range(rng.randint(1, 3))]
+    parts = [[rng.choice(DRAWN), rng.choice([*PLACES])] for _ in range(rng.randint(1, 3))]
     kinds = ["frozen", "half_frozen", "tied", "shared", "root", "average", "lonely", "marked", "penalty", "read"]
     traits = [
         [name, rng.randint(0, 2), rng.randint(0, 2)] for name in rng.sample(kinds, rng.choice((0, 0, 1, 1, 2, 3)))
