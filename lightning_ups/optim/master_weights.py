@@ -135,7 +135,9 @@ class MasterWeights:
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         self.accumulates = True  # whether a reduction adds to what there is: else parameters keep it themselves
         self.reduced: set[nn.Parameter] = set()  # since the last step, by a wrapper, which counts unused ones as zero
-        for parameter in _convertible(module, leave):
+        convertible = _convertible(module, leave)
+        _refuse_scripted(module, convertible)
+        for parameter in convertible:
             self.of[parameter] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
             _copy_as(parameter, self.of[parameter])
@@ -600,6 +602,17 @@ def _refuse_lazy(module: nn.Module) -> None:
             " It belongs to a lazy module, which learns its shape from the first batch, after masters are made."
             " Run one batch through the module before fit, or give it its sizes, or set weights='autocast'."
         )
+
+
+def _refuse_scripted(module: nn.Module, convertible: Collection[nn.Parameter]) -> None:
+    chosen = {*convertible}
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and not chosen.isdisjoint(part.parameters()):
+            raise ValueError(
+                f"{name} is a module of TorchScript, whose parameters are to have masters."
+                " Its state dict takes no hooks, and a checkpoint would have its weights in low precision."
+                " Use the module that was scripted, or set weights='autocast' in the precision."
+            )
 
 
 def _convertible(module: nn.Module, leave: Collection[nn.Module]) -> list[nn.Parameter]:

@@ -126,6 +126,15 @@ def test_state_dicts_show_the_masters_under_the_same_names_and_load_into_them():
     assert all(torch.equal(outer.state_dict()[k], other[k]) for k in plain)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_masters_of_torchscript_are_refused_unless_it_is_left_in_float32():
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match=r"1 is a module of TorchScript.* weights='autocast'"):
+        MasterWeights(model, dtype=torch.bfloat16)
+    masters = MasterWeights(model, dtype=torch.bfloat16, leave=[*model[1].modules()])
+    assert [*masters.of] == [model[0].weight, model[0].bias]
+
+
 def test_undo_gives_the_float32_module_back():
     model = make_model()
     identities = [id(p) for p in model.parameters()]

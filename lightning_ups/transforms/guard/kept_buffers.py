@@ -11,7 +11,7 @@ from lightning_ups._compat.torch import NormWithStatistics
 
 __all__ = ["KeptBuffers"]
 
-_Place = tuple[dict[str, Tensor | None], str]
+_Place = tuple[nn.Module, str]
 _STATISTICS = ("running_mean", "running_var")  # by whatever class: torch's kernels write them without counting it
 
 
@@ -27,9 +27,8 @@ class KeptBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found = [(inner, name) for inner in module.modules() for name in inner._buffers]
-        self._places: list[_Place] = [(inner._buffers, name) for inner, name in found]
-        self._certain = [isinstance(inner, NormWithStatistics) or name in _STATISTICS for inner, name in found]
+        self._places: list[_Place] = [(inner, name) for inner in module.modules() for name, _ in inner._buffers.items()]
+        self._certain = [isinstance(inner, NormWithStatistics) or name in _STATISTICS for inner, name in self._places]
         self._written: list[bool] | None = None
         self._kept: dict[int, Tensor] = {}  # by the number of their place
         self._marks: list[tuple[int, int]] = []
@@ -60,7 +59,14 @@ class KeptBuffers:
         self._kept = {}
 
     def _buffers(self) -> list[Tensor | None]:
-        return [holder.get(name) for holder, name in self._places]
+        return [_buffer(*place) for place in self._places]
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor | None:
+    buffers = module._buffers  # TorchScript's are no dictionary, and know no `get`
+    if name not in buffers:
+        return None
+    return buffers[name]
 
 
 def _can_be_kept(buffer: Tensor | None) -> TypeIs[Tensor]:

@@ -129,3 +129,13 @@ def test_running_statistics_of_a_class_of_ones_own():
     stepped(kept, module, GOOD)
     stepped(kept, module, BAD, torch.full((3, 4), float("nan")))
     assert module.running_mean.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_buffers_that_torchscript_holds_are_put_back_too():
+    module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)))
+    kept = KeptBuffers(module)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    good = stepped(kept, module, GOOD)
+    assert not same(good, before)
+    assert same(stepped(kept, module, BAD), good)
