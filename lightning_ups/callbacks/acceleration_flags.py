@@ -9,10 +9,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ups._compat.logged_numbers import without_waiting
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.callbacks.late_logs import LateLogs
 from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.flags import (
     AttentionBackend,
     Flags,

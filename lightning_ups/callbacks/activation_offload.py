@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import Context, Declaration, Report, Stage
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
 

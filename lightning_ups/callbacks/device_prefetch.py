@@ -19,8 +19,8 @@ from lightning_ups._compat.transfer import (
     own_hooks,
     training_iterators,
 )
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import applied
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts, lane_for
 
 __all__ = ["DevicePrefetch"]

@@ -21,8 +21,8 @@ from lightning_ups._compat.allocator import (
     write_snapshot,
 )
 from lightning_ups._compat.lightning import trainer_of
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import Run, Stage
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.transforms.blocks import find_blocks
@@ -71,6 +71,7 @@ class MemoryForensics(Callback):
         plan: bool = True,
         every: int = 10,
     ) -> None:
+        check_kind("folder", folder, os.PathLike, of="MemoryForensics", why="It is where files go.", optional=True)
         check_kind("every", every, int, of="MemoryForensics", why="It counts batches.")
         for name, value in (("snapshot", snapshot), ("history", history), ("plan", plan)):
             check_kind(name, value, bool, of="MemoryForensics", why="It is a switch.")

@@ -7,9 +7,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update, go_by_the_name_of
 from lightning_ups.order import Context, Declaration, Report, Stage
+from lightning_ups.order.arguments import check_kind
 
 __all__ = ["OptimizerOffload"]
 

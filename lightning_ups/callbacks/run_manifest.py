@@ -30,7 +30,6 @@ from lightning_ups._compat.environment import (
     working_tree,
 )
 from lightning_ups._compat.hyperparameters import logged_hyperparameters
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import (
     PolicyPrecision,
     Report,
@@ -41,6 +40,7 @@ from lightning_ups.order import (
     finish_optimizers,
     refuse_second,
 )
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
 from lightning_ups.transforms.flags import current_flags

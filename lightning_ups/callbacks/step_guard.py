@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_ups._compat.averages import averaged_copies
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.order import PolicyPrecision, Run, applied, refuse_second
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.checkpoint import is_complete
 from lightning_ups.transforms.clip import gradients_of, total_norm
 from lightning_ups.transforms.guard import Deferred, KeptBuffers, LossWatch, Verdict

@@ -9,6 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
+from lightning_ups.order.arguments import check_kind
+
 __all__ = ["TextSample"]
 
 
@@ -40,6 +42,11 @@ class TextSample(Callback):
         top_k: int | None = None,
         seed: int = 0,
     ) -> None:
+        check_kind("prompt", prompt, str, of="TextSample", why="It is what the text begins with.")
+        check_kind("num_tokens", num_tokens, int, of="TextSample", why="It counts tokens.")
+        check_kind("temperature", temperature, float, of="TextSample", why="It divides the logits.")
+        check_kind("top_k", top_k, int, of="TextSample", why="It counts tokens.", optional=True)
+        check_kind("seed", seed, int, of="TextSample", why="It is that of the draws.")
         self.prompt, self.num_tokens = prompt, num_tokens
         self.temperature, self.top_k, self.seed = temperature, top_k, seed
 

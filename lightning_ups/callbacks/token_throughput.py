@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.callbacks.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.order import Report, Run, applied, refuse_second
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.throughput import Summary, first_change, own_peaks
 from lightning_ups.transforms.throughput.table import rendered

@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_ups._compat.fit_loop import is_logging_step, logged_step
 from lightning_ups._compat.optional import has
 from lightning_ups.callbacks.acceleration_flags import AccelerationFlags
-from lightning_ups.callbacks.arguments import check_kind
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.callbacks.token_throughput import TokenThroughput
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.manifest import reserve
 from lightning_ups.transforms.report import Content, History, page, write_pictures

@@ -1,7 +1,10 @@
 """Checking settings of precisions that would have no effect beside others."""
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
+
+from lightning_ups.order.arguments import check_kind
 
 __all__ = ["check_head", "check_timed", "check_tokens"]
 
@@ -10,8 +13,10 @@ def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
     """Refuse ``head`` beside ``include``, which names what is converted wherever it is.
 
     Raises:
+        TypeError: If ``head`` is no bool.
         ValueError: If both are given.
     """
+    check_kind("head", head, bool, of=of, why="It is a switch.")
     if head and include is not None:
         raise ValueError(
             f"{of}(include={[*include]!r}, head=True) says twice what is converted."
@@ -38,8 +43,10 @@ def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path |
     """Refuse a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at beside another.
 
     Raises:
+        TypeError: If ``table`` is no path.
         ValueError: If either is given.
     """
+    check_kind("table", table, PathLike, of=of, why="It is a file of times.", optional=True)
     check_tokens(tokens, said=f"{of}(tokens={tokens!r})")
     given = {name: value for name, value in (("tokens", tokens), ("table", table)) if value is not None}
     if filter != "auto" and given:

@@ -17,6 +17,7 @@ from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
 from lightning_ups._compat.lightning import trainer_of
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice
@@ -97,6 +98,9 @@ class Float8Precision(PolicyPrecision):
         in_float32: Sequence[str] = (),
     ) -> None:
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
+        why = "It says whether weights are gathered in float8."
+        check_kind("all_gather", all_gather, bool, of="Float8Precision", why=why, optional=True)
+        check_kind("emulate", emulate, bool, of="Float8Precision", why="It is a switch.")
         check_recipe(recipe, all_gather=bool(all_gather))
         self.recipe: Recipe = recipe
         self.include = None if include is None else as_patterns(include)

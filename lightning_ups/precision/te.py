@@ -28,6 +28,7 @@ from lightning_ups._compat.te import (
     why_not_on,
 )
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Weights
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.advise import Advice
 from lightning_ups.transforms.advise_agree import agreed
@@ -123,6 +124,10 @@ class TEPrecision(PolicyPrecision):
         _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
         _check_known("fuse", fuse, get_args(Fuse))
         _check_known("filter", filter, get_args(Filter))
+        for name, value in (("norms", norms), ("evaluate", evaluate), ("fp8_attention", fp8_attention)):
+            check_kind(name, value, bool, of="TEPrecision", why="It is a switch.")
+        check_kind("amax_history", amax_history, int, of="TEPrecision", why="It counts steps.", optional=True)
+        check_kind("margin", margin, int, of="TEPrecision", why="It is a power of two.")
         check_head("TEPrecision", head=head, include=include)
         check_timed("TEPrecision", filter=filter, tokens=tokens, table=table)
         _check_filter(filter, recipe, fp8_attention=fp8_attention)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -46,6 +47,7 @@ from lightning_ups.order import (
     under_sharding,
     undo,
 )
+from lightning_ups.order.arguments import check_kind
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
@@ -255,6 +257,19 @@ class ShardingStrategy(ModelParallelStrategy):
         weights_only: bool,
         on_unreplayable: OnUnreplayable,
     ) -> None:
+        of = type(self).__name__
+        for name, value in (
+            ("offload", offload),
+            ("meta_device", meta_device),
+            ("unused_parameters", unused_parameters),
+            ("high_priority_communication", high_priority_communication),
+            ("async_save", async_save),
+            ("weights_only", weights_only),
+        ):
+            check_kind(name, value, bool, of=of, why="It is a switch.")
+        check_kind("timeout_minutes", timeout_minutes, float, of=of, why="It is a time.")
+        check_kind("process_group_backend", process_group_backend, str, of=of, why="It is a name.", optional=True)
+        check_kind("flight_recorder", flight_recorder, PathLike, of=of, why="It is a folder.", optional=True)
         if not timeout_minutes > 0:
             raise ValueError(
                 f"{type(self).__name__}(timeout_minutes={timeout_minutes!r}) is out of range."
@@ -295,6 +310,15 @@ class ShardingStrategy(ModelParallelStrategy):
         self._starts_accumulation = True
         self.checkpoints = Checkpoints(
             self, save=save, async_save=async_save, weights_only=weights_only, on_unreplayable=on_unreplayable
+        )
+
+    @property
+    def state_key(self) -> str:
+        """What a Trainer asks its callbacks for, and no strategy."""
+        name = type(self).__name__
+        raise AttributeError(
+            f"{name} is given among the callbacks. It is a strategy, of which a Trainer takes one, in another place."
+            f" Write Trainer(strategy={name}(...))."
         )
 
     @property

@@ -1,6 +1,7 @@
 """What the strategies that shard have in common; what they do with it is tested by each."""
 
 import inspect
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -44,6 +45,39 @@ def test_a_user_switches_by_changing_the_name():
 @pytest.mark.parametrize(("name", "strategy"), [("fsdp2", FSDP2Strategy), ("simple_fsdp", SimpleFSDPStrategy)])
 def test_a_name_is_enough(name, strategy):
     assert type(StrategyRegistry.get(name)) is strategy
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+def test_one_that_is_given_among_callbacks_says_where_it_belongs(tmp_path, strategy):
+    where = rf"{strategy.__name__} is given among the callbacks\..*strategy={strategy.__name__}\("
+    with pytest.raises(AttributeError, match=where):
+        trainer(tmp_path, callbacks=[strategy()]).fit(Net(), loader())
+    assert not hasattr(strategy(), "state_key")
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
+    ("name", "value", "cure"),
+    [
+        *((name, "no", "Use True or False.") for name in ("meta_device", "async_save", "weights_only")),
+        ("high_priority_communication", "no", "Use True or False."),
+        ("timeout_minutes", "5", "Use a number."),
+        ("process_group_backend", 3, "Use a string, or None."),
+        ("flight_recorder", 3, "Use a path, or None."),
+    ],
+)
+def test_a_wrong_kind_is_named_with_its_cure(strategy, name, value, cure):
+    given = f"{strategy.__name__}({name}={value!r})"
+    with pytest.raises(TypeError, match=f"{re.escape(given)}.*{re.escape(cure)}"):
+        strategy(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("offload", "no"), ("unused_parameters", "no"), ("reshard_after_forward", 2.0)]
+)
+def test_a_wrong_kind_of_what_fsdp2_alone_does_is_named(name, value):
+    with pytest.raises(TypeError, match=re.escape(f"FSDP2Strategy({name}={value!r})")):
+        FSDP2Strategy(**{name: value})
 
 
 def test_choices_are_checked_in_the_name_of_the_strategy():

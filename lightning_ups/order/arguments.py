@@ -1,12 +1,14 @@
 """Checking the kind of an argument, where a wrong one would fail late or pass for something else."""
 
 from numbers import Integral, Real
+from os import PathLike
 from typing import Any
 
 __all__ = ["check_kind"]
 
-_KINDS: dict[type, type] = {int: Integral, float: Real}  # numpy's numbers too
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+# numpy's numbers too
+_KINDS: dict[type, tuple[type, ...]] = {int: (Integral,), float: (Real,), PathLike: (str, PathLike)}
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", PathLike: "a path"}
 
 
 def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional: bool = False) -> None:
@@ -15,7 +17,7 @@ def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional
     Args:
         name: Of the argument.
         value: What was given.
-        kind: ``bool``, ``int``, ``float`` or ``str``.
+        kind: ``bool``, ``int``, ``float``, ``str`` or ``PathLike``, which a string is too.
         of: The class that got it.
         why: What the argument is, as a sentence.
         optional: Whether it may be None.

@@ -1,4 +1,6 @@
 import re
+from os import PathLike
+from pathlib import Path
 
 import numpy
 import pytest
@@ -13,10 +15,11 @@ from lightning_ups.callbacks import (
     OptimizerOffload,
     RunManifest,
     StepGuard,
+    TextSample,
     TokenThroughput,
     TrainingReport,
 )
-from lightning_ups.callbacks.arguments import check_kind
+from lightning_ups.order.arguments import check_kind
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,13 @@ from lightning_ups.callbacks.arguments import check_kind
         (lambda: ActivationOffload(min_mb="1"), "ActivationOffload(min_mb='1')", "Use a number."),
         (lambda: OptimizerOffload(chunk_mb="256"), "OptimizerOffload(chunk_mb='256')", "Use a number, or None."),
         (lambda: OptimizerOffload(resident="half"), "OptimizerOffload(resident='half')", "Use a number."),
+        (lambda: MemoryForensics(folder=3), "MemoryForensics(folder=3)", "Use a path, or None."),
+        (lambda: Compile(cache=3), "Compile(cache=3)", "Use a path, or None."),
+        (lambda: TextSample(prompt=3), "TextSample(prompt=3)", "Use a string."),
+        (lambda: TextSample(num_tokens="4"), "TextSample(num_tokens='4')", "Use a whole number."),
+        (lambda: TextSample(temperature="hot"), "TextSample(temperature='hot')", "Use a number."),
+        (lambda: TextSample(top_k=2.5), "TextSample(top_k=2.5)", "Use a whole number, or None."),
+        (lambda: TextSample(seed="x"), "TextSample(seed='x')", "Use a whole number."),
         (lambda: Compile(blocks=3), "The patterns are given as 3, which is no list.", "Write names"),
     ],
 )
@@ -68,6 +78,9 @@ def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
         (None, int),
         (numpy.int64(2), int),
         (numpy.float32(2), float),
+        ("a", PathLike),
+        (Path("a"), PathLike),
+        (type("Name", (str,), {})("a"), str),
     ],
 )
 def test_a_right_kind_passes(value, kind):
