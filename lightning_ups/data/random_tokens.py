@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_ups.data.crops import batches, check_least
+from lightning_ups.order.arguments import check_kind
 
 __all__ = ["RandomTokens"]
 
@@ -46,6 +47,7 @@ class RandomTokens(LightningDataModule):
         self.num_samples = num_samples
         self.num_val_samples = 2 * batch_size if num_val_samples is None else num_val_samples
         self.seed = seed
+        check_kind("seed", seed, int, of="RandomTokens", why="It is that of the tokens.")
         check_least(self, vocab_size=1, seq_len=1, batch_size=1, num_samples=1, num_val_samples=0)
 
     @override

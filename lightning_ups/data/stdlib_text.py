@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups.data.crops import Crops, batches, check_least
+from lightning_ups.order.arguments import check_kind
 
 __all__ = ["StdlibText", "unigram_entropy"]
 
@@ -65,6 +66,8 @@ class StdlibText(LightningDataModule):
         super().__init__()
         self.seq_len, self.batch_size, self.hold_out_one_in = seq_len, batch_size, hold_out_one_in
         self.num_crops, self.num_val_crops, self.seed = num_crops, num_val_crops, seed
+        check_kind("seed", seed, int, of="StdlibText", why="It is that of the places.")
+        check_kind("root", root, os.PathLike, of="StdlibText", why="It is a folder.", optional=True)
         self.root = Path(root or sysconfig.get_path("stdlib"))
         check_least(self, seq_len=1, batch_size=1, hold_out_one_in=2, num_crops=1, num_val_crops=0)
         self.train_files: list[str] = []

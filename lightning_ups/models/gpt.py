@@ -25,7 +25,8 @@ from typing_extensions import override
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.adamw import adamw
 from lightning_ups.models.generate import generate
-from lightning_ups.models.schedule import Schedule, scheduler
+from lightning_ups.models.schedule import Schedule, check_schedule, scheduler
+from lightning_ups.order.arguments import check_kind
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
 
@@ -434,6 +435,15 @@ class GPTModule(LightningModule):
                 " A size names a whole shape, and the other arguments change single values of it."
                 f" Use one of {tuple(SIZES)}."
             )
+        check_schedule(schedule)
+        check_kind("warmup_steps", warmup_steps, int, of="GPTModule", why="It counts steps.")
+        for name, value in (
+            ("lr", lr),
+            ("weight_decay", weight_decay),
+            ("final_fraction", final_fraction),
+            ("decay_fraction", decay_fraction),
+        ):
+            check_kind(name, value, float, of="GPTModule", why="The optimizer or its schedule computes with it.")
         if warmup_steps < 0:
             raise ValueError(
                 f"GPTModule(warmup_steps={warmup_steps}) is below 0."

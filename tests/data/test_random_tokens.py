@@ -62,3 +62,10 @@ def test_batches_are_not_pinned_for_a_cpu(tmp_path):
     data = make()
     data.trainer = trainer(tmp_path)
     assert not data.train_dataloader().pin_memory
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", "3"), ("seq_len", 2.5), ("seed", "x")])
+def test_a_wrong_kind_is_named_with_its_cure(name, value):
+    given = {"vocab_size": 3, "seq_len": 2, "batch_size": 2, name: value}
+    with pytest.raises(TypeError, match=rf"RandomTokens\({name}={value!r}\).*Use a whole number"):
+        RandomTokens(**given)

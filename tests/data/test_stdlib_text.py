@@ -1,5 +1,6 @@
 import math
 import os
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -184,3 +185,17 @@ def test_text_there_and_back():
     data = StdlibText()
     assert data.decode(data.encode("def f(): 'naïve'\n")) == "def f(): 'naïve'\n"
     assert data.decode([255, 0, 65]) == "\\xff\nA"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cure"),
+    [
+        ("seq_len", "3", "Use a whole number"),
+        ("batch_size", 2.5, "Use a whole number, or None."),
+        ("seed", "x", "Use a whole number."),
+        ("root", 3, "Use a path, or None."),
+    ],
+)
+def test_a_wrong_kind_is_named_with_its_cure(name, value, cure):
+    with pytest.raises(TypeError, match=f"{re.escape(f'StdlibText({name}={value!r})')}.*{cure}"):
+        StdlibText(**{name: value})

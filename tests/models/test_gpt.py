@@ -1,4 +1,5 @@
 import copy
+import re
 from dataclasses import replace
 from types import MethodType
 
@@ -438,3 +439,18 @@ def test_building_the_module_builds_no_weights():
 def test_linear_layers_are_torchs():
     # Conversions look for nn.Linear.
     assert all(isinstance(m, nn.Linear) for n, m in built().named_modules() if n.endswith(("qkv", "out", "up", "head")))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cure"),
+    [
+        ("schedule", "cosin", "Use one of ('cosine', 'wsd', 'constant')."),
+        ("lr", "1e-3", "Use a number."),
+        ("weight_decay", "0", "Use a number."),
+        ("final_fraction", None, "Use a number."),
+        ("warmup_steps", 1.5, "Use a whole number."),
+    ],
+)
+def test_a_wrong_choice_of_how_to_train_is_refused_when_it_is_made(name, value, cure):
+    with pytest.raises((TypeError, ValueError), match=f"{re.escape(f'{name}={value!r}')}.*{re.escape(cure)}"):
+        GPTModule(**{name: value})
