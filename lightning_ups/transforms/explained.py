@@ -1,5 +1,6 @@
 """Errors within a step whose own words do not say what to do."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -186,12 +187,20 @@ _OF_A_SECOND_BACKWARD = {
 
 def note_second_backward(error: BaseException, *, kind: Literal["compiled", "selective"], cure: str) -> None:
     """Add to ``error``, if it is that a graph of this kind knows one backward, what that means, and ``cure``."""
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_SECOND_BACKWARD[kind]):
+    known = any(words in str(error) for words in _OF_A_SECOND_BACKWARD[kind])
+    # One graph for what was two in eager code, of which one had its backward.
+    shared = kind == "compiled" and "backward through the graph a second time" in str(error) and _ends_compiled(error)
+    if isinstance(error, RuntimeError) and (known or shared):
         error.add_note(
             "The gradient of a gradient was asked for (create_graph=True, as in gradient penalties and physics-informed"
             " losses), or a second backward through one graph (retain_graph=True)."
             f" {cure}"
         )
+
+
+def _ends_compiled(error: BaseException) -> bool:
+    places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(places) and "_aot_autograd" in places[-1]
 
 
 @contextmanager

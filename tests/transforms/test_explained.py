@@ -8,6 +8,7 @@ from lightning_ups.transforms.explained import (
     explaining_reads,
     explaining_types,
     float32_for,
+    note_second_backward,
     note_shards,
 )
 
@@ -108,3 +109,15 @@ def test_an_error_about_shards_has_one_note():
     for other in (explained, KeyError("DTensor"), RuntimeError("no memory")):
         note_shards(other, strategy="FSDP2Strategy")
         assert not hasattr(other, "__notes__")
+
+
+@pytest.mark.parametrize(("compiled", "notes"), [(False, 0), (True, 1)])
+def test_a_graph_that_was_freed_is_told_where_compiled_code_met_it(compiled, notes):
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    compute = torch.compile(layer, backend="aot_eager") if compiled else layer
+    y = compute(torch.ones(1, 2, requires_grad=True)).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="a second time") as error:
+        y.backward()
+    note_second_backward(error.value, kind="compiled", cure="Leave it out.")
+    assert len(getattr(error.value, "__notes__", [])) == notes
