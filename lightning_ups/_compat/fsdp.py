@@ -78,7 +78,8 @@ def cast_when_recomputed(module: FSDPModule) -> None:
 def initialise(root: FSDPModule) -> None:
     """Make ``root`` the root of all sharded modules inside it, which otherwise the first to run becomes."""
     root._get_fsdp_state()._lazy_init()
-    for state in _states(root):
+    states = _states(root)
+    for state in states:
         _gather_unseen(state)
         find_in_objects(state)
         for group in _groups(state):
@@ -86,7 +87,6 @@ def initialise(root: FSDPModule) -> None:
             _reduce_rightly(group)
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
-    states = _states(root)
     context: Any = root._get_fsdp_state()._state_ctx
     context.stop_keeping = keep_for_derivatives(states, [group for state in states for group in _groups(state)])
 

@@ -239,16 +239,17 @@ def test_a_weight_that_was_gathered_in_float8(backend):
     assert_equal(with_a_cast_weight(backend), wanted)
 
 
+def trained_on_gpu(net, rows):
+    torch.manual_seed(1)
+    x = torch.randn(*rows, 64).bfloat16().cuda().requires_grad_()
+    y = net.cuda()(x)
+    (y.float() * torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
+
+
 @pytest.mark.gpu(capability=(8, 9))
 @pytest.mark.parametrize("rows", [(4, 32), (5, 7)])
 def test_values_and_gradients_on_a_gpu_are_torchaos_bit_for_bit(rows):
-    def on_gpu(net):
-        torch.manual_seed(1)
-        x = torch.randn(*rows, 64).bfloat16().cuda().requires_grad_()
-        y = net.cuda()(x)
-        (y.float() * torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)).sum().backward()
-        return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
-
     with by_torchao():
-        wanted = on_gpu(converted())
-    assert_equal(on_gpu(converted()), wanted)
+        wanted = trained_on_gpu(converted(), rows)
+    assert_equal(trained_on_gpu(converted(), rows), wanted)

@@ -17,6 +17,7 @@ from tests.transforms.test_float8_product import (
     graphs_of,
     sharded_alike,
     trained,
+    trained_on_gpu,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -147,19 +148,12 @@ def test_weights_that_are_gathered(ranks, backend, recipe):
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("rows", [(4, 32), (5, 7)])
 def test_values_and_gradients_on_a_gpu_are_torchaos_bit_for_bit(rows, compiles, recipe):
-    def on_gpu(net):
-        torch.manual_seed(1)
-        x = torch.randn(*rows, 64).bfloat16().cuda().requires_grad_()
-        y = net.cuda()(x)
-        (y.float() * torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)).sum().backward()
-        return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
-
     with by_torchao():
-        wanted = on_gpu(converted(recipe=recipe))
+        wanted = trained_on_gpu(converted(recipe=recipe), rows)
     net = converted(recipe=recipe)
     torch.compiler.reset()
     if compiles:
         net.gate.compile(fullgraph=True)
         net.down.compile(fullgraph=True)
     with compiler_settings(recipe) if compiles else nullcontext():
-        assert_equal(on_gpu(net), wanted)
+        assert_equal(trained_on_gpu(net, rows), wanted)
