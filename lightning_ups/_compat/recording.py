@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups._compat.hf_init import InitialisingOnMeta
 
-__all__ = ["Place", "Recording", "record_resets", "recording", "replay"]
+__all__ = ["Loose", "Place", "Recording", "record_resets", "recording", "replay"]
 
 _OVERWRITE = frozenset(
     (
@@ -39,6 +39,7 @@ _OVERWRITE = frozenset(
     )
 )
 _DRAWS = frozenset(("apply", "rand", "randn", "randint", "randperm", "deepcopy", "init_weights", "_init_weights"))
+_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 _NOTHING = (lambda: None).__code__
 _DEVICE_MODE = DeviceContext.__torch_function__.__code__.co_filename
 _EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
@@ -53,6 +54,15 @@ class Place:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Loose:
+    """A tensor that is neither parameter nor buffer: what holds it, under which key, and its place."""
+
+    holder: Any
+    key: Any
+    place: Place
 
 
 @dataclass
@@ -85,6 +95,23 @@ class Recording:
         tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         return {name: _place(tensor) for name, tensor in tensors.items() if tensor.is_meta}
+
+    def loose(self, model: nn.Module) -> dict[str, "Loose"]:
+        """Return the tensors of ``model`` on the meta device that are neither parameters nor buffers.
+
+        They are attributes of modules, or lie in a dict or list that is one. Those that share memory with a parameter
+        or buffer are left out, and so is what nothing was recorded of.
+        """
+        named = {place.memory for place in self.places(model).values()}
+        found = {
+            f"{name}.{attribute}[{key!r}]": Loose(holder, key, _place(tensor))
+            for name, module in model.named_modules()
+            for attribute, value in vars(module).items()
+            if attribute not in _REGISTERED
+            for holder, key, tensor in _held(vars(module), attribute, value)
+            if tensor.is_meta and _memory(tensor) not in named
+        }
+        return {name: loose for name, loose in found.items() if self.knows(loose.place)}
 
     def note_seed(self) -> None:
         """Note whether the generator was seeded: nothing draws on the meta device, so a state that changed was set."""
@@ -319,6 +346,13 @@ class _Replay:
         if memory not in self._memory:
             size, dtype = self._sizes[memory]
             self._memory[memory] = torch.zeros(size, dtype=dtype, device=self._device)
+
+
+def _held(holder: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any, Tensor]]:
+    if isinstance(value, Tensor):
+        yield holder, key, value
+    entries: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    yield from ((value, inner, entry) for inner, entry in entries if isinstance(entry, Tensor))
 
 
 def _memory(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.fsdp import allocate
-from lightning_ups._compat.recording import Place, Recording, record_resets, replay
+from lightning_ups._compat.recording import Loose, Place, Recording, record_resets, replay
 from lightning_ups.transforms.mesh import local_part
 
 __all__ = ["Initialisation", "is_on_meta", "plan_initialisation"]
@@ -26,10 +26,11 @@ class Initialisation:
     Args:
         record: How its tensors get their values.
         places: Which of them is which.
+        loose: Those that are neither parameters nor buffers, such as the numbers of tokens in PEFT's prompt tuning.
     """
 
-    def __init__(self, record: Recording, places: Mapping[str, Place]) -> None:
-        self._record, self._places = record, places
+    def __init__(self, record: Recording, places: Mapping[str, Place], loose: Mapping[str, Loose]) -> None:
+        self._record, self._places, self._loose = record, places, loose
 
     def __len__(self) -> int:
         return len(self._places)
@@ -51,6 +52,10 @@ class Initialisation:
 
         @torch.no_grad()
         def keep(name: str, whole: Tensor) -> None:
+            if name not in targets:
+                loose = self._loose[name]
+                loose.holder[loose.key] = whole.to(device, copy=True)
+                return
             target = targets[name]
             if isinstance(target, DTensor):
                 target.to_local().copy_(local_part(whole, target))
@@ -58,7 +63,8 @@ class Initialisation:
                 target.copy_(whole)
 
         with _generator(self._record), _same_on_all_ranks(draw_on):
-            missing = replay(self._record, self._places, keep, device=draw_on)
+            wanted = {name: loose.place for name, loose in self._loose.items()} | {**self._places}
+            missing = replay(self._record, wanted, keep, device=draw_on)
         if missing:
             raise ValueError(_refused(model, missing))
 
@@ -72,13 +78,13 @@ def plan_initialisation(model: nn.Module, record: Recording | None) -> Initialis
     if record is not None:
         places = record.places(model)
         if all(record.knows(place) for place in places.values()):
-            return Initialisation(record, places)
+            return Initialisation(record, places, record.loose(model))
     resets, unknown = record_resets(model)
     places = resets.places(model)
     unknown += [name for name, place in places.items() if not resets.knows(place)]
     if unknown:
         raise ValueError(_refused(model, unknown))
-    return Initialisation(resets, places)
+    return Initialisation(resets, places, {})
 
 
 def _refused(model: nn.Module, names: list[str]) -> str:

@@ -71,6 +71,31 @@ def seeded_apart():
     return torch.equal(model[0].weight.full_tensor(), expected[0].weight), torch.equal(drawn, own)
 
 
+class Loose(nn.Module):
+    """Tensors that are neither parameters nor buffers, as PEFT keeps the tokens of a prompt and metrics their sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.tokens, self.sums = {"default": torch.arange(3)}, [torch.tensor(2.0)]
+        self.other_tokens = {"default": torch.arange(4)}
+        self.noise, self.none, self.same = torch.randn(2), None, self.linear.weight.detach()
+
+
+def test_tensors_that_are_no_parameters_get_their_values_too():
+    torch.manual_seed(3)
+    expected = Loose()
+    torch.manual_seed(3)
+    with recording() as record, torch.device("meta"):
+        model = Loose()
+    plan_initialisation(model, record).run(model, shards_on=CPU, device=CPU, draw_on=CPU)
+    assert torch.equal(model.tokens["default"], torch.arange(3))
+    assert torch.equal(model.other_tokens["default"], torch.arange(4))
+    assert torch.equal(model.sums[0], torch.tensor(2.0))
+    assert torch.equal(model.noise, expected.noise)
+    assert torch.equal(model.linear.weight, expected.linear.weight)
+
+
 def test_what_cannot_be_repeated_is_named():
     with torch.device("meta"):
         model = Odd()
