@@ -337,7 +337,8 @@ def _advice_on_gathers() -> Iterator[None]:
     try:
         yield
     except (AssertionError, RuntimeError) as error:
-        if any(words in str(error) for words in ("Float8TrainingTensor", "Invalid scalar type")):
+        said = ("Float8TrainingTensor", "Invalid scalar type", "attempting to run aten.")
+        if any(words in str(error) for words in said):
             error.add_note(
                 "A weight that is gathered in float8 was read outside of the forward of its layer."
                 " What reads it there, such as F.linear with layer.weight, cannot multiply by it."

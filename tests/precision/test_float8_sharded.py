@@ -366,19 +366,35 @@ class Outside(wide.Wide):
         return self.head(torch.tanh(F.linear(x.bfloat16(), self.layers[0].up.weight))[:, :32])
 
 
-cases.CASES["Outside"] = Outside
+class AskingBlock(wide.WideBlock):
+    """Asks the weight of a layer for what torchao's tensors do not know, as PEFT's DoRA does."""
+
+    def forward(self, x):
+        weight = self.up.weight
+        of_torchao = type(weight).__module__.startswith("torchao.")
+        return super().forward(x) * (weight.dequantize() if of_torchao else weight).mean()
 
 
-def read_outside(tmp_path, options):
+class Asking(wide.Wide):
+    def build(self):
+        super().build()
+        self.layers = nn.ModuleList(AskingBlock() for _ in range(2))
+
+
+cases.CASES |= {"Outside": Outside, "Asking": Asking}
+
+
+def read_outside(tmp_path, options, case="Outside"):
     try:
         chosen = wide.precision(options)
-        cases.train("Outside", tmp_path, strategy=FSDP2Strategy(), ranks=2, plugins=[chosen], steps=2, data_ranks=None)
+        cases.train(case, tmp_path, strategy=FSDP2Strategy(), ranks=2, plugins=[chosen], steps=2, data_ranks=None)
     except (AssertionError, RuntimeError) as error:
         return getattr(error, "__notes__", [str(error)])
     return None
 
 
-def test_a_weight_gathered_in_float8_and_read_elsewhere_says_what_to_set(ranks, tmp_path):
-    notes = ranks(read_outside, tmp_path, {})
+@pytest.mark.parametrize("case", ["Outside", "Asking"])
+def test_a_weight_gathered_in_float8_and_read_elsewhere_says_what_to_set(ranks, tmp_path, case):
+    notes = ranks(read_outside, tmp_path, {}, case)
     assert any("Set all_gather=False in Float8Precision" in note for note in notes)
-    assert ranks(read_outside, tmp_path, {"all_gather": False}) is None
+    assert ranks(read_outside, tmp_path, {"all_gather": False}, case) is None
