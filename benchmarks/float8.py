@@ -6,6 +6,7 @@
                                                                   # and the first of its runs, rounded another way
     python benchmarks/float8.py --set recipes --output OUT        # the same by each recipe of torchao
     python benchmarks/float8.py --set recipes-te --output OUT     # and of Transformer Engine
+    python benchmarks/float8.py --set seeds --output OUT          # torchao's recipes from bf16's other seeds, too
     python benchmarks/float8.py --set predict-gpt --output OUT    # what float8 would gain for two models, and
     python benchmarks/float8.py --set predict-other --output OUT  # for two more; commit OUT now
     python benchmarks/float8.py --set measure-gpt --output OUT    # two of them: bfloat16, all in float8, filter: auto
@@ -47,9 +48,12 @@ SETTINGS = {  # functions that return what holds while it is open
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
     "speed": lambda name: name.startswith("speed") and not name.endswith(tuple(SETTINGS)),
     "compiler": lambda name: name.startswith("speed") and name.endswith(tuple(SETTINGS)),
-    "losses": lambda name: name.startswith(("losses bf16", "losses autocast")),
-    "recipes": lambda name: name.startswith(tuple(f"losses {recipe} " for recipe in FLOAT8)),
+    "losses": lambda name: name.startswith("losses bf16") or name == "losses autocast seed 0",
+    "recipes": lambda name: name in {f"losses {recipe} seed 0" for recipe in FLOAT8},
     "recipes-te": lambda name: name.startswith("losses te "),
+    "seeds": lambda name: (
+        name in {f"losses {other} seed {seed}" for other in ("autocast", *FLOAT8) for seed in SEEDS[1:]}
+    ),
     "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
     "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
     "measure-gpt": lambda name: name.startswith(("measure 1B", "measure 150M")),
@@ -95,6 +99,9 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
         cases[f"losses bf16 seed {seed}"] = partial(losses, "bf16", seed=seed, tiny=tiny)
     for name in ("autocast", *FLOAT8, *engine):
         cases[f"losses {name} seed 0"] = partial(losses, name, seed=0, tiny=tiny)
+    for seed in SEEDS[1:]:
+        for name in ("autocast", *reversed(FLOAT8)):
+            cases[f"losses {name} seed {seed}"] = partial(losses, name, seed=seed, tiny=tiny)
     for model in MODELS:
         cases[f"predict {model}"] = partial(predict, model, tiny=tiny)
     for model in MODELS:
