@@ -44,8 +44,11 @@ def largest_of(dtype: torch.dtype) -> float:
 
 
 def rounded_up(size: int) -> int:
-    """Return what the dimension of a product that is summed over becomes."""
-    return (size + INNER - 1) // INNER * INNER
+    """Return what the dimension of a product that is summed over becomes.
+
+    Never none: some processors' products of no terms leave what the memory held.
+    """
+    return torch.sym_max(size + INNER - 1, INNER) // INNER * INNER
 
 
 def _maxima(values_MK: Tensor) -> Tensor:
