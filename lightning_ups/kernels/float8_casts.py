@@ -9,6 +9,8 @@ Shape suffixes: M rows of K values, R values of M rounded up to what the kernels
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,8 @@ def rounded_up(size: int) -> int:
 
     Never none: some processors' products of no terms leave what the memory held.
     """
-    return torch.sym_max(size + INNER - 1, INNER) // INNER * INNER
+    at_least: Any = torch.sym_max(size + INNER - 1, INNER)  # of a size that a graph may not know
+    return at_least // INNER * INNER
 
 
 def _maxima(values_MK: Tensor) -> Tensor:
