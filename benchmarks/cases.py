@@ -98,7 +98,8 @@ def _run(options: argparse.Namespace, *, columns: Sequence[str], timeout_s: floa
             result, text = _child(name, timeout_s=min(timeout_s, left))
         except Interrupted as error:
             interrupted, text = error, error.said + "\ninterrupted"
-            result = {"case": name, **result_of(text)}
+            found = result_of(text)
+            result = {"case": name, **({"error": "interrupted"} if "error" in found else found)}
         result["seconds_in_all"] = round(time.monotonic() - began, 1)
         results.append(result)
         print(json.dumps(result), flush=True)
