@@ -169,13 +169,46 @@ def test_speeds_and_losses_by_recipe_are_as_told():
 
 
 def test_each_fault_is_named_in_what_was_verified():
-    cases = json.loads((RESULTS / "2026-11-24_verify" / "result.json").read_text())
+    folder = RESULTS / "2026-11-24_verify"
+    cases = [*raw(folder), *(case for case in raw(folder / "rest") if "error" not in case)]
+    assert len({case["case"] for case in cases}) == 8
     assert all(case["green"] and {*case["faults"].values()} == {"model.layers.11"} for case in cases)
     assert all(len(case["faults"]) == 4 for case in cases)
     powers = sorted(case["smallest fault, in bands"] for case in cases)
     text = (ROOT / "docs" / "verify.md").read_text()
     for power in (powers[0], max(power for power in powers if power < 10), powers[-1]):
         assert f"{power:.1f}" in text
+
+
+def test_how_long_a_save_blocks_is_as_told():
+    folder = RESULTS / "2026-11-24_checkpoint_blocking"
+    behind, at_once = (run for way in ("async", "sync") for run in runs(folder, {"way": way}))
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    (first, *later), blocked = behind["blocked_s_slowest_rank"], at_once["blocked_s_slowest_rank"]
+    assert f"| {first:.2f} s the first time, then {max(later):.2f} s |" in text
+    assert f"| {min(blocked):.2f} to {max(blocked):.2f} s |" in text
+    for run in (behind, at_once):
+        speeds = run["writing_gb_per_s"]
+        assert f"| {min(speeds):.1f} to {max(speeds):.1f} GB/s |" in text
+    steps = (behind["step_s_while_writing_median"], behind["step_s_median"])
+    assert "| {:.1f} ms for {:.1f} |".format(*(1000 * step for step in steps)) in text
+
+
+def test_the_losses_that_were_run_with_other_seeds_are_as_told():
+    losses = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("2026-11-24_float8_losses/*/losses_*")}
+    lines = (RESULTS / "2026-11-24_float8_losses" / "README.md").read_text()
+    ends = {name: found["last_tenth"] for name, found in losses.items()}
+    for name, seed in (("autocast", 0), ("autocast", 1), ("rowwise_with_gw_hp", 0), ("rowwise_with_gw_hp", 1)):
+        end = ends[f"losses_{name}_seed_{seed}"]
+        assert f"| {end:.4f} | {end - ends[f'losses_bf16_seed_{seed}']:+.4f} |" in lines
+
+
+def test_the_suite_was_green():
+    text = (RESULTS / "2026-11-24_suite" / "printed.txt").read_text()
+    parts = re.findall(r"^(?:(\d+) failed, )?(\d+) passed, (\d+) skipped", text, flags=re.MULTILINE)
+    told = re.findall(r"\*\*(\d+) passed\*\*, (\d+) skipped", (RESULTS / "2026-11-24_suite" / "README.md").read_text())
+    assert [part[1:] for part in parts] == told
+    assert not any(failed for failed, *_ in parts)
 
 
 def test_each_row_is_held_to_something():

@@ -31,20 +31,20 @@ def test_what_differs_is_told(script, monkeypatch):
     def disturbed(watch, trainer, module, optimizer):
         if trainer.global_step == 0:
             turns.append(None)
-            script._local(module.model.norm.weight.grad).add_((-1) ** len(turns))
+            script._local(module.model.head.weight.grad).add_((-1) ** len(turns))
         stock(watch, trainer, module, optimizer)
 
     monkeypatch.setattr(script.Watch, "on_before_optimizer_step", disturbed)
     found = script.same(deterministic=False, compiled=False)
     assert found["runs part at step"] == 2
     assert found["largest relative difference"] > 0
-    assert found["which"] == ["model.norm.weight"]
+    assert found["which"] == ["model.head.weight"]
     assert found["resumed parts at step"] is None
     fit = script._fit
 
     def late(folder, *, ckpt_path=None, kept=None, **options):
         if kept is not None:
-            kept["model.norm.weight"] += 1
+            kept["model.head.weight"] += 1
         return fit(folder, ckpt_path=ckpt_path, kept=kept, **options)
 
     monkeypatch.setattr(script, "_fit", late)
