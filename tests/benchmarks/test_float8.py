@@ -36,6 +36,26 @@ def test_every_set_has_its_configurations(float8, tmp_path):
     ]
 
 
+def test_a_part_of_tensorwise_is_left_out(float8):
+    torchao = pytest.importorskip("torchao.float8.config")
+    from lightning_ups.transforms import float8_product
+
+    stock, config = float8_product._BACKWARD, torchao.Float8LinearConfig
+    with float8._without("e5m2"):
+        made = config.from_recipe_name("tensorwise")
+        assert made.cast_config_grad_output.target_dtype == torchao.e4m3_dtype == float8_product._BACKWARD
+    with float8._without("fast sums"):
+        assert not config.from_recipe_name("tensorwise").gemm_config_output.use_fast_accum
+    with float8._without("weights"):
+        made = config.from_recipe_name("tensorwise")
+        disabled = torchao.ScalingType.DISABLED
+        assert made.cast_config_input_for_grad_weight.scaling_type == disabled != made.cast_config_input.scaling_type
+    assert config.from_recipe_name("tensorwise") == config()
+    assert stock == float8_product._BACKWARD
+    without = {part: float8.precision(f"tensorwise without {part}", tiny=True) for part in float8.WITHOUT}
+    assert [part for part, chosen in without.items() if chosen.exclude] == ["attention", "ends"]
+
+
 def test_what_compiles_beside_a_precision_is_allowed_there(float8):
     from lightning_ups.precision import BF16Precision, TEPrecision
 
