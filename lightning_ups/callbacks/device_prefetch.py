@@ -19,7 +19,7 @@ from lightning_ups._compat.transfer import (
     own_hooks,
     training_iterators,
 )
-from lightning_ups.order import applied
+from lightning_ups.order import report_of
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts, lane_for
 
@@ -152,8 +152,7 @@ class DevicePrefetch(Callback):
                     " The device cannot read them by itself, and this process waits while they are copied."
                     " Give the training DataLoader pin_memory=True."
                 )
-        if (context := applied(trainer.strategy)) is not None:
-            context.report.update(_PART, tensors=asdict(counts))
+        report_of(trainer).update(_PART, tensors=asdict(counts))
 
     def _line(self, copies: CopiesAhead) -> str:
         counts = copies.counts
@@ -174,8 +173,7 @@ class DevicePrefetch(Callback):
 
     def _say(self, trainer: Trainer, line: str, **facts: Any) -> None:
         rank_zero_info(f"{_PART}: {line}")
-        if (context := applied(trainer.strategy)) is not None:
-            context.report.note(_PART, line, **facts)
+        report_of(trainer).note(_PART, line, **facts)
 
     def _close(self) -> None:
         self._copies = None

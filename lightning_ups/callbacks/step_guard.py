@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_ups._compat.averages import averaged_copies
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
-from lightning_ups.order import PolicyPrecision, Run, applied, refuse_second
+from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.checkpoint import is_complete
 from lightning_ups.transforms.clip import gradients_of, total_norm
@@ -262,8 +262,7 @@ class StepGuard(Callback):
 
     def _note(self, trainer: Trainer, event: GuardEvent) -> None:
         self.events.append(event)
-        if (context := applied(trainer.strategy)) is not None:
-            context.report.update("StepGuard", events=[asdict(each) for each in self.events[-100:]])
+        report_of(trainer).update("StepGuard", events=[asdict(each) for each in self.events[-100:]])
         if trainer.is_global_zero:
             number = float(sum(each.kind == event.kind for each in self.events))
             for logger in trainer.loggers:
@@ -373,7 +372,6 @@ class StepGuard(Callback):
             )
 
     def _say_how(self, trainer: Trainer) -> None:
-        context = applied(trainer.strategy)
         skips = "skip" in (self.on_nonfinite, self.on_spike)
         how = (
             (", on the device" if self._on_device else ", by the host, which waits for the device in every step")
@@ -381,7 +379,6 @@ class StepGuard(Callback):
             else ""
         )
         line = f"nonfinite: {self.on_nonfinite}, spike: {self.on_spike}{how}"
-        if context is not None:
-            context.report.note("StepGuard", line, on_device=self._on_device if skips else None, events=[])
+        report_of(trainer).note("StepGuard", line, on_device=self._on_device if skips else None, events=[])
         if skips and not self._on_device and self.skip_on == "auto":
             rank_zero_info(f"StepGuard: {line}. A fused optimizer (fused=True) would not make it wait.")

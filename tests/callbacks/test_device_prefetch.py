@@ -450,9 +450,10 @@ def test_what_took_effect_is_said_once_and_reported(tmp_path, lane, said, loader
     assert facts["tensors"]["ahead"] > 0 or not facts["read_ahead"]
 
 
-def test_it_is_in_the_manifest(tmp_path, lane):
+@pytest.mark.parametrize("beside", [(), (AccelerationFlags(tf32=False),)], ids=["alone", "beside a step"])
+def test_it_is_in_the_manifest(tmp_path, lane, beside):
     manifest = RunManifest()
-    callbacks = [manifest, AccelerationFlags(tf32=False), DevicePrefetch(min_kb=0)]
+    callbacks = [manifest, *beside, DevicePrefetch(min_kb=0)]
     fit(tmp_path, stock(num_workers=1), callbacks, max_epochs=1)
     part = manifest.manifest["report"]["DevicePrefetch"]
     assert part["tensors"] == {"ahead": 5, "beside": 0, "plain": 1, "in_vain": 0, "unpinned": 0}

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_ups.callbacks import RunManifest, StepGuard
+from lightning_ups.callbacks import ActivationCheckpoint, RunManifest, StepGuard
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net
 
@@ -202,11 +202,10 @@ def test_a_run_may_be_stopped(tmp_path):
         fit(tmp_path, Bad([5]), StepGuard(on_nonfinite="stop"))
 
 
-def test_the_manifest_has_what_happened(tmp_path):
+@pytest.mark.parametrize("beside", [(), (ActivationCheckpoint(blocks=["layers.*"]),)], ids=["alone", "beside a step"])
+def test_the_manifest_has_what_happened(tmp_path, beside):
     manifest = RunManifest()
-    from lightning_ups.callbacks import ActivationCheckpoint
-
-    fit(tmp_path, Bad([5]), StepGuard(), callbacks=[manifest, ActivationCheckpoint(blocks=["layers.*"])])
+    fit(tmp_path, Bad([5]), StepGuard(), callbacks=[manifest, *beside])
     part = manifest.manifest["report"]["StepGuard"]
     assert part["events"][0]["step"] == 5
     assert part["on_device"] is True
