@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 from torch import nn
 
 from lightning_ups.callbacks import (
@@ -19,7 +20,7 @@ from lightning_ups.callbacks import (
     TokenThroughput,
     TrainingReport,
 )
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_least, check_seed
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,28 @@ def test_a_right_kind_passes(value, kind):
 def test_true_is_no_number():
     with pytest.raises(TypeError, match=r"Some\(x=True\) is a bool\. It counts\. Use a whole number\."):
         check_kind("x", True, int, of="Some", why="It counts.")
+
+
+def test_what_is_too_small_is_named_with_the_least():
+    check_least("x", 2, 2, of="Some", why="It counts.")
+    check_least("x", None, 2, of="Some", why="It counts.", optional=True)
+    with pytest.raises(ValueError, match=r"^Some\(x=1\) is out of range\. It counts\. Use 2 or more\.$"):
+        check_least("x", 1, 2, of="Some", why="It counts.")
+    with pytest.raises(ValueError, match=r"Use 2 or more, or None\.$"):
+        check_least("x", 1, 2, of="Some", why="It counts.", optional=True)
+    with pytest.raises(TypeError, match=r"Use a whole number\.$"):
+        check_least("x", None, 2, of="Some", why="It counts.")
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**64 - 1])
+def test_a_seed_that_passes_is_one_for_torch(seed):
+    check_seed(seed, of="Some", why="It is that of the draws.")
+    torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_a_seed_that_does_not_is_none(seed):
+    with pytest.raises(ValueError, match=rf"^Some\(seed={seed}\) is out of range\..*64 bits, such as 0"):
+        check_seed(seed, of="Some", why="It is that of the draws.")
+    with pytest.raises(ValueError, match="Overflow"):
+        torch.Generator().manual_seed(seed)
