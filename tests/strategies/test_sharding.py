@@ -138,12 +138,21 @@ def test_what_is_no_number_of_multiprocessors_is_refused(strategy, number):
         ("sigterm_every", 0, "Give 1 or more"),
         ("sigterm_every", 2.5, "Give 1 or more"),
         ("replicate_size", 0, "Give 1 or more"),
+        ("sigterm_every", None, "Give 1 or more"),
+        ("replicate_size", None, "Give 1 or more"),
         ("timeout_minutes", -1, "Give more than 0"),
+        ("timeout_minutes", float("inf"), "which is a year, such as 30"),
+        ("timeout_minutes", 10**30, "which is a year, such as 30"),
     ],
 )
 def test_what_is_no_such_number_is_refused_at_once(strategy, name, number, cure):
     with pytest.raises(ValueError, match=rf"{strategy.__name__}\({name}={number}\) is out of range.*{cure}"):
         strategy(**{name: number})
+
+
+def test_a_size_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"FSDP2Strategy\(tensor_parallel_size=None\) is out of range.*Give 1 or more"):
+        FSDP2Strategy(tensor_parallel_size=None)
 
 
 @pytest.mark.parametrize("name", ["prefetch", "tensor_parallel_size", "reshard_after_forward"])
