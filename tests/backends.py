@@ -17,6 +17,14 @@ def _refuses(graph, inputs):
     raise RuntimeError("no kernel for this graph")
 
 
+def _refuses_silently(graph, inputs):
+    raise NotImplementedError
+
+
+def _dies_silently(*args):
+    raise NotImplementedError
+
+
 def _breaks(graph, inputs):
     def run(*args):
         raise RuntimeError("the kernel was launched and died")
@@ -142,6 +150,8 @@ _BACKENDS = {
     "backward_refused": aot_autograd(fw_compiler=_as_it_is, bw_compiler=_refuses),
     "forward_dies": aot_autograd(fw_compiler=_breaks),
     "backward_dies": aot_autograd(fw_compiler=_as_it_is, bw_compiler=_breaks),
+    "silently_refused": _refuses_silently,
+    "silently_dies": aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(_dies_silently)),
     "no_tanh": _no_tanh,
     "no_tanh_backward": _no_tanh_backward,
     "half_a_file": _finds_half_a_file,

@@ -1,5 +1,6 @@
 """What blocks save for backward, kept on the host."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
 from lightning_ups.order import Context, Declaration, Report, Stage
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_some
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
 
@@ -52,13 +53,19 @@ class ActivationOffload(Declaration):
     ) -> None:
         check_kind("every_k", every_k, int, of="ActivationOffload", why="It counts blocks.")
         check_kind("min_mb", min_mb, float, of="ActivationOffload", why="It is the size of a tensor, in MiB.")
-        if every_k < 1 or min_mb < 0:
+        if every_k < 1 or not 0 <= min_mb < math.inf:
             raise ValueError(
                 f"ActivationOffload(every_k={every_k}, min_mb={min_mb}) takes no block or no tensor."
                 " The first counts blocks: 1 takes each, 2 every second. Tensors smaller than the second stay."
                 " Use every_k=1 or more and min_mb=0 or more."
             )
         self.blocks = None if blocks is None else as_patterns(blocks)
+        check_some(
+            "blocks",
+            self.blocks,
+            of="ActivationOffload",
+            why="It would change nothing, since blocks are what its patterns match.",
+        )
         self.every_k, self.min_mb = every_k, min_mb
         self._unproven: tuple[Offloaded, Report] | None = None
         self._began_at = 0  # the global step of the present batch

@@ -23,6 +23,7 @@ from lightning_ups.callbacks.close_look import CloseLook, can_look_at
 from lightning_ups.callbacks.counted_step import counted_step
 from lightning_ups.callbacks.listening import Listener
 from lightning_ups.order import PolicyPrecision
+from lightning_ups.transforms.quoted import quoted
 from lightning_ups.transforms.throughput import (
     Arithmetic,
     Count,
@@ -265,10 +266,10 @@ class MeasuredRun:
         try:
             return counted_step(module, batch)
         except Exception as error:  # noqa: BLE001  (a user's step on tensors without data may raise anything)
-            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             self._why_no_mfu = "FLOPs could not be counted; give flops_per_unit"
+            why = quoted(error).rstrip(".")[:300]
             rank_zero_info(
-                f"TokenThroughput could not count the FLOPs of {type(module).__name__}: {why[:300]}."
+                f"TokenThroughput could not count the FLOPs of {type(module).__name__}: {why}."
                 " The step was tried on tensors without data, and it needs values."
                 " For MFU give flops_per_unit, such as 6 x parameters for each token."
             )

@@ -30,6 +30,7 @@ from lightning_ups.transforms.memory import GIB, Moment, readable
 from lightning_ups.transforms.memory_devices import Device
 from lightning_ups.transforms.memory_holders import holders, is_out_of_memory
 from lightning_ups.transforms.memory_twin import fake_batch, twin
+from lightning_ups.transforms.quoted import quoted
 
 __all__ = ["MemoryForensics"]
 
@@ -105,7 +106,7 @@ class MemoryForensics(Callback):
             try:
                 self._module = _described(pl_module)
             except Exception as error:  # noqa: BLE001  (a module of the user's that cannot be copied must not end here)
-                self._module = f"{type(error).__name__}: {error}"
+                self._module = quoted(error, whole=True)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -235,7 +236,7 @@ class MemoryForensics(Callback):
         except Uncountable as error:
             yield f"What the run needs could not be counted: {error}"
         except Exception as error:  # noqa: BLE001  (whatever the user's own code raises there, memory ran out before)
-            yield f"What the run needs could not be counted: {type(error).__name__}: {_first_line(error)}"
+            yield f"What the run needs could not be counted: {quoted(error)}"
 
     def _planner(self, trainer: Trainer, module: LightningModule, device: torch.device) -> Planner:
         if is_overridden("configure_model", module):

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_ups._compat.outputs import was_skipped
 from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update, go_by_the_name_of
 from lightning_ups.order import Context, Declaration, Report, Stage
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_finite, check_kind
 
 __all__ = ["OptimizerOffload"]
 
@@ -59,7 +59,7 @@ class OptimizerOffload(Declaration):
                 f" Use one of {known}."
             )
         size, share = "It is the size of a chunk, in MiB.", "It is the share of the state that stays."
-        check_kind("chunk_mb", chunk_mb, float, of="OptimizerOffload", why=size, optional=True)
+        check_finite("chunk_mb", chunk_mb, of="OptimizerOffload", why=size, above=0, optional=True)
         check_kind("resident", resident, float, of="OptimizerOffload", why=share)
         if update == "torchao" and resident:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
+from lightning_ups.order.arguments import check_least
 from lightning_ups.transforms.late_values import LateValues, comes_late
 
 __all__ = ["LeanProgressBar"]
@@ -29,11 +31,22 @@ class LeanProgressBar(TQDMProgressBar):
     Args:
         refresh_rate: Steps between two updates.
         metrics: Names of logged metrics to show, beside those with ``prog_bar=True``.
+
+    Raises:
+        TypeError: If an argument is of another kind.
+        ValueError: If ``refresh_rate`` is below 0; 0 shows no bar.
     """
 
     def __init__(self, *, refresh_rate: int = 20, metrics: tuple[str, ...] = ("train_loss",)) -> None:
+        check_least("refresh_rate", refresh_rate, 0, of="LeanProgressBar", why="It counts steps.")
+        if isinstance(metrics, str) or not isinstance(metrics, Sequence) or not all(map(_is_name, metrics)):
+            raise TypeError(
+                f"LeanProgressBar(metrics={metrics!r}) is no list of names."
+                " It shows metrics by the names under which they are logged."
+                " Write them as a list, such as ['train_loss']."
+            )
         super().__init__(refresh_rate=refresh_rate)
-        self.metrics = metrics
+        self.metrics = tuple(metrics)
         self._redirected: ExitStack | None = None
         self._coming: LateValues | None = None
         self._come: dict[str, Any] = {}
@@ -128,6 +141,10 @@ class LeanProgressBar(TQDMProgressBar):
         if trainer.max_steps == -1 and not self.train_progress_bar.disable and self._send_for(trainer):
             self._take(wait=True)
         super().on_train_epoch_end(trainer, pl_module)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_terminal(handler: logging.Handler) -> bool:

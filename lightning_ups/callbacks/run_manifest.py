@@ -45,6 +45,7 @@ from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.dtypes import layer_dtypes, shown
 from lightning_ups.transforms.flags import current_flags
 from lightning_ups.transforms.manifest import difference, flattened, reserve, write
+from lightning_ups.transforms.quoted import quoted
 from lightning_ups.transforms.throughput import tensors_of
 
 __all__ = ["RunManifest", "difference"]
@@ -158,11 +159,10 @@ class RunManifest(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         interrupted = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-        first_line = str(exception).strip().partition("\n")[0]
         self._finish(
             trainer,
             status="interrupted" if interrupted else "failed",
-            error=f"{type(exception).__name__}: {first_line}".removesuffix(": "),
+            error=quoted(exception),
         )
 
     def _before_batch(self, trainer: Trainer, batch: Any) -> None:

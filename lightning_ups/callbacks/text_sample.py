@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_least, check_seed
 
 __all__ = ["TextSample"]
 
@@ -30,7 +30,8 @@ class TextSample(Callback):
         seed: Of the draws.
 
     Raises:
-        TypeError: When fitting starts, if module or datamodule cannot do their part.
+        TypeError: If an argument is of another kind; when fitting starts, if module or datamodule cannot do their part.
+        ValueError: If a number is out of range; when fitting starts, if the prompt has no tokens.
     """
 
     def __init__(
@@ -43,17 +44,29 @@ class TextSample(Callback):
         seed: int = 0,
     ) -> None:
         check_kind("prompt", prompt, str, of="TextSample", why="It is what the text begins with.")
-        check_kind("num_tokens", num_tokens, int, of="TextSample", why="It counts tokens.")
+        check_least("num_tokens", num_tokens, 0, of="TextSample", why="It counts tokens.")
         check_kind("temperature", temperature, float, of="TextSample", why="It divides the logits.")
-        check_kind("top_k", top_k, int, of="TextSample", why="It counts tokens.", optional=True)
-        check_kind("seed", seed, int, of="TextSample", why="It is that of the draws.")
+        if not temperature >= 0:
+            raise ValueError(
+                f"TextSample(temperature={temperature}) is out of range."
+                " It divides the logits, and the likeliest token stays the likeliest."
+                " Use a number above 0, or 0 to always take the likeliest."
+            )
+        check_least("top_k", top_k, 1, of="TextSample", why="It counts tokens to draw from.", optional=True)
+        check_seed(seed, of="TextSample", why="It is that of the draws.")
         self.prompt, self.num_tokens = prompt, num_tokens
-        self.temperature, self.top_k, self.seed = temperature, top_k, seed
+        self.temperature, self.top_k, self.seed = temperature, top_k, int(seed)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _must_have(pl_module, "generate")
         _must_have(trainer.datamodule, "encode", "decode")  # type: ignore[attr-defined]
+        if not self.prompt and not len(trainer.datamodule.encode("")):  # type: ignore[attr-defined]
+            raise ValueError(
+                "TextSample(prompt='') gives the model no token to begin with."
+                " The first one is drawn from what follows the prompt."
+                " Give a text of one letter or more."
+            )
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_ups.callbacks.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.order import Report, Run, applied, refuse_second
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_finite, check_kind
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.throughput import Summary, first_change, own_peaks
 from lightning_ups.transforms.throughput.table import rendered
@@ -92,9 +92,16 @@ class TokenThroughput(Callback):
             ("flops_per_unit", flops_per_unit, "It counts operations."),
             ("single_device", single_device, "It is a speed, in units per second."),
         ):
-            check_kind(name, value, float, of="TokenThroughput", why=why, optional=True)
+            check_finite(name, value, of="TokenThroughput", why=why, above=0, optional=True)
         for name, value in (("progress_bar", progress_bar), ("table", table)):
             check_kind(name, value, bool, of="TokenThroughput", why="It is a switch.")
+        check_kind("unit", unit, str, of="TokenThroughput", why="It is what is counted.")
+        if count is not None and not callable(count) and not (isinstance(count, str) and count):
+            raise TypeError(
+                f"TokenThroughput(count={count!r}) is a {type(count).__name__} that names nothing."
+                " It says how much a batch holds."
+                " Use a function of the batch, the name of a tensor in it, or None."
+            )
         if count is None and unit not in ("auto", "tokens", "samples"):
             raise ValueError(
                 f"TokenThroughput(unit={unit!r}) does not say how to count."

@@ -20,6 +20,7 @@ from lightning_ups.callbacks.token_throughput import TokenThroughput
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.manifest import reserve
+from lightning_ups.transforms.quoted import quoted
 from lightning_ups.transforms.report import Content, History, page, write_pictures
 from lightning_ups.transforms.report.pictures import can_draw
 from lightning_ups.transforms.throughput import Summary, checks, first_change
@@ -105,11 +106,10 @@ class TrainingReport(Callback):
             throughput.on_exception(trainer, pl_module, exception)  # whichever of us stands first in the list
         if (flags := _found(trainer, AccelerationFlags)) is not None:
             flags.end_logs()  # the last rows are to be in the history
-        message = str(exception).strip().partition("\n")[0]
         self._write(
             trainer,
             status="interrupted" if interrupted else "failed",
-            error="" if interrupted else f"{type(exception).__name__}: {message}",
+            error="" if interrupted else quoted(exception),
         )
 
     # What

@@ -9,27 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ups.order.arguments import check_kind
-
-__all__ = ["Crops", "batches", "check_least"]
-
-
-def check_least(data: object, **least: int) -> None:
-    """Raise if an attribute of ``data`` is no whole number, or one below that which is given by its name.
-
-    Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is below.
-    """
-    for name, number in least.items():
-        value = getattr(data, name)
-        check_kind(name, value, int, of=type(data).__name__, why="It is a count.", optional=True)
-        if value is not None and value < number:
-            raise ValueError(
-                f"{type(data).__name__}({name}={value}) is out of range."
-                " With fewer there would be nothing to train on, or to validate."
-                f" Use {number} or more."
-            )
+__all__ = ["Crops", "batches"]
 
 
 class Crops(Dataset[Tensor]):

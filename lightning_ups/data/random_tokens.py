@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_ups.data.crops import batches, check_least
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.data.crops import batches
+from lightning_ups.order.arguments import check_kind, check_least
 
 __all__ = ["RandomTokens"]
 
@@ -29,6 +29,7 @@ class RandomTokens(LightningDataModule):
         seed: Of the tokens.
 
     Raises:
+        TypeError: If an argument is no whole number.
         ValueError: If a number is too small for a batch.
     """
 
@@ -43,12 +44,24 @@ class RandomTokens(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.seq_len, self.batch_size = vocab_size, seq_len, batch_size
+        why = "It counts what there is to train on, or to validate."
+        for name, value, least in (
+            ("vocab_size", vocab_size, 1),
+            ("seq_len", seq_len, 1),
+            ("batch_size", batch_size, 1),
+            ("num_samples", num_samples, 1),
+        ):
+            check_least(name, value, least, of="RandomTokens", why=why)
+        check_least("num_val_samples", num_val_samples, 0, of="RandomTokens", why=why, optional=True)
+        check_kind("seed", seed, int, of="RandomTokens", why="It is that of the tokens.")
+        self.vocab_size, self.seq_len, self.batch_size = (
+            vocab_size,
+            seq_len,
+            int(batch_size),
+        )  # numpy's, a loader refuses
         self.num_samples = num_samples
         self.num_val_samples = 2 * batch_size if num_val_samples is None else num_val_samples
-        self.seed = seed
-        check_kind("seed", seed, int, of="RandomTokens", why="It is that of the tokens.")
-        check_least(self, vocab_size=1, seq_len=1, batch_size=1, num_samples=1, num_val_samples=0)
+        self.seed = int(seed)
 
     @override
     def train_dataloader(self) -> DataLoader[Tensor]:

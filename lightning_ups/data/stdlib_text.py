@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_ups.data.crops import Crops, batches, check_least
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.data.crops import Crops, batches
+from lightning_ups.order.arguments import check_kind, check_least, check_seed
 
 __all__ = ["StdlibText", "unigram_entropy"]
 
@@ -40,6 +40,7 @@ class StdlibText(LightningDataModule):
         root: A folder of Python files to read instead. None: the standard library of the running Python.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If a number is too small, or, when training begins, an epoch has fewer crops than a batch.
         RuntimeError: In ``setup``, if there are too few source files.
 
@@ -64,12 +65,28 @@ class StdlibText(LightningDataModule):
         root: str | None = None,
     ) -> None:
         super().__init__()
-        self.seq_len, self.batch_size, self.hold_out_one_in = seq_len, batch_size, hold_out_one_in
-        self.num_crops, self.num_val_crops, self.seed = num_crops, num_val_crops, seed
-        check_kind("seed", seed, int, of="StdlibText", why="It is that of the places.")
+        why = "It counts what there is to train on, or to validate."
+        for name, value, least in (
+            ("seq_len", seq_len, 1),
+            ("hold_out_one_in", hold_out_one_in, 2),
+            ("num_crops", num_crops, 1),
+            ("num_val_crops", num_val_crops, 0),
+        ):
+            check_least(name, value, least, of="StdlibText", why=why)
+        check_least("batch_size", batch_size, 1, of="StdlibText", why=why, optional=True)
+        check_seed(seed, of="StdlibText", why="It is that of the places.")
         check_kind("root", root, os.PathLike, of="StdlibText", why="It is a folder.", optional=True)
+        if root == "":
+            raise ValueError(
+                "StdlibText(root='') is an empty path."
+                " It is a folder of Python files that is read instead of the standard library."
+                " Name one, or leave root out."
+            )
+        # Numbers of numpy: a loader refuses them, and hashes of files are too large for them.
+        self.batch_size = None if batch_size is None else int(batch_size)
+        self.seq_len, self.hold_out_one_in = seq_len, int(hold_out_one_in)
+        self.num_crops, self.num_val_crops, self.seed = num_crops, num_val_crops, int(seed)
         self.root = Path(root or sysconfig.get_path("stdlib"))
-        check_least(self, seq_len=1, batch_size=1, hold_out_one_in=2, num_crops=1, num_val_crops=0)
         self.train_files: list[str] = []
         self.val_files: list[str] = []
 

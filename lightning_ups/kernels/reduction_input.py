@@ -57,7 +57,8 @@ def _compiles(device: torch.device) -> bool:
     try:
         launch([torch.zeros(32, device=device)], torch.empty(32, device=device), 1)
     except Exception as error:  # noqa: BLE001 (whatever a compiler and its driver raise)
-        text = f"FSDP2's gradients are put together by torch, since Triton compiles nothing here: {error}"
+        why = str(error) or type(error).__name__
+        text = f"FSDP2's gradients are put together by torch, since Triton compiles nothing here: {why}"
         warnings.warn(text, stacklevel=2)
         return False
     return True

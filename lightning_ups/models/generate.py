@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_ups.order.arguments import check_kind, check_seed
+
 __all__ = ["generate"]
 
 
@@ -35,6 +37,7 @@ def generate(
         seed: Of the draws.
 
     Raises:
+        TypeError: If a number is none.
         ValueError: If the prompt is empty or has other axes, the temperature is negative, or a number is too small.
     """
     if prompt.dim() != 2:
@@ -43,7 +46,11 @@ def generate(
             " It is [batch, seq]: as many prompts as are to be continued, of equal length."
             " Use prompt.unsqueeze(0) for a single one."
         )
+    check_kind("temperature", temperature, float, of="generate", why="It divides the logits.")
+    check_seed(seed, of="generate", why="It is that of the draws.")
     for name, value, least in (("num_tokens", num_tokens, 0), ("context", context, 1), ("top_k", top_k, 1)):
+        why = "It is a number of tokens."
+        check_kind(name, value, int, of="generate", why=why, optional=name == "top_k")
         if value is not None and value < least:
             raise ValueError(
                 f"generate({name}={value}) is out of range."
@@ -56,7 +63,7 @@ def generate(
             " The first token is drawn from what follows the prompt, and a temperature divides the logits."
             " Give at least one token, and a temperature of 0 (no randomness) or more."
         )
-    random = torch.Generator(prompt.device).manual_seed(seed)
+    random = torch.Generator(prompt.device).manual_seed(int(seed))
     tokens_BT = prompt.long()
     for _ in range(num_tokens):
         logits_BV = logits_of(tokens_BT[:, -context:])[:, -1].float()

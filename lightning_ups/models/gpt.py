@@ -9,8 +9,10 @@ initialised bit for bit like one that was built in place, by calling ``reset_par
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -26,7 +28,7 @@ from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.adamw import adamw
 from lightning_ups.models.generate import generate
 from lightning_ups.models.schedule import Schedule, check_schedule, scheduler
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_least
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
 
@@ -54,7 +56,8 @@ class GPTConfig:
             by `lightning_ups.kernels.linear_cross_entropy`, which never has them all in memory.
 
     Raises:
-        ValueError: If the heads do not divide, ``rope_theta`` is not above 0, or ``loss`` is unknown.
+        TypeError: If an argument is of another kind.
+        ValueError: If a number is too small, the heads do not divide, or ``loss`` is unknown.
     """
 
     dim: int
@@ -71,24 +74,13 @@ class GPTConfig:
     loss: Loss = "logits"
 
     def __post_init__(self) -> None:
+        _check_shape("GPTConfig", **asdict(self))
         if self.dim % (2 * self.num_heads) or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads} do not fit together."
                 " A head has an even width of dim / num_heads, and each head of keys and values serves equally many"
                 " query heads."
                 " Make dim a multiple of twice num_heads, and num_heads a multiple of num_kv_heads."
-            )
-        if not self.rope_theta > 0:
-            raise ValueError(
-                f"rope_theta={self.rope_theta} is not above 0."
-                " Its powers are the rotary frequencies, and angles would not be numbers."
-                " Use the base that the weights were trained with, or the default of 10000."
-            )
-        if self.loss not in get_args(Loss):
-            raise ValueError(
-                f"loss={self.loss!r} is not a known choice."
-                " It says whether all logits are in memory at once when the loss is computed."
-                f" Use one of {get_args(Loss)}."
             )
 
     @property
@@ -113,6 +105,37 @@ class GPTConfig:
         projections = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.dim
         weights = self.num_layers * self.dim * (projections + 3 * self.ffn_dim) + self.vocab_size * self.dim
         return 6 * weights + 6 * self.num_layers * self.dim * seq_len
+
+
+def _check_shape(of: str, **given: Any) -> None:
+    """Refuse what is no value of a `GPTConfig`, by the name of the class ``of`` that got it."""
+    for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
+        if name in given:
+            check_least(name, given[name], 1, of=of, why="It is a size of the model.")
+    for name in ("qk_norm", "tie"):
+        if name in given:
+            check_kind(name, given[name], bool, of=of, why="It is a switch.")
+    for name in ("rope_theta", "norm_eps"):
+        if name in given:
+            check_kind(name, given[name], float, of=of, why="The model computes with it.")
+    if not 0 < given.get("rope_theta", 1) < math.inf:
+        raise ValueError(
+            f"{of}(rope_theta={given['rope_theta']}) is not above 0, or not finite."
+            " Its powers are the rotary frequencies, and angles would not be numbers."
+            " Use the base that the weights were trained with, or the default of 10000."
+        )
+    if not 0 <= given.get("norm_eps", 0) < math.inf:
+        raise ValueError(
+            f"{of}(norm_eps={given['norm_eps']}) is out of range."
+            " It is added to a mean square, whose root is taken."
+            " Use a small number that is not negative, such as the default of 1e-5."
+        )
+    if given.get("loss", "logits") not in get_args(Loss):
+        raise ValueError(
+            f"{of}(loss={given['loss']!r}) is not a known choice."
+            " It says whether all logits are in memory at once when the loss is computed."
+            f" Use one of {get_args(Loss)}."
+        )
 
 
 SIZES: Mapping[Size, GPTConfig] = MappingProxyType(
@@ -158,6 +181,12 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if not isinstance(config, GPTConfig):
+            raise TypeError(
+                f"GPT was given {config!r}, a {type(config).__name__}."
+                " It is built from a GPTConfig, which says how large each part of it is."
+                " Use GPT(SIZES['tiny']), or write GPT(GPTConfig(...))."
+            )
         self.config = config
         out_std = (2 * config.num_layers) ** -0.5  # so that the residual sum of all sublayers starts at one
         self.rope = RotaryTable(config.head_dim, config.max_seq_len, theta=config.rope_theta)
@@ -375,6 +404,27 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
+def _check_number(name: str, value: float, *, most: float) -> None:
+    check_kind(name, value, float, of="GPTModule", why="The optimizer or its schedule computes with it.")
+    if not 0 <= value <= most or value == math.inf:
+        raise ValueError(
+            f"GPTModule({name}={value}) is out of range."
+            " The optimizer or its schedule computes with it."
+            f" Use a finite number of 0 or more{'' if most == math.inf else f', up to {most}'}."
+        )
+
+
+def _check_betas(betas: Any) -> None:
+    numbers = [*betas] if isinstance(betas, (tuple, list)) else []
+    real = all(isinstance(beta, Real) and not isinstance(beta, bool) for beta in numbers)
+    if len(numbers) != 2 or not real or not all(0 <= beta < 1 for beta in numbers):
+        raise ValueError(
+            f"GPTModule(betas={betas!r}) is no pair of decays."
+            " AdamW keeps a part of each of its two averages at every step."
+            " Use two numbers from 0 up to but not including 1, such as (0.9, 0.95)."
+        )
+
+
 class GPTModule(LightningModule):
     """Trains a `GPT` to predict the next token.
 
@@ -400,6 +450,10 @@ class GPTModule(LightningModule):
         decay_fraction: The part of the run over which ``wsd`` falls.
         fused: AdamW's step as one kernel. None: yes on CPU and CUDA. Lightning's own ``bf16-mixed`` refuses to clip
             gradients with it.
+
+    Raises:
+        TypeError: If an argument is of another kind.
+        ValueError: If a choice is unknown or a number is out of range.
 
     Example::
 
@@ -429,7 +483,7 @@ class GPTModule(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        if size not in SIZES:
+        if not isinstance(size, str) or size not in SIZES:
             raise ValueError(
                 f"GPTModule(size={size!r}) is not a known size."
                 " A size names a whole shape, and the other arguments change single values of it."
@@ -437,13 +491,15 @@ class GPTModule(LightningModule):
             )
         check_schedule(schedule)
         check_kind("warmup_steps", warmup_steps, int, of="GPTModule", why="It counts steps.")
-        for name, value in (
-            ("lr", lr),
-            ("weight_decay", weight_decay),
-            ("final_fraction", final_fraction),
-            ("decay_fraction", decay_fraction),
+        for name, value, most in (
+            ("lr", lr, math.inf),
+            ("weight_decay", weight_decay, math.inf),
+            ("final_fraction", final_fraction, 1),
+            ("decay_fraction", decay_fraction, 1),
         ):
-            check_kind(name, value, float, of="GPTModule", why="The optimizer or its schedule computes with it.")
+            _check_number(name, value, most=most)
+        _check_betas(betas)
+        check_kind("fused", fused, bool, of="GPTModule", why="It says how AdamW steps.", optional=True)
         if warmup_steps < 0:
             raise ValueError(
                 f"GPTModule(warmup_steps={warmup_steps}) is below 0."
@@ -458,7 +514,9 @@ class GPTModule(LightningModule):
             "rope_theta": rope_theta,
             "loss": loss,
         }
-        self.config = replace(SIZES[size], **{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        _check_shape("GPTModule", **given)
+        self.config = replace(SIZES[size], **given)
         self.lr, self.betas, self.weight_decay, self.fused = lr, betas, weight_decay, fused
         self.schedule: Schedule = schedule
         self.warmup_steps, self.final_fraction, self.decay_fraction = warmup_steps, final_fraction, decay_fraction

@@ -1,10 +1,12 @@
-"""Checking the kind of an argument, where a wrong one would fail late or pass for something else."""
+"""Checking the kind and range of an argument, where a wrong one would fail late or pass for something else."""
 
+import math
+from collections.abc import Sized
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-__all__ = ["check_kind"]
+__all__ = ["check_finite", "check_kind", "check_least", "check_seed", "check_some"]
 
 # numpy's numbers too
 _KINDS: dict[type, tuple[type, ...]] = {int: (Integral,), float: (Real,), PathLike: (str, PathLike)}
@@ -31,3 +33,58 @@ def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional
     if not fits:
         words = _WORDS[kind] + (", or None" if optional else "")
         raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")
+
+
+def check_least(name: str, value: Any, least: int, *, of: str, why: str, optional: bool = False) -> None:
+    """Raise unless ``value`` is a whole number of ``least`` or more; the arguments are those of `check_kind`.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is below.
+    """
+    check_kind(name, value, int, of=of, why=why, optional=optional)
+    if value is not None and value < least:
+        raise ValueError(
+            f"{of}({name}={value}) is out of range. {why} Use {least} or more{', or None' if optional else ''}."
+        )
+
+
+def check_seed(seed: int, *, of: str, why: str) -> None:
+    """Raise unless ``seed`` is one for a generator of torch.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it has more than 64 bits.
+    """
+    check_kind("seed", seed, int, of=of, why=why)
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(
+            f"{of}(seed={seed}) is out of range. {why} Use a number of 64 bits, such as 0: torch's generators take no"
+            " longer one."
+        )
+
+
+def check_finite(
+    name: str, value: Any, *, of: str, why: str, above: float | None = None, optional: bool = False
+) -> None:
+    """Raise unless ``value`` is a finite number, of 0 or more, or, where that is given, ``above`` another.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not finite, or too small.
+    """
+    check_kind(name, value, float, of=of, why=why, optional=optional)
+    if value is not None and not ((value >= 0 if above is None else value > above) and value < math.inf):
+        least = "0 or more" if above is None else f"more than {above:g}"
+        words = ", or None" if optional else ""
+        raise ValueError(f"{of}({name}={value}) is out of range. {why} Use a finite number, {least}{words}.")
+
+
+def check_some(name: str, value: Sized | None, *, of: str, why: str) -> None:
+    """Raise if ``value`` is an empty list, which would take nothing where None would take what is found.
+
+    Raises:
+        ValueError: If it is empty.
+    """
+    if value is not None and not len(value):
+        raise ValueError(f"{of}({name}=[]) is an empty list. {why} Name some, or leave {name} out.")

@@ -234,7 +234,7 @@ def _explained(run: Run) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise Uncountable(
-            f"{name} cannot be rehearsed: {type(error).__name__}: {_first_line(error)}."
+            f"{name} cannot be rehearsed: {_named(error)}."
             " A step of it was run on tensors without numbers, with a stand-in for the Trainer."
             " Plan with --batch in the form that training_step expects, or measure one step: `fit` with fast_dev_run."
         ) from error
@@ -245,6 +245,11 @@ def _first_line(error: BaseException) -> str:
     # A module says what it is on many lines, and the reason stands behind them.
     first = f"{lines[0]}...{lines[-1].strip()}" if lines[0].endswith("(") else lines[0]
     return first.rstrip(".")[:300]
+
+
+def _named(error: BaseException) -> str:
+    name, said = type(error).__name__, _first_line(error)
+    return name if said == name else f"{name}: {said}"
 
 
 def _twin(run: Run, mode: FakeTensorMode, stack: ExitStack) -> tuple[LightningModule, Any]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_some
+from lightning_ups.transforms.blocks import as_patterns
 
 __all__ = ["check_head", "check_timed", "check_tokens"]
 
@@ -13,10 +14,12 @@ def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
     """Refuse ``head`` beside ``include``, which names what is converted wherever it is.
 
     Raises:
-        TypeError: If ``head`` is no bool.
-        ValueError: If both are given.
+        TypeError: If ``head`` is no bool, or ``include`` no list of strings.
+        ValueError: If both are given, or ``include`` is empty.
     """
     check_kind("head", head, bool, of=of, why="It is a switch.")
+    names = None if include is None else as_patterns(include)
+    check_some("include", names, of=of, why="It would convert nothing, since it names what is converted.")
     if head and include is not None:
         raise ValueError(
             f"{of}(include={[*include]!r}, head=True) says twice what is converted."

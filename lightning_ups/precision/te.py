@@ -139,7 +139,7 @@ class TEPrecision(PolicyPrecision):
         self.include = None if include is None else as_patterns(include)
         self.exclude, self.head, self.norms = as_patterns(exclude), head, norms
         self.fuse: Fuse = fuse
-        self.fusions = tuple(fusions)
+        self.fusions = _checked_fusions(fusions)
         self.filter: Filter = filter
         self.tokens, self.table = tokens, table
         self.timer: Timer | None = None  # None: on the device
@@ -473,6 +473,17 @@ def _check_filter(filter: str, recipe: str | None, *, fp8_attention: bool) -> No
             " By times is decided which products are computed in float8, and nothing else."
             " Use filter='all', or leave the other out."
         )
+
+
+def _checked_fusions(fusions: Any) -> tuple[Fusion, ...]:
+    listed = isinstance(fusions, Sequence) and all(isinstance(fusion, Fusion) for fusion in fusions)
+    if not listed or isinstance(fusions, (str, bytes)):
+        raise TypeError(
+            f"TEPrecision(fusions={fusions!r}) is no list of fusions."
+            " Each says which norm is computed together with which linear layers."
+            " Use Fusion(norm=..., linears=[...]) of lightning_ups.transforms.te_fusions, or leave it out."
+        )
+    return tuple(fusions)
 
 
 def _check_known(name: str, value: str | None, known: tuple[str | None, ...]) -> None:

@@ -62,10 +62,11 @@ from lightning_ups.transforms.shard import unsharded
 from lightning_ups.transforms.sharded_before import recall
 from lightning_ups.transforms.sharded_step import explaining_shards
 
-__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
+__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_range", "check_sharding", "some"]
 
 Sharding = Literal["full", "gradients", "none"]
 
+_LONGEST = 60 * 24 * 365  # minutes
 _BATCHES_TO_COMPARE = 3  # of each kind of step, where ranks compute one batch together; each takes a wait
 
 
@@ -193,22 +194,22 @@ def check_known(owner: object, name: str, value: object, known: tuple[str, ...])
         )
 
 
-def check_range(owner: object, *, least: int = 1, **numbers: Any) -> None:
+def check_range(owner: object, *, optional: bool = False, **numbers: Any) -> None:
     """Refuse whole numbers that are less than they can be.
 
     Args:
         owner: Whose arguments they are.
-        least: The least that they may be.
-        **numbers: Those that were given, by name. None is one that was not.
+        optional: Whether they may be None.
+        **numbers: Those that were given, by name.
 
     Raises:
-        ValueError: If one is less, or no whole number.
+        ValueError: If one is less than 1, or no whole number.
     """
     for name, value in numbers.items():
-        if value is not None and (type(value) is not int or value < least):
+        if not (value is None and optional) and (type(value) is not int or value < 1):
             raise ValueError(
                 f"{type(owner).__name__}({name}={value!r}) is out of range."
-                f" It counts devices, blocks or steps, and is a whole number. Give {least} or more, or leave it out."
+                " It counts devices, blocks or steps, and is a whole number. Give 1 or more, or leave it out."
             )
 
 
@@ -270,10 +271,11 @@ class ShardingStrategy(ModelParallelStrategy):
         check_kind("timeout_minutes", timeout_minutes, float, of=of, why="It is a time.")
         check_kind("process_group_backend", process_group_backend, str, of=of, why="It is a name.", optional=True)
         check_kind("flight_recorder", flight_recorder, PathLike, of=of, why="It is a folder.", optional=True)
-        if not timeout_minutes > 0:
+        if not 0 < timeout_minutes <= _LONGEST:
             raise ValueError(
                 f"{type(self).__name__}(timeout_minutes={timeout_minutes!r}) is out of range."
-                " Every collective would be late before it began. Give more than 0, such as 30."
+                " Every collective would be late before it began, or a hang would never end."
+                f" Give more than 0 and at most {_LONGEST}, which is a year, such as 30."
             )
         if process_group_backend is not None:
             self._check_backend(process_group_backend)

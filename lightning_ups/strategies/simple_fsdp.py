@@ -33,7 +33,7 @@ from lightning_ups.transforms.parametrise import (
     parametrise,
     parametrised,
 )
-from lightning_ups.transforms.tensor_parallel import Style
+from lightning_ups.transforms.tensor_parallel import Style, check_plan
 
 __all__ = ["SimpleFSDPStrategy"]
 
@@ -205,6 +205,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
         on_unreplayable: What becomes of a run that could not be resumed exactly: ``"warn"`` or ``"refuse"``.
 
     Raises:
+        TypeError: If an argument is of another kind.
         ValueError: If a choice is unknown, impossible here, or two contradict each other.
 
     Example::
@@ -242,6 +243,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
         weights_only: bool = True,
         on_unreplayable: OnUnreplayable = "warn",
     ) -> None:
+        if tensor_parallel_plan is not None:
+            check_plan(tensor_parallel_plan)
         _refuse_those_of_fsdp2(
             prefetch=prefetch,
             offload=offload,

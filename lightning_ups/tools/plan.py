@@ -18,6 +18,7 @@ from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.tools.asked import Asked, counted
 from lightning_ups.transforms.memory import GIB, Moment, readable
 from lightning_ups.transforms.memory_devices import DEVICES, Device, device_of, textbook
+from lightning_ups.transforms.quoted import quoted
 
 __all__ = ["OPTIONS", "main", "own_options", "read_batch", "show"]
 
@@ -161,7 +162,7 @@ def _batch(asked: Asked, spec: str | None) -> tuple[Any, str]:
         return _first_batch(module if data is None else data, whole=data is not None), source
     except Exception as error:
         raise ValueError(
-            f"No batch could be taken from {source}: {type(error).__name__}: {error}."
+            f"No batch could be taken from {source}: {quoted(error).rstrip('.')}."
             " Its files or its network may be on another machine."
             " Say what training_step gets, such as plan --batch 4x4097:int64."
         ) from error
@@ -242,7 +243,7 @@ def _row(planner: Planner, variant: Variant, *, exact: bool = False) -> _Row:
 
 
 def _sentence(error: BaseException) -> str:
-    return f"{str(error).partition('. ')[0].rstrip('.')}."
+    return f"{str(error).partition('. ')[0].rstrip('.') or type(error).__name__}."
 
 
 def _lines(asked: Asked, planner: Planner, rows: Sequence[_Row], origin: str) -> Iterator[str]:

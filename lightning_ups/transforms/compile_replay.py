@@ -24,6 +24,7 @@ from lightning_ups.transforms.compile_trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import begin_step
 from lightning_ups.transforms.forward import Forward
+from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["Call", "Replay", "call_of"]
 
@@ -219,7 +220,7 @@ class Replay:
             if kept is None or not (_is_ours(error) or dynamo.is_compiler_error(error, start)):
                 raise
             kept.put_back()
-            self.give_up(_first_line(error))
+            self.give_up(first_line(error))
             return False, None
         self.gradients, self._waited = True, 0
         if dynamo.compiled_since(start):
@@ -300,7 +301,3 @@ class Replay:
 
 def _is_ours(error: Exception) -> bool:
     return isinstance(error, (GraphError, torch.OutOfMemoryError))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from lightning_ups._compat.dynamo import is_fake, is_static, is_written_to
 from lightning_ups.transforms.cuda_graphs import Forward
+from lightning_ups.transforms.quoted import quoted
 
 __all__ = ["Caller", "GraphError", "Rehearsal", "State", "with_trial"]
 
@@ -86,7 +87,7 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
             raise
         except Exception as error:
             new = True  # Dynamo keeps the graph, and a later fit meets it again
-            raise GraphError(f"{type(error).__name__}: {error}") from error
+            raise GraphError(quoted(error, whole=True)) from error
 
     def graph_run(*args: Any) -> Any:
         asker = caller()

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_ups.transforms.quoted import first_line
+
 __all__ = ["without_kv_cache"]
 
 
@@ -40,7 +42,7 @@ def _turn_off(name: str, config: Any) -> None:
         config.use_cache = False
     except (AttributeError, TypeError) as error:  # FrozenInstanceError is an AttributeError
         raise ValueError(
-            f"{name}.use_cache is on and cannot be turned off: {error}."
+            f"{name}.use_cache is on and cannot be turned off: {first_line(error)}."
             " The cache is of no use in training, and recomputation and compilation of single blocks break on it."
             " Build the model with use_cache=False."
         ) from error

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_ups.transforms.blocks import select_names
 
-__all__ = ["PLANS", "Style", "parallelize", "plan_of", "styles_of"]
+__all__ = ["PLANS", "Style", "check_plan", "parallelize", "plan_of", "styles_of"]
 
 Style = Literal[
     "colwise",
@@ -101,26 +101,59 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Style]]] = {
 }
 
 
+def check_plan(plan: str | Mapping[str, Style]) -> None:
+    """Refuse what is no plan, whatever the model.
+
+    Raises:
+        TypeError: If it is neither a name nor a mapping from strings to strings.
+        ValueError: If it is empty, or there is no such plan or style.
+    """
+    if not isinstance(plan, (str, Mapping)):
+        raise TypeError(
+            f"tensor_parallel_plan={plan!r} is a {type(plan).__name__}."
+            " A plan says how each module is split, by patterns of names."
+            f" Use one of {tuple(PLANS)}, or give a mapping from patterns of names to styles."
+        )
+    if isinstance(plan, str):
+        if plan not in PLANS:
+            raise ValueError(
+                f"tensor_parallel_plan={plan!r} is not the name of a plan."
+                " A plan says how each module is split, and some are made for known models."
+                f" Use one of {tuple(PLANS)}, or give a mapping from patterns of names to styles."
+            )
+        return
+    if not plan:
+        raise ValueError(
+            "tensor_parallel_plan={} is empty."
+            " No module would be split, and devices would compute the same."
+            f" Use one of {tuple(PLANS)}, or give a mapping from patterns of names to styles."
+        )
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str) or not isinstance(style, str):
+            kind = type(style if isinstance(pattern, str) else pattern).__name__
+            raise TypeError(
+                f"tensor_parallel_plan={{{pattern!r}: {style!r}}} holds a {kind}."
+                " It maps patterns of names to the name of a style, which says how a module is split."
+                f" Use one of {get_args(Style)}."
+            )
+        if style not in _STYLES:
+            raise ValueError(
+                f"tensor_parallel_plan has the style {style!r}."
+                " A style says how a module's weight and what goes in and out are split."
+                f" Use one of {get_args(Style)}."
+            )
+
+
 def plan_of(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str, Style]:
     """Return ``plan``, or the one that has this name with the names that ``model`` has, by the patterns of its modules.
 
     Raises:
+        TypeError: If it is of another kind.
         ValueError: If there is no such plan or style, or ``model`` has no module that it is for.
     """
+    check_plan(plan)
     if not isinstance(plan, str):
-        if wrong := [style for style in plan.values() if style not in _STYLES]:
-            raise ValueError(
-                f"tensor_parallel_plan has the style {wrong[0]!r}."
-                " A style says how a module's weight and what goes in and out are split."
-                f" Use one of {get_args(Style)}."
-            )
         return dict(plan)
-    if plan not in PLANS:
-        raise ValueError(
-            f"tensor_parallel_plan={plan!r} is not the name of a plan."
-            " A plan says how each module is split, and some are made for known models."
-            f" Use one of {tuple(PLANS)}, or give a mapping from patterns of names to styles."
-        )
     kind, styles = PLANS[plan]
     # FSDP2 is not there yet: classes have their own names.
     found = [name for name, m in model.named_modules() if kind in (base.__name__ for base in type(m).__mro__)]

@@ -229,7 +229,7 @@ def test_bad_arguments():
         OptimizerOffload(update="torchao", resident=0.5)
     with pytest.raises(ValueError, match=r"^OptimizerOffload\(update='torchao', chunk_mb=256\).*leave chunk_mb out\.$"):
         OptimizerOffload(update="torchao", chunk_mb=256)
-    with pytest.raises(ValueError, match=r"such as 2\*\*28\.$"):
+    with pytest.raises(ValueError, match=r"chunk_mb=0\) is out of range.*Use a finite number, more than 0, or None\.$"):
         OptimizerOffload(chunk_mb=0)
 
 

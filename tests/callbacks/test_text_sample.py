@@ -101,6 +101,32 @@ def test_compiles_nothing_for_the_growing_text(tmp_path):
     assert module.doubled.tolist() == [[2 * ord("a"), 2 * ord("b")]]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "cure"),
+    [
+        ("num_tokens", -1, "Use 0 or more."),
+        ("temperature", -0.1, "or 0 to always take the likeliest."),
+        ("temperature", float("nan"), "or 0 to always take the likeliest."),
+        ("top_k", 0, "Use 1 or more, or None."),
+        ("seed", 2**64, "Use a number of 64 bits"),
+    ],
+)
+def test_what_is_out_of_range_is_told_at_construction(name, value, cure):
+    with pytest.raises(ValueError, match=rf"TextSample\({name}={value}\) is out of range\..*{cure}"):
+        TextSample(**{name: value})
+
+
+def test_a_prompt_without_tokens_is_told_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"TextSample\(prompt=''\).*a text of one letter or more\.$"):
+        fit(tmp_path, TextSample(prompt=""))
+
+    class Begun(Letters):
+        def encode(self, text):
+            return [1, *super().encode(text)]
+
+    fit(tmp_path, TextSample(prompt="", num_tokens=1), datamodule=Begun())
+
+
 def test_a_module_that_cannot_write_is_told_before_training(tmp_path):
     with pytest.raises(TypeError, match=r"no generate in Net\..*take TextSample out of the callbacks\.$"):
         fit(tmp_path, TextSample(), module=Net())

@@ -79,6 +79,17 @@ def test_the_logger_gets_all_it_got_before_and_is_left_as_it_was(tmp_path):
     assert logged[0] == logged[1]
 
 
+def test_an_error_without_text_is_reported_by_its_class(tmp_path):
+    class Failing(Logging):
+        def training_step(self, batch, index):
+            raise NotImplementedError
+
+    report = TrainingReport(pictures=False)
+    with pytest.raises(NotImplementedError):
+        fit(tmp_path, report, module=Failing())
+    assert "NotImplementedError</p>" in report.path.read_text()
+
+
 def test_a_run_that_fails_has_its_report(tmp_path):
     class Failing(Logging):
         def training_step(self, batch, index):

@@ -1,3 +1,4 @@
+import numpy
 import pytest
 import torch
 
@@ -42,6 +43,21 @@ def test_numbers_that_leave_nothing_to_train_on_are_refused(options):
         RandomTokens(**{"vocab_size": 8, "seq_len": 4, "batch_size": 2, **options})
 
 
+def test_numbers_of_numpy_will_do():
+    numbers = dict.fromkeys(("vocab_size", "seq_len", "batch_size", "num_samples"), numpy.int64(4))
+    (batch,) = RandomTokens(**numbers, seed=numpy.int64(3)).train_dataloader()
+    (other,) = RandomTokens(**{name: int(number) for name, number in numbers.items()}, seed=3).train_dataloader()
+    assert torch.equal(batch, other)
+
+
+def test_fewer_than_no_samples_are_refused():
+    with pytest.raises(
+        ValueError, match=r"RandomTokens\(num_val_samples=-1\) is out of range.*Use 0 or more, or None\.$"
+    ):
+        make(num_val_samples=-1)
+    assert not len(make(num_val_samples=0).val_dataloader())
+
+
 def test_nothing_is_drawn_from_the_global_generator():
     torch.manual_seed(0)
     first = next(iter(make().train_dataloader()))
@@ -64,7 +80,19 @@ def test_batches_are_not_pinned_for_a_cpu(tmp_path):
     assert not data.train_dataloader().pin_memory
 
 
-@pytest.mark.parametrize(("name", "value"), [("vocab_size", "3"), ("seq_len", 2.5), ("seed", "x")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", "3"),
+        ("seq_len", 2.5),
+        ("batch_size", None),
+        ("batch_size", True),
+        ("num_samples", None),
+        ("num_val_samples", "2"),
+        ("seed", "x"),
+        ("seed", None),
+    ],
+)
 def test_a_wrong_kind_is_named_with_its_cure(name, value):
     given = {"vocab_size": 3, "seq_len": 2, "batch_size": 2, name: value}
     with pytest.raises(TypeError, match=rf"RandomTokens\({name}={value!r}\).*Use a whole number"):

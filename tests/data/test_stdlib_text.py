@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -108,10 +109,38 @@ def test_a_python_without_source_is_told(tmp_path):
 # --- entropy
 
 
-@pytest.mark.parametrize("options", [{"seq_len": 0}, {"hold_out_one_in": 1}, {"num_crops": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seq_len": 0},
+        {"batch_size": 0},
+        {"hold_out_one_in": 1},
+        {"num_crops": 0},
+        {"num_val_crops": -1},
+    ],
+    ids=str,
+)
 def test_numbers_that_leave_nothing_to_train_on_are_refused(options):
     with pytest.raises(ValueError, match=rf"StdlibText\({next(iter(options))}=.*or more"):
         StdlibText(**options)
+
+
+def test_numbers_of_numpy_will_do(tmp_path):
+    folder(tmp_path)
+    names = ("batch_size", "hold_out_one_in", "num_crops", "seed")
+    one, other = (made(tmp_path, **dict.fromkeys(names, kind(4))) for kind in (numpy.int64, int))
+    assert torch.equal(next(iter(one.train_dataloader())), next(iter(other.train_dataloader())))
+
+
+def test_a_folder_without_a_name_is_refused():
+    with pytest.raises(ValueError, match=r"StdlibText\(root=''\) is an empty path.*or leave root out\.$"):
+        StdlibText(root="")
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_that_torch_does_not_take_is_refused(seed):
+    with pytest.raises(ValueError, match=rf"StdlibText\(seed={seed}\) is out of range.*Use a number of 64 bits"):
+        StdlibText(seed=seed)
 
 
 def test_an_epoch_without_a_whole_batch_is_refused(tmp_path):
@@ -192,6 +221,9 @@ def test_text_there_and_back():
     [
         ("seq_len", "3", "Use a whole number"),
         ("batch_size", 2.5, "Use a whole number, or None."),
+        ("num_crops", None, "Use a whole number."),
+        ("num_val_crops", True, "Use a whole number."),
+        ("hold_out_one_in", None, "Use a whole number."),
         ("seed", "x", "Use a whole number."),
         ("root", 3, "Use a path, or None."),
     ],

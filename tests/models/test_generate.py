@@ -80,6 +80,15 @@ def test_a_number_out_of_range_is_refused(options):
         generate(odds, PROMPT, **{"num_tokens": 1, "context": 4, **options})
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_tokens": "4"}, {"top_k": 2.5}, {"temperature": None}, {"seed": "x"}, {"context": None}], ids=str
+)
+def test_a_wrong_kind_is_named_with_its_cure(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=rf"generate\({name}=.*Use a (whole )?number(, or None)?\.$"):
+        generate(odds, PROMPT, **{"num_tokens": 1, "context": 4, **options})
+
+
 def test_a_prompt_without_a_batch_is_refused():
     with pytest.raises(ValueError, match=r"prompt\.unsqueeze\(0\)"):
         generate(odds, PROMPT[0], num_tokens=1, context=4)

@@ -1,9 +1,11 @@
+import math
 import re
 from os import PathLike
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 from torch import nn
 
 from lightning_ups.callbacks import (
@@ -11,6 +13,8 @@ from lightning_ups.callbacks import (
     ActivationCheckpoint,
     ActivationOffload,
     Compile,
+    DevicePrefetch,
+    LeanProgressBar,
     MemoryForensics,
     OptimizerOffload,
     RunManifest,
@@ -18,8 +22,9 @@ from lightning_ups.callbacks import (
     TextSample,
     TokenThroughput,
     TrainingReport,
+    UnigramBaseline,
 )
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_finite, check_kind, check_least, check_seed, check_some
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,29 @@ from lightning_ups.order.arguments import check_kind
         (lambda: ActivationOffload(min_mb="1"), "ActivationOffload(min_mb='1')", "Use a number."),
         (lambda: OptimizerOffload(chunk_mb="256"), "OptimizerOffload(chunk_mb='256')", "Use a number, or None."),
         (lambda: OptimizerOffload(resident="half"), "OptimizerOffload(resident='half')", "Use a number."),
+        (lambda: OptimizerOffload(chunk_mb=math.nan), "(chunk_mb=nan)", "Use a finite number, more than 0, or None."),
+        (lambda: OptimizerOffload(chunk_mb=math.inf), "(chunk_mb=inf)", "Use a finite number, more than 0, or None."),
+        (lambda: ActivationOffload(min_mb=math.nan), "min_mb=nan", "min_mb=0 or more."),
+        (lambda: ActivationOffload(min_mb=math.inf), "min_mb=inf", "min_mb=0 or more."),
+        (lambda: ActivationOffload(blocks=[]), "ActivationOffload(blocks=[])", "Name some, or leave blocks out."),
+        (lambda: ActivationCheckpoint(blocks=()), "ActivationCheckpoint(blocks=[])", "Name some, or leave blocks out."),
+        (lambda: DevicePrefetch(min_kb=math.inf), "DevicePrefetch(min_kb=inf)", "Use a finite number, 0 or more."),
+        (
+            lambda: TokenThroughput(flops_per_unit=-1),
+            "(flops_per_unit=-1)",
+            "Use a finite number, more than 0, or None.",
+        ),
+        (lambda: TokenThroughput(single_device=math.nan), "(single_device=nan)", "more than 0, or None."),
+        (lambda: TokenThroughput(peak_tflops=math.inf), "peak_tflops=inf", "Use numbers above zero"),
+        (lambda: TokenThroughput(peak_tflops={3: 1}), "peak_tflops={3: 1}", "Use numbers above zero"),
+        (lambda: TokenThroughput(count=3), "TokenThroughput(count=3)", "the name of a tensor in it, or None."),
+        (lambda: TokenThroughput(count=""), "TokenThroughput(count='')", "the name of a tensor in it, or None."),
+        (lambda: TokenThroughput(unit=3, count=len), "TokenThroughput(unit=3)", "Use a string."),
+        (lambda: UnigramBaseline(metric=3), "UnigramBaseline(metric=3)", "Use a string."),
+        (lambda: LeanProgressBar(refresh_rate=-1), "LeanProgressBar(refresh_rate=-1)", "Use 0 or more."),
+        (lambda: LeanProgressBar(refresh_rate="9"), "LeanProgressBar(refresh_rate='9')", "Use a whole number."),
+        (lambda: LeanProgressBar(metrics="loss"), "LeanProgressBar(metrics='loss')", "such as ['train_loss']."),
+        (lambda: LeanProgressBar(metrics=[3]), "LeanProgressBar(metrics=[3])", "such as ['train_loss']."),
         (lambda: MemoryForensics(folder=3), "MemoryForensics(folder=3)", "Use a path, or None."),
         (lambda: Compile(cache=3), "Compile(cache=3)", "Use a path, or None."),
         (lambda: TextSample(prompt=3), "TextSample(prompt=3)", "Use a string."),
@@ -90,3 +118,48 @@ def test_a_right_kind_passes(value, kind):
 def test_true_is_no_number():
     with pytest.raises(TypeError, match=r"Some\(x=True\) is a bool\. It counts\. Use a whole number\."):
         check_kind("x", True, int, of="Some", why="It counts.")
+
+
+def test_what_is_too_small_is_named_with_the_least():
+    check_least("x", 2, 2, of="Some", why="It counts.")
+    check_least("x", None, 2, of="Some", why="It counts.", optional=True)
+    with pytest.raises(ValueError, match=r"^Some\(x=1\) is out of range\. It counts\. Use 2 or more\.$"):
+        check_least("x", 1, 2, of="Some", why="It counts.")
+    with pytest.raises(ValueError, match=r"Use 2 or more, or None\.$"):
+        check_least("x", 1, 2, of="Some", why="It counts.", optional=True)
+    with pytest.raises(TypeError, match=r"Use a whole number\.$"):
+        check_least("x", None, 2, of="Some", why="It counts.")
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**64 - 1])
+def test_a_seed_that_passes_is_one_for_torch(seed):
+    check_seed(seed, of="Some", why="It is that of the draws.")
+    torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_a_seed_that_does_not_is_none(seed):
+    with pytest.raises(ValueError, match=rf"^Some\(seed={seed}\) is out of range\..*64 bits, such as 0"):
+        check_seed(seed, of="Some", why="It is that of the draws.")
+    with pytest.raises(ValueError, match="Overflow"):
+        torch.Generator().manual_seed(seed)
+
+
+def test_what_is_not_finite_is_named_with_what_is():
+    for value, above in ((0, None), (0.1, 0), (None, None)):
+        check_finite("x", value, of="Some", why="It is a size.", above=above, optional=True)
+    with pytest.raises(
+        ValueError, match=r"^Some\(x=inf\) is out of range\. It is a size\. Use a finite number, 0 or more\.$"
+    ):
+        check_finite("x", math.inf, of="Some", why="It is a size.")
+    with pytest.raises(ValueError, match=r"Use a finite number, more than 0, or None\.$"):
+        check_finite("x", 0, of="Some", why="It is a size.", above=0, optional=True)
+
+
+def test_an_empty_list_is_refused_and_none_is_not():
+    for some in (None, ["a"]):
+        check_some("x", some, of="Some", why="It names blocks.")
+    with pytest.raises(
+        ValueError, match=r"^Some\(x=\[\]\) is an empty list\. It names blocks\. Name some, or leave x out\.$"
+    ):
+        check_some("x", [], of="Some", why="It names blocks.")

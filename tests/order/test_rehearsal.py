@@ -338,6 +338,18 @@ def test_a_reason_behind_the_lines_of_a_module_is_said():
         rehearse_run(run(Unpacks()), torch.empty(3, 4))
 
 
+class Unwritten(Depends):
+    """Says nothing of why it fails."""
+
+    def training_step(self, batch, _):
+        raise FileNotFoundError
+
+
+def test_an_error_without_text_is_named_by_its_class():
+    with pytest.raises(Uncountable, match=r"Unwritten cannot be rehearsed: FileNotFoundError\. A step of it"):
+        rehearse_run(run(Unwritten()), torch.empty(3, 4))
+
+
 class Limited(Depends):
     """Takes four rows at the most."""
 

@@ -20,6 +20,7 @@ BOTH = pytest.mark.parametrize("kind", [Float8Precision, TEPrecision])
         ({"table": Path("times.json")}, "(filter='all', table='times.json')", "Use filter='auto', or leave table out."),
         ({"filter": "auto", "tokens": 0}, "(tokens=0) is no number of rows", "Give a whole number of 1 or more"),
         ({"filter": "auto", "tokens": "4096"}, "(tokens='4096')", "Give a whole number of 1 or more"),
+        ({"include": []}, "(include=[]) is an empty list.", "Name some, or leave include out."),
         ({"head": True, "include": ["a.*"]}, "(include=['a.*'], head=True)", "Add the names outside the blocks to"),
     ],
     ids=str,
@@ -34,6 +35,13 @@ def test_what_has_one_is_taken(kind):
     taken = kind(filter="auto", tokens=4096, table="times.json", include=["a.*"])
     assert (taken.tokens, taken.table) == (4096, "times.json")
     assert kind(head=True).head
+
+
+@pytest.mark.parametrize("fusions", [3, None, "norm", [3], {"norm": "a"}], ids=str)
+def test_what_is_no_list_of_fusions_is_refused(fusions):
+    given = re.escape(f"TEPrecision(fusions={fusions!r})")
+    with pytest.raises(TypeError, match=rf"{given} is no list of fusions\..*or leave it out\.$"):
+        TEPrecision(fusions=fusions)
 
 
 def test_evaluation_in_float8_without_a_recipe_is_refused():

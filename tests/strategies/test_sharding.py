@@ -80,6 +80,41 @@ def test_a_wrong_kind_of_what_fsdp2_alone_does_is_named(name, value):
         FSDP2Strategy(**{name: value})
 
 
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (3, "=3 is a int. A plan says how each module is split"),
+        (["gpt"], "=['gpt'] is a list. A plan says how each module is split"),
+        ({"head": 3}, "={'head': 3} holds a int."),
+        ({"head": ["colwise"]}, "={'head': ['colwise']} holds a list."),
+        ({3: "colwise"}, "={3: 'colwise'} holds a int."),
+        ({}, "={} is empty."),
+        ({"head": "columns"}, " has the style 'columns'."),
+        ("gtp", "='gtp' is not the name of a plan."),
+    ],
+    ids=str,
+)
+def test_what_is_no_plan_is_refused_at_once(strategy, plan, what):
+    with pytest.raises((TypeError, ValueError), match=rf"{re.escape(f'tensor_parallel_plan{what}')}.*Use one of \("):
+        strategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"process_group_backend": 3}, "process_group_backend=3) is a int.*Use a string, or None"),
+        ({"process_group_backend": "nccl"}, "process_group_backend='nccl') cannot clip.*cpu:gloo,cuda:nccl"),
+    ],
+    ids=str,
+)
+def test_a_backend_for_what_is_offloaded(options, given):
+    what, cure = given.split(".*")
+    with pytest.raises((TypeError, ValueError), match=rf"{re.escape(what)}.*{re.escape(cure)}"):
+        FSDP2Strategy(offload=True, **options)
+    FSDP2Strategy(offload=True, process_group_backend="cpu:GLOO")
+
+
 def test_choices_are_checked_in_the_name_of_the_strategy():
     check_known(object(), "x", 1, (1, 2))
     with pytest.raises(ValueError, match=r"object\(x=3\) is not a known choice.*Use one of \(1, 2\)"):
@@ -103,12 +138,21 @@ def test_what_is_no_number_of_multiprocessors_is_refused(strategy, number):
         ("sigterm_every", 0, "Give 1 or more"),
         ("sigterm_every", 2.5, "Give 1 or more"),
         ("replicate_size", 0, "Give 1 or more"),
+        ("sigterm_every", None, "Give 1 or more"),
+        ("replicate_size", None, "Give 1 or more"),
         ("timeout_minutes", -1, "Give more than 0"),
+        ("timeout_minutes", float("inf"), "which is a year, such as 30"),
+        ("timeout_minutes", 10**30, "which is a year, such as 30"),
     ],
 )
 def test_what_is_no_such_number_is_refused_at_once(strategy, name, number, cure):
     with pytest.raises(ValueError, match=rf"{strategy.__name__}\({name}={number}\) is out of range.*{cure}"):
         strategy(**{name: number})
+
+
+def test_a_size_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"FSDP2Strategy\(tensor_parallel_size=None\) is out of range.*Give 1 or more"):
+        FSDP2Strategy(tensor_parallel_size=None)
 
 
 @pytest.mark.parametrize("name", ["prefetch", "tensor_parallel_size", "reshard_after_forward"])

@@ -305,6 +305,15 @@ def test_data_that_is_elsewhere():
     assert "No batch could be taken from Away: FileNotFoundError: /data/tokens" in str(caught.value)
 
 
+def test_data_that_fails_without_a_word():
+    class Silent(Data):
+        def setup(self, stage):
+            raise FileNotFoundError
+
+    with pytest.raises(ValueError, match=r"No batch could be taken from Silent: FileNotFoundError\. Its files"):
+        show(asked(data=Silent), gpu="24")
+
+
 def test_what_cannot_be_counted():
     with pytest.raises(Uncountable, match=r"fast_dev_run\.$"):
         show(asked(module=Toy()), batch="4x9", gpu="24")

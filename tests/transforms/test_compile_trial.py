@@ -147,6 +147,15 @@ def test_a_backward_that_dies_is_found_before_the_first_call():
         run(torch.ones(2))  # nothing to try, and it runs
 
 
+def test_an_error_without_text_is_quoted_by_its_class():
+    def dies(*args):
+        raise NotImplementedError
+
+    run, _ = compiled(lambda x: x.sin(), Caller(), change=lambda graph: dies)
+    with pytest.raises(GraphError, match=r"^NotImplementedError$"):
+        run(torch.ones(2))
+
+
 def test_running_out_of_memory_is_no_failure_of_the_graph():
     def fails(*args):
         raise torch.OutOfMemoryError("out of memory")

@@ -1,4 +1,5 @@
 import copy
+import re
 import sys
 from contextlib import nullcontext
 from types import FunctionType
@@ -254,6 +255,31 @@ def test_nothing_to_convert_says_why_and_what_to_do():
         ValueError, match=r"No linear layer of Sequential.*0: 3 x 3 is no multiple of 16.*include.*BF16Precision"
     ):
         convert_to_float8(model, recipe="tensorwise", emulate=True)
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 32))
+
+
+def test_layers_that_multiply_and_are_no_linear_are_named():
+    named = re.escape(f"{__name__}.Transposed (2 of them, 1,024 weights), torch.nn.modules.rnn.RNNCell (1 of them,")
+    model = nn.Sequential(Transposed(), Transposed(), nn.RNNCell(4, 4), nn.Embedding(99, 99), nn.Conv1d(4, 4, 1))
+    with pytest.raises(ValueError, match=rf"not converted: {named} 32 weights\)\. Use BF16Precision\.$"):
+        convert_to_float8(model, recipe="tensorwise", emulate=True)
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=rf"5: .*are no nn\.Linear are not converted: {named} .*include=\["):
+        convert_to_float8(model, recipe="tensorwise", emulate=True)
+
+
+def test_the_layers_of_gpt2_are_named():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=50)
+    with pytest.raises(
+        ValueError, match=r"lm_head: .*: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights"
+    ):
+        convert_to_float8(transformers.GPT2LMHeadModel(config), recipe="tensorwise", emulate=True)
 
 
 def test_a_model_without_linear_layers_is_not_told_to_name_some():

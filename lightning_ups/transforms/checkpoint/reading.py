@@ -72,7 +72,7 @@ def read_into(
             raise interrupt from None
         rank, (cause, _) = next(iter(error.failures.items()))
         raise ValueError(
-            f"The checkpoint could not be read on rank {rank}: {str(cause).partition('. ')[0]}."
+            f"The checkpoint could not be read on rank {rank}: {str(cause).partition('. ')[0] or type(cause).__name__}."
             " A file is damaged, or holds something else than tensors and plain values."
             " Use an earlier checkpoint, or set weights_only=False if the file is trusted and holds such objects."
         ) from error

@@ -21,6 +21,7 @@ from lightning_ups.transforms.checkpoint import folder
 from lightning_ups.transforms.checkpoint.lanes import Lanes, on_this_gpu
 from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, holds_tensors, plain
 from lightning_ups.transforms.checkpoint.writing import Writer
+from lightning_ups.transforms.quoted import quoted
 
 __all__ = ["Phase", "SaveTimes", "Saver"]
 
@@ -263,7 +264,7 @@ class Saver:
             except OSError as error:
                 outcome[1] = error
             except Exception as error:  # noqa: BLE001  (raised below, on every rank, or the others would wait)
-                outcome[1] = RuntimeError(f"{type(error).__name__}: {error}")
+                outcome[1] = RuntimeError(quoted(error, whole=True))
         if self.group is not None:
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:

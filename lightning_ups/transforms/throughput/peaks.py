@@ -9,7 +9,7 @@ namesake.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan
 from numbers import Real
 from typing import Literal, get_args
 
@@ -85,7 +85,7 @@ def peaks_of(name: str) -> Peaks | None:
 
 
 def _is_peak(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
 
 
 def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) -> Peaks:
@@ -97,7 +97,7 @@ def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) ->
     given: dict[str, float] = dict(tflops) if isinstance(tflops, Mapping) else {arithmetic: tflops}
     if wrong := [name for name, value in given.items() if name not in get_args(Arithmetic) or not _is_peak(value)]:
         raise ValueError(
-            f"peak_tflops={tflops!r} says nothing that can be used of {', '.join(wrong)}."
+            f"peak_tflops={tflops!r} says nothing that can be used of {', '.join(map(str, wrong))}."
             " It is what one device computes at most, in TFLOP/s, for a kind of arithmetic."
             f" Use numbers above zero for some of {get_args(Arithmetic)}."
         )
