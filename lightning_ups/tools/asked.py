@@ -260,11 +260,15 @@ def _precision(trainer: Mapping[str, Any], strategy: Strategy | type[Strategy], 
         if isinstance(plugin, Precision):
             return plugin
     own = getattr(strategy, "_precision_plugin", None) if isinstance(strategy, Strategy) else None
-    return own or _named_precision(str(trainer.get("precision") or "32-true"), accelerator)
+    name = str(trainer.get("precision") or "32-true")
+    name = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(name, name)
+    placement = Placement.of(strategy)
+    if (name, accelerator) == ("16-mixed", "cpu") and not (placement.ours and placement.shards):  # which refuses it
+        name = "bf16-mixed"  # as the Trainer does, with a warning
+    return own or _named_precision(name, accelerator)
 
 
 def _named_precision(name: str, accelerator: str) -> Precision:
-    name = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(name, name)
     if name in ("16-true", "bf16-true"):
         return HalfPrecision(name)  # type: ignore[arg-type]
     if name in ("16-mixed", "bf16-mixed"):

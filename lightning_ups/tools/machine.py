@@ -44,7 +44,7 @@ KNOWN = (
     Known("flash-attn-4", "flash_attn.cute.interface", _extra("flash")),
     Known("transformers", "transformers", _extra("hf")),
     Known("safetensors", "safetensors.torch", _extra("hf")),
-    Known("nvidia-ml-py", "pynvml", "pip install nvidia-ml-py"),
+    Known("nvidia-ml-py", "pynvml", "pip install 'lightning-ups[nvml]'"),
 )
 
 

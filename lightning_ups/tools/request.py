@@ -123,7 +123,9 @@ def _sorted_out(words: Iterator[str]) -> tuple[list[str], str | None, list[str]]
     sources: list[str] = []
     named, kept = None, []
     for key, value, spelled in options([*words]):
-        if key == "config" and value:
+        if key == "config":
+            if not value:
+                raise ValueError("--config is given without a file. Write --config FILE, as in --config run.yaml.")
             sources.append(value)
         elif key == "preset":
             named = value

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 __all__ = ["file_suggestion", "nearest", "parsed", "suggestion"]
 
@@ -70,13 +71,19 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Return what ``parser`` makes of ``argv``.
 
     Raises:
-        ValueError: If there is an option that it does not have; with the nearest that it has.
+        ValueError: If there is an option that it does not have, with the nearest that it has, or if one that it needs is
+            missing, or is wrong.
     """
+    command = parser.prog.rpartition(" ")[2]
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{command} cannot run: {message}. `{parser.prog} --help` lists what it takes.")
+
+    parser.error = refuse  # type: ignore[method-assign]
     asked, unknown = parser.parse_known_args(argv)
     if unknown:
         option = unknown[0].partition("=")[0]
         known = {"--debug", *re.findall(r"--[a-z][\w-]*", parser.format_usage())}
-        command = parser.prog.rpartition(" ")[2]
         what = "has no option" if option.startswith("-") else "takes no"
         raise ValueError(
             f"{command} {what} {option!r}. `{command} --help` lists what it takes. {suggestion(option, known)}"

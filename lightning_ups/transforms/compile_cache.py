@@ -1,4 +1,4 @@
-"""The compiler's caches as one file, so that a second start compiles nothing.
+"""The compiler's caches as one file, so that a second start need not make again what is in it.
 
 The file is a line of JSON that says for what it is good, and then what ``torch.compiler.save_cache_artifacts`` gives.
 It holds programs that will be run: load one only from where you would load code.

@@ -85,7 +85,6 @@ def test_strategies(strategy, name, shards, ours):
         (None, Precision, "32-true"),
         ("bf16-mixed", MixedPrecision, "bf16-mixed"),
         ("bf16", MixedPrecision, "bf16-mixed"),
-        ("16-mixed", MixedPrecision, "16-mixed"),
         ("bf16-true", HalfPrecision, "bf16-true"),
         ("transformer-engine", Precision, "transformer-engine"),
         (64, Precision, "64-true"),
@@ -95,6 +94,14 @@ def test_precisions(precision, kind, name):
     found = run(precision=precision).precision
     assert isinstance(found, kind)
     assert found.precision == name
+
+
+def test_float16_on_a_cpu_is_what_the_trainer_makes_of_it():
+    """Under FSDP2 it stays, since it is refused there."""
+    assert run(accelerator="cpu", precision="16-mixed").precision.precision == "bf16-mixed"
+    assert run(accelerator="cpu", precision=16).precision.precision == "bf16-mixed"
+    assert run(accelerator="cpu", precision="16-mixed", strategy="fsdp2").precision.precision == "16-mixed"
+    assert run(accelerator="gpu", precision="16-mixed").precision.precision == "16-mixed"
 
 
 def test_a_precision_among_the_plugins():
