@@ -71,8 +71,7 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Return what ``parser`` makes of ``argv``.
 
     Raises:
-        ValueError: If there is an option that it does not have, with the nearest that it has, or if one that it needs is
-            missing, or is wrong.
+        ValueError: If an option is one that it does not have, with the nearest that it has, is missing or is wrong.
     """
     command = parser.prog.rpartition(" ")[2]
 
