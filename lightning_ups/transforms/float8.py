@@ -68,6 +68,7 @@ class Float8Conversion:
     skipped: Mapping[str, str]
     misfits: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    _module: nn.Module = field(repr=False)
     _originals: Sequence[tuple[nn.Module, str, nn.Linear]] = field(default=(), repr=False)
 
     def undo(self) -> None:
@@ -81,13 +82,15 @@ class Float8Conversion:
                     vars(original)[kept] = vars(float8)[kept]
             original.train(float8.training)
             setattr(parent, name, original)
+        if conversion_of(self._module) is self:
+            _CONVERSION.drop(self._module)
 
 
 _CONVERSION = OnModule[Float8Conversion]("float8")
 
 
 def conversion_of(module: nn.Module) -> Float8Conversion | None:
-    """Return what the last conversion of ``module`` did, or None."""
+    """Return what the last conversion of ``module`` did, or None if there is none or it was undone."""
     return _CONVERSION.get(module)
 
 
@@ -147,6 +150,7 @@ def convert_to_float8(
         skipped=reasons | losing,
         misfits=tuple(misfits),
         shared=tuple(shared),
+        _module=module,
         _originals=originals,
     )
     _CONVERSION.keep(module, done)

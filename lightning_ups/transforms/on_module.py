@@ -33,6 +33,10 @@ class OnModule(Generic[T]):
         """Keep ``value``, in the place of any before."""
         vars(module)[self._name] = _Kept(ref(module), value)
 
+    def drop(self, module: nn.Module) -> None:
+        """Keep nothing for ``module`` any more."""
+        vars(module).pop(self._name, None)
+
 
 class _Kept:
     def __init__(self, owner: Callable[[], nn.Module | None], value: Any) -> None:

@@ -30,15 +30,23 @@ class Subject:
         name: What it is called.
         change: Returns the context in which the change holds.
         other: The same transform with other settings.
+        of: The functions of the package that this is about.
         rtol: How far numbers may be from those of before. 0: bit for bit.
+        shows: What shows its settings, where `effects` does not.
         excused: Clauses that cannot hold, and why.
     """
 
     name: str
     change: Change
     other: Change
+    of: tuple[Callable[..., Any], ...] = ()
     rtol: float = 0.0
+    shows: Callable[["Model"], int] = lambda model: 0
     excused: Mapping[str, str] = field(default_factory=dict)
+
+    def effects(self, model: "Model") -> list[torch.Tensor]:
+        """Return everything that shows which settings are in force."""
+        return [*effects(model), torch.tensor(self.shows(model))]
 
 
 @dataclass
@@ -114,7 +122,7 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> tuple[int, torch.Tensor]:
     return sum(seen.values()), result
 
 
-def effects(model: Model) -> list[Any]:
+def effects(model: Model) -> list[torch.Tensor]:
     """Return what shows which settings are in force: numbers, bytes saved, FLOPs in backward, the config."""
     numbers = grads(model)
     saved, loss = saved_bytes(model, batch())
@@ -208,54 +216,54 @@ def models_share_no_state(subject: Subject) -> None:
     for change in (subject.change, subject.other):
         model = Model()
         with change(model):
-            alone.append(effects(model))
+            alone.append(subject.effects(model))
     assert any(a.dtype != b.dtype or not torch.equal(a, b) for a, b in zip(*alone, strict=True)), "no difference shows"
     first, second, third = Model(), Model(), Model()
     with ExitStack() as outer:
         with subject.change(first):
             outer.enter_context(subject.other(second))  # undone later than the first
-            assert_same(effects(first), alone[0])
-            assert_same(effects(second), alone[1])
-            assert_same(effects(third), effects(Model()))
-        assert_same(effects(second), alone[1])  # undoing one leaves the other
-    plain = effects(Model())
+            assert_same(subject.effects(first), alone[0])
+            assert_same(subject.effects(second), alone[1])
+            assert_same(subject.effects(third), subject.effects(Model()))
+        assert_same(subject.effects(second), alone[1])  # undoing one leaves the other
+    plain = subject.effects(Model())
     for model in (first, second, third):
-        assert_same(effects(model), plain)
+        assert_same(subject.effects(model), plain)
     assert process() == before  # although the first was not the last to be undone
 
 
 def a_deepcopy_is_independent(subject: Subject) -> None:
-    plain = effects(Model())
+    plain = subject.effects(Model())
     model = Model()
     with subject.change(model):
         grads(model)
-        changed = effects(model)
+        changed = subject.effects(model)
         twin = copy.deepcopy(model)
         with torch.no_grad():
             model.embed.weight.zero_()
-        assert_same(grads(twin), plain[: len(grads(twin))], rtol=subject.rtol)  # its own weights
+        assert_same(grads(twin), grads(Model()), rtol=subject.rtol)  # its own weights
         with torch.no_grad():
             twin.head.weight.zero_()
         assert model.head.weight.any()
     twin.load_state_dict(Model().state_dict())
-    assert_same(effects(twin), plain)  # nobody undoes a copy
+    assert_same(subject.effects(twin), plain)  # nobody undoes a copy
     assert hooks(twin) == hooks(Model())
     with subject.change(twin):  # and it can be changed itself
-        assert_same(effects(twin), changed)
-    assert_same(effects(twin), plain)
+        assert_same(subject.effects(twin), changed)
+    assert_same(subject.effects(twin), plain)
 
 
 def it_may_be_nested_and_repeated(subject: Subject) -> None:
     model, expected = Model(), grads(Model())
     before = state(model)
     with subject.change(model):
-        once = effects(model)
+        once = subject.effects(model)
         with subject.change(model):
             assert_same(grads(model), expected, rtol=subject.rtol)
-        assert_same(effects(model), once)  # the outer one still holds
+        assert_same(subject.effects(model), once)  # the outer one still holds
     assert state(model) == before
     with subject.change(model):
-        assert_same(effects(model), once)
+        assert_same(subject.effects(model), once)
     assert state(model) == before
 
 
@@ -269,15 +277,15 @@ def undo_restores_exactly(subject: Subject) -> None:
             raise StopHereError
 
     model = Model()
-    plain, before = effects(model), (state(model), process())
+    plain, before = subject.effects(model), (state(model), process())
     with subject.change(model):
         grads(model)
     assert (state(model), process()) == before
-    assert_same(effects(model), plain)
+    assert_same(subject.effects(model), plain)
     with suppress(StopHereError):
         fail(model)
     assert (state(model), process()) == before
-    assert_same(effects(model), plain)
+    assert_same(subject.effects(model), plain)
 
 
 def it_compiles_as_one_graph(subject: Subject) -> None:

@@ -148,6 +148,16 @@ def test_undo_puts_the_layers_back_with_the_weights_of_now():
     done.undo()
     assert dict(model.named_modules()) == originals
     assert torch.equal(model.layers[0][0].weight, torch.ones(64, 32))
+    assert conversion_of(model) is None
+
+
+def test_undo_of_an_earlier_conversion_leaves_what_the_last_did():
+    model = Model()
+    first = convert_to_float8(model, recipe="tensorwise", include=["layers.0.0"], emulate=True)
+    last = convert_to_float8(model, recipe="tensorwise", include=["layers.1.0"], emulate=True)
+    first.undo()
+    assert conversion_of(model) is last
+    assert [*float8_linears(model)] == [*last.converted]
 
 
 @pytest.mark.parametrize("of", ["torch's", "float8's"])

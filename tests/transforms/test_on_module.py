@@ -28,6 +28,16 @@ def test_a_module_keeps_one_value_of_each_name():
     assert (KEPT.get(module), other.get(module), KEPT.get(nn.Linear(2, 2))) == ("second", "another", None)
 
 
+def test_what_is_dropped_is_gone_without_a_trace():
+    module = nn.Linear(2, 2)
+    before = dict(vars(module))
+    KEPT.keep(module, "first")
+    KEPT.drop(module)
+    KEPT.drop(module)
+    assert KEPT.get(module) is None
+    assert vars(module) == before
+
+
 def test_a_module_that_its_own_value_holds_is_freed():
     module = nn.Linear(2, 2)
     KEPT.keep(module, Held(module))

@@ -381,10 +381,20 @@ SUBJECTS = {
     subject.name: subject
     for subject in (
         Subject(
-            name="te apart", change=partial(computed, ()), other=partial(computed, FUSED), rtol=1e-5, excused=EXCUSED
+            name="te apart",
+            of=(convert_to_te,),
+            change=partial(computed, ()),
+            other=partial(computed, FUSED),
+            rtol=1e-5,
+            excused=EXCUSED,
         ),
         Subject(
-            name="te fused", change=partial(computed, FUSED), other=partial(computed, ()), rtol=1e-5, excused=EXCUSED
+            name="te fused",
+            of=(convert_to_te,),
+            change=partial(computed, FUSED),
+            other=partial(computed, ()),
+            rtol=1e-5,
+            excused=EXCUSED,
         ),
     )
 }
