@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -392,10 +393,20 @@ def test_the_last_bits_of_weights_that_are_bfloat16_are_others():
     assert not verify(trial(module=LowBefore()), steps=1, fault=("model.layers.1", FAULTS["a stale scale"])).green
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
-def test_a_precision_whose_rounding_is_not_known_is_no_fault_of_the_run(precision):
-    with pytest.raises(ValueError, match=rf"precision='{precision}', rounds.*Use one of \('32-true', 'bf16-mixed'\)"):
-        verify(trial(num_layers=2, precision=precision))
+def test_a_precision_whose_rounding_is_not_known_is_no_fault_of_the_run(monkeypatch):
+    known = r"Use one of \('32-true', 'bf16-mixed'\)"
+    with pytest.raises(ValueError, match=rf"precision='bf16-true', rounds.*{known}"):
+        verify(trial(num_layers=2, precision="bf16-true"))
+    asked = trial(num_layers=2)
+    monkeypatch.setattr(type(asked), "precision", MixedPrecision("16-mixed", "cpu"))  # as on a GPU
+    with pytest.raises(ValueError, match=rf"precision='16-mixed', rounds.*{known}"):
+        verify(asked)
+
+
+@pytest.mark.filterwarnings("ignore:You passed .*16-mixed")
+def test_float16_on_a_cpu_is_verified_as_the_trainer_runs_it():
+    verdict = verify(trial(num_layers=2, precision="16-mixed"), steps=1)
+    assert (verdict.green, verdict.rounding) == (True, "bfloat16")
 
 
 def test_weights_that_are_rounded_by_chance_have_no_reference():
