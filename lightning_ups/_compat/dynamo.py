@@ -227,8 +227,8 @@ def telling_guards_first() -> Iterator[None]:
     It has one for each graph that is there, and keeps that of the newest. Where a function is called by turns with
     inputs that need gradients and with others, the newest is the graph of the other turn, whose guard tells that only.
     """
-    get = getattr(convert_frame, _GET_GUARDS, None)
-    if not callable(get):
+    get: Callable[..., Any] | None = getattr(convert_frame, _GET_GUARDS, None)
+    if get is None:
         yield
         return
 
