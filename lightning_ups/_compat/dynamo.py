@@ -4,18 +4,20 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch._dynamo as dynamo
 import torch._functorch.config as aot_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._dynamo import convert_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,6 +28,7 @@ from typing_extensions import override
 
 __all__ = [
     "Compilation",
+    "GuardKind",
     "Mark",
     "artifact_keys",
     "backend_compiler",
@@ -37,6 +40,7 @@ __all__ = [
     "compiled_since",
     "configuration",
     "ddp_splitting_off",
+    "guard_kind",
     "has_new_artifacts",
     "is_compiler_error",
     "is_fake",
@@ -50,6 +54,7 @@ __all__ = [
     "num_graphs",
     "recompile_limit",
     "takes_mode",
+    "telling_guards_first",
     "toolchain",
     "tree_map",
 ]
@@ -121,7 +126,8 @@ class Compilation:
     Args:
         code: The name of the code object.
         frame: What Dynamo numbers code objects by.
-        guard: Why the graphs that were there did not fit; None if there were none.
+        guard: Why one of the graphs that were there did not fit; None if there were none. It is the newest of them,
+            or while the guards are ``telling_guards_first`` the newest that failed for more than a switch.
         failure: Why there is no graph, or None.
         hit_limit: Whether it failed since there were too many graphs already.
         seconds: How long it took.
@@ -192,7 +198,7 @@ def _compilation(metrics: Any) -> Compilation:
     return Compilation(
         code=metrics.co_name,
         frame=(metrics.compile_id or "").rpartition("/")[0],
-        guard=None if guard is None else _first_line(guard),
+        guard=None if guard is None else _without_graph(guard),
         failure=None if failure is None else _first_line(failure),
         hit_limit="recompile limit exceeded" in (failure or "") or metrics.fail_type == "FailOnRecompileLimitHit",
         seconds=metrics.entire_frame_compile_time_s or 0.0,
@@ -212,6 +218,66 @@ def _break(reason: Any) -> str:
 def _first_line(text: str) -> str:
     # Dynamo pads its guards with the source line that made them, and appends hints and stacks.
     return " ".join(text.strip().partition("\n")[0].partition("  # ")[0].split())
+
+
+@contextmanager
+def telling_guards_first() -> Iterator[None]:
+    """Let Dynamo keep, of the guards for which it compiles again, the one that tells most, while the context is open.
+
+    It has one for each graph that is there, and keeps that of the newest. Where a function is called by turns with
+    inputs that need gradients and with others, the newest is the graph of the other turn, whose guard tells that only.
+    """
+    get: Callable[..., Any] | None = getattr(convert_frame, _GET_GUARDS, None)
+    if get is None:
+        yield
+        return
+
+    @wraps(get)
+    def get_sorted(*args: Any, **kwargs: Any) -> Any:
+        guards = get(*args, **kwargs)
+        known = isinstance(guards, list) and all(isinstance(guard, str) for guard in guards)
+        return sorted(guards, key=_tells_little) if known else guards
+
+    setattr(convert_frame, _GET_GUARDS, get_sorted)
+    try:
+        yield
+    finally:
+        setattr(convert_frame, _GET_GUARDS, get)
+
+
+_GET_GUARDS = "get_and_maybe_log_recompilation_reasons"
+
+
+def _without_graph(guard: str) -> str:
+    # The guard has the number of its graph before it, by which equal guards could not be counted together.
+    return re.sub(r"^[!\d/_]+: ", "", _first_line(guard))
+
+
+GuardKind = Literal["shape", "value", "gradients", "other"]
+
+
+def guard_kind(guard: str) -> GuardKind:
+    """Return what has changed when ``guard`` fails: a tensor's shape, whether it needs gradients, or a value."""
+    for kind, words in _KINDS:
+        if words.search(guard):
+            return kind
+    return "other"
+
+
+_KINDS: list[tuple[GuardKind, re.Pattern[str]]] = [  # the first that fits
+    ("gradients", re.compile(r"requires_grad mismatch")),
+    ("shape", re.compile(r"(size|stride|rank) mismatch|\.(size|stride|storage_offset)\(\)")),
+    ("other", re.compile(r"^(tensor '|GLOBAL_STATE|BACKEND_MATCH|Unexpected|Unable|Cache line)")),
+    ("value", re.compile(r" ([=!]=|[<>]=?|is|in|not in) |___|^expected type of ")),
+]
+_SWITCH = re.compile(r"GLOBAL_STATE|dispatch key set mismatch|\.training == ")  # evaluation, autocast
+
+
+def _tells_little(guard: str) -> int:
+    guard = _without_graph(guard)
+    if guard_kind(guard) == "gradients" and "_parameters[" not in guard:  # a parameter was frozen, by no turn of calls
+        return 2
+    return 1 if _SWITCH.search(guard) else 0
 
 
 def cache_hits() -> tuple[int, int]:

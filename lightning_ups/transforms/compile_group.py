@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_frame import Frame
 
-__all__ = ["Group", "Phase", "worth_telling"]
+__all__ = ["Group", "Phase", "cure_of", "worth_telling"]
 
 Phase = Literal["training", "evaluation"]  # with gradients, and without
 
@@ -119,7 +119,7 @@ def worth_telling(
         fullgraph: Whether what runs uncompiled is an error, which says itself what it is about.
     """
     guard = recompiles[-1] if recompiles else "unknown"
-    cure = "Give it inputs of one shape (drop_last=True, padding), or set Compile(dynamic=True)."
+    cure = cure_of(guard)
     if frame.full and frame.differ:
         yield (
             "differ",
@@ -159,6 +159,24 @@ def worth_telling(
             f"Inductor records no CUDA graph of a part of {what}: {frame.no_cuda_graphs[-1]}. That part is launched"
             " kernel by kernel, as with mode='default'. Remove what it names, or set Compile(mode='default').",
         )
+
+
+def cure_of(guard: str) -> str:
+    """Return what the user can do so that ``guard`` does not fail."""
+    return _CURES[dynamo.guard_kind(guard)]
+
+
+_CURES: dict[dynamo.GuardKind, str] = {
+    "shape": "Give it inputs of one shape (drop_last=True, padding), or set Compile(dynamic=True).",
+    "value": "An argument or an attribute changes from step to step: keep it constant, or make it a tensor.",
+    "gradients": (
+        "Let the same inputs and parameters need gradients in each call: detach() inputs that need none, and freeze"
+        " parameters before the run."
+    ),
+    "other": (
+        "Keep what it is given, its attributes and modes such as autocast and no_grad as they are from call to call."
+    ),
+}
 
 
 def _number(count: int, what: str) -> str:

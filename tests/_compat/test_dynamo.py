@@ -64,6 +64,79 @@ def test_what_was_compiled_is_known_with_its_guards_and_breaks():
     assert not first.hit_limit
 
 
+def test_of_several_guards_that_is_known_which_tells_most():
+    def f(x, style):
+        return x.sin() if style == "a" else x.cos()
+
+    def guard(style, *, gradients):
+        start = dynamo.mark()
+        run(torch.ones(2, requires_grad=gradients), style)
+        (compilation,), _ = dynamo.compilations_since(start)
+        return compilation.guard
+
+    run = compiled(f)
+    with dynamo.telling_guards_first():
+        assert guard("a", gradients=False) is None
+        assert guard("a", gradients=True) == "tensor 'x' requires_grad mismatch. expected requires_grad=0"
+        assert guard("b", gradients=False) == "style == 'a'"
+        assert guard("b", gradients=True) == "style == 'a'"
+    with dynamo.telling_guards_first():
+        torch.compiler.reset()
+        assert guard("a", gradients=False) is None
+    guard("a", gradients=True)
+    assert "requires_grad" in guard("b", gradients=False)  # as Dynamo has it, once the context is left
+
+
+def test_a_frozen_parameter_is_told_before_an_input_that_needs_gradients_or_a_switch(monkeypatch):
+    training, frozen, needs = (
+        "0/3: self.training == True           # if self.training:",
+        "0/1: tensor 'self._parameters['weight']' requires_grad mismatch. expected requires_grad=1",
+        "0/2: tensor 'args[0]' requires_grad mismatch. expected requires_grad=0",
+    )
+    name = "get_and_maybe_log_recompilation_reasons"
+    monkeypatch.setattr(dynamo.convert_frame, name, lambda *guards, **_: list(guards))
+    with dynamo.telling_guards_first():
+        assert getattr(dynamo.convert_frame, name)(needs, training, frozen) == [frozen, training, needs]
+
+
+def test_without_the_reasons_dynamo_is_left_alone(monkeypatch):
+    name = "get_and_maybe_log_recompilation_reasons"
+    monkeypatch.setattr(dynamo.convert_frame, name, before := lambda *_, **__: None)
+    with dynamo.telling_guards_first():
+        assert getattr(dynamo.convert_frame, name)() is None
+    assert getattr(dynamo.convert_frame, name) is before
+    monkeypatch.delattr(dynamo.convert_frame, name)
+    with dynamo.telling_guards_first():
+        assert not hasattr(dynamo.convert_frame, name)
+
+
+@pytest.mark.parametrize(
+    ("guard", "kind"),
+    [
+        ("tensor 'args[0]' requires_grad mismatch. expected requires_grad=0", "gradients"),
+        ("tensor 'self._parameters['weight']' requires_grad mismatch. expected requires_grad=1", "gradients"),
+        ("tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU), actual DispatchKeySet(CUDA)", "other"),
+        ("tensor 'args[0]' size mismatch at index 0. expected 4, actual 5", "shape"),
+        ("tensor 'args[0]' stride mismatch at index 0. expected 1, actual 4", "shape"),
+        ("tensor 'args[0]' rank mismatch. expected 2, actual 3", "shape"),
+        ("2 <= args[0].size()[0] <= 6", "shape"),
+        ("args[1] == 'a'", "value"),
+        ("kwargs['n'] is None", "value"),
+        ("len(args) == 2", "value"),
+        ("___check_type_id(kwargs['n'], 140381956436800), type=<class 'list'>", "value"),
+        ("expected type of 'kwargs['n']' to be a tensor type, ' but found <class 'list'>", "value"),
+        ("self._modules['1'].training == True", "value"),
+        ("tensor 'args[0]' dtype mismatch. expected Float, actual Double", "other"),
+        ("GLOBAL_STATE changed: autocast(cpu)_enabled", "other"),
+        ("GLOBAL_STATE changed: grad_mode", "other"),
+        ("Unable to find recompilation reasons", "other"),
+        ("BACKEND_MATCH failure: torch.compile detected other callables. If this is unexpected, wrap it.", "other"),
+    ],
+)
+def test_guards_are_told_apart_by_their_words(guard, kind):
+    assert dynamo.guard_kind(guard) == kind
+
+
 def test_the_limit_is_known_when_it_is_hit_and_dynamo_is_silent():
     def f(x, n):
         return x * n
