@@ -231,18 +231,29 @@ def telling_guards_first() -> Iterator[None]:
     if get is None:
         yield
         return
+    token = object()
+    if not _TELLING:
+        setattr(convert_frame, _GET_GUARDS, _sorted_by_what_they_tell(get))
+    _TELLING.append(token)
+    try:
+        yield
+    finally:  # of two runs the first may end first
+        _TELLING.remove(token)
+        if not _TELLING:
+            setattr(convert_frame, _GET_GUARDS, getattr(convert_frame, _GET_GUARDS).__wrapped__)
 
+
+_TELLING: list[object] = []  # a token for each context that is open
+
+
+def _sorted_by_what_they_tell(get: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(get)
     def get_sorted(*args: Any, **kwargs: Any) -> Any:
         guards = get(*args, **kwargs)
         known = isinstance(guards, list) and all(isinstance(guard, str) for guard in guards)
         return sorted(guards, key=_tells_little) if known else guards
 
-    setattr(convert_frame, _GET_GUARDS, get_sorted)
-    try:
-        yield
-    finally:
-        setattr(convert_frame, _GET_GUARDS, get)
+    return get_sorted
 
 
 _GET_GUARDS = "get_and_maybe_log_recompilation_reasons"

@@ -64,6 +64,11 @@ def test_what_was_compiled_is_known_with_its_guards_and_breaks():
     assert not first.hit_limit
 
 
+@pytest.fixture(autouse=True)
+def nobody_tells_yet(monkeypatch):
+    monkeypatch.setattr(dynamo, "_TELLING", [])
+
+
 def test_of_several_guards_that_is_known_which_tells_most():
     def f(x, style):
         return x.sin() if style == "a" else x.cos()
@@ -80,11 +85,20 @@ def test_of_several_guards_that_is_known_which_tells_most():
         assert guard("a", gradients=True) == "tensor 'x' requires_grad mismatch. expected requires_grad=0"
         assert guard("b", gradients=False) == "style == 'a'"
         assert guard("b", gradients=True) == "style == 'a'"
-    with dynamo.telling_guards_first():
-        torch.compiler.reset()
-        assert guard("a", gradients=False) is None
-    guard("a", gradients=True)
-    assert "requires_grad" in guard("b", gradients=False)  # as Dynamo has it, once the context is left
+
+
+def test_guards_are_dynamos_again_once_the_last_context_is_left(monkeypatch):
+    def get():
+        return []
+
+    monkeypatch.setattr(dynamo.convert_frame, dynamo._GET_GUARDS, get)
+    one, other = dynamo.telling_guards_first(), dynamo.telling_guards_first()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)  # not the last that was opened
+    assert getattr(dynamo.convert_frame, dynamo._GET_GUARDS) is not get
+    other.__exit__(None, None, None)
+    assert getattr(dynamo.convert_frame, dynamo._GET_GUARDS) is get
 
 
 def test_a_frozen_parameter_is_told_before_an_input_that_needs_gradients_or_a_switch(monkeypatch):
