@@ -47,13 +47,13 @@ SETTINGS = {  # functions that return what holds while it is open
     "tuned": "lightning_ups._compat.inductor.tuned_blocks",
     "combined": "lightning_ups._compat.inductor.combined_kernels",
 }
-WITHOUT = {  # parts of tensorwise, each by itself, that are left out, or made finer
-    "fast sums": "in the output's product",
-    "e5m2": "for gradients, which have e4m3's finer values and smaller range instead",
-    "weights": "their gradients, which are products in bfloat16",
-    "attention": "its layers",
-    "ends": "the layers of the first block and of the last",
-}
+WITHOUT = (  # parts of tensorwise, each by itself, that are left out, or made finer
+    "fast sums",  # in the output's product
+    "e5m2",  # for gradients, which have e4m3's finer values and smaller range instead
+    "weights",  # their gradients, which are products in bfloat16
+    "attention",  # its layers
+    "ends",  # the layers of the first block and of the last
+)
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
     "speed": lambda name: name.startswith("speed") and not name.endswith(tuple(SETTINGS)),
     "compiler": lambda name: name.startswith("speed") and name.endswith(tuple(SETTINGS)),
@@ -298,7 +298,8 @@ def losses(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
     steps, seq, batch = (6, 32, 2) if tiny else (300, 1024, 8)
     module = GPTModule(size="tiny" if tiny else "1B", vocab_size=256, max_seq_len=seq, warmup_steps=steps // 10)
     data = StdlibText(seq_len=seq, batch_size=batch, seed=seed)
-    with _without(name.partition(" without ")[2]):
+    part = name.partition(" without ")[2]
+    with _without(part) if part else nullcontext():  # which alone needs torchao
         found = _fit(
             module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny, seed=seed
         )

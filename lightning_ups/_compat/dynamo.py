@@ -231,19 +231,18 @@ def telling_guards_first() -> Iterator[None]:
     if get is None:
         yield
         return
-    token = object()
     if not _TELLING:
         setattr(convert_frame, _GET_GUARDS, _sorted_by_what_they_tell(get))
-    _TELLING.append(token)
+    _TELLING.append(None)
     try:
         yield
     finally:  # of two runs the first may end first
-        _TELLING.remove(token)
+        _TELLING.pop()
         if not _TELLING:
             setattr(convert_frame, _GET_GUARDS, getattr(convert_frame, _GET_GUARDS).__wrapped__)
 
 
-_TELLING: list[object] = []  # a token for each context that is open
+_TELLING: list[None] = []  # as long as there are contexts open
 
 
 def _sorted_by_what_they_tell(get: Callable[..., Any]) -> Callable[..., Any]:

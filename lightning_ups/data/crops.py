@@ -9,7 +9,26 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Crops", "batches"]
+from lightning_ups.order.arguments import check_least
+
+__all__ = ["Crops", "batches", "check_counts"]
+
+
+def check_counts(of: str, *, optional: str, **counts: tuple[int | None, int]) -> None:
+    """Raise unless each count is a whole number of at least what is given beside it.
+
+    Args:
+        of: The class that has them.
+        optional: Which of them may be None.
+        **counts: The counts and their least, by name.
+
+    Raises:
+        TypeError: If one is no whole number.
+        ValueError: If one is less.
+    """
+    why = "It counts what there is to train on, or to validate."
+    for name, (value, least) in counts.items():
+        check_least(name, value, least, of=of, why=why, optional=name == optional)
 
 
 class Crops(Dataset[Tensor]):

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_ups.data.crops import batches
-from lightning_ups.order.arguments import check_kind, check_least
+from lightning_ups.data.crops import batches, check_counts
+from lightning_ups.order.arguments import check_kind
 
 __all__ = ["RandomTokens"]
 
@@ -44,21 +44,18 @@ class RandomTokens(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        why = "It counts what there is to train on, or to validate."
-        for name, value, least in (
-            ("vocab_size", vocab_size, 1),
-            ("seq_len", seq_len, 1),
-            ("batch_size", batch_size, 1),
-            ("num_samples", num_samples, 1),
-        ):
-            check_least(name, value, least, of="RandomTokens", why=why)
-        check_least("num_val_samples", num_val_samples, 0, of="RandomTokens", why=why, optional=True)
+        check_counts(
+            "RandomTokens",
+            optional="num_val_samples",
+            vocab_size=(vocab_size, 1),
+            seq_len=(seq_len, 1),
+            batch_size=(batch_size, 1),
+            num_samples=(num_samples, 1),
+            num_val_samples=(num_val_samples, 0),
+        )
         check_kind("seed", seed, int, of="RandomTokens", why="It is that of the tokens.")
-        self.vocab_size, self.seq_len, self.batch_size = (
-            vocab_size,
-            seq_len,
-            int(batch_size),
-        )  # numpy's, a loader refuses
+        self.vocab_size, self.seq_len = vocab_size, seq_len
+        self.batch_size = int(batch_size)  # numpy's, a loader refuses
         self.num_samples = num_samples
         self.num_val_samples = 2 * batch_size if num_val_samples is None else num_val_samples
         self.seed = int(seed)

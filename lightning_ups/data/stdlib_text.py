@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_ups.data.crops import Crops, batches
-from lightning_ups.order.arguments import check_kind, check_least, check_seed
+from lightning_ups.data.crops import Crops, batches, check_counts
+from lightning_ups.order.arguments import check_kind, check_seed
 
 __all__ = ["StdlibText", "unigram_entropy"]
 
@@ -65,15 +65,15 @@ class StdlibText(LightningDataModule):
         root: str | None = None,
     ) -> None:
         super().__init__()
-        why = "It counts what there is to train on, or to validate."
-        for name, value, least in (
-            ("seq_len", seq_len, 1),
-            ("hold_out_one_in", hold_out_one_in, 2),
-            ("num_crops", num_crops, 1),
-            ("num_val_crops", num_val_crops, 0),
-        ):
-            check_least(name, value, least, of="StdlibText", why=why)
-        check_least("batch_size", batch_size, 1, of="StdlibText", why=why, optional=True)
+        check_counts(
+            "StdlibText",
+            optional="batch_size",
+            seq_len=(seq_len, 1),
+            hold_out_one_in=(hold_out_one_in, 2),
+            num_crops=(num_crops, 1),
+            num_val_crops=(num_val_crops, 0),
+            batch_size=(batch_size, 1),
+        )
         check_seed(seed, of="StdlibText", why="It is that of the places.")
         check_kind("root", root, os.PathLike, of="StdlibText", why="It is a folder.", optional=True)
         if root == "":
