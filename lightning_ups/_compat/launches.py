@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -68,8 +69,47 @@ def launched_by_graphs(operators: Sequence[Operator], *, sources: Sequence[str])
         for each in operators:
             launch_directly(graph, each)
 
-    with graph_pass("apart", change, sources=sources):
+    with graph_pass("apart", change, sources=sources), _analysed_once():
         yield
+
+
+@contextmanager
+def _analysed_once() -> Iterator[None]:
+    """Let torch find out once for each kind of launch what its kernel writes to, while the context is open.
+
+    It has Triton parse the kernel for that, 10 ms, and asks two or three times for each launch: of sixteen blocks with
+    casts by rows there are 672.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    # The first in torch 2.13, which also finds what is read; the second in torch 2.11.
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    name = next((name for name in names if hasattr(triton_kernel_wrap, name)), None)
+    if name is None:
+        yield
+        return
+    plain = getattr(triton_kernel_wrap, name)
+    found: dict[Any, Any] = {}
+
+    def analysed(kernel: Any, arguments: dict[str, Any], descriptors: Any) -> Any:
+        kinds = {name: _kind(value) for name, value in arguments.items()}
+        if descriptors or None in kinds.values():
+            return plain(kernel, arguments, descriptors)
+        key = kernel, *kinds.items()
+        if key not in found:
+            found[key] = plain(kernel, arguments, descriptors)
+        return found[key]
+
+    with patch.object(triton_kernel_wrap, name, analysed):
+        yield
+
+
+def _kind(value: Any) -> Any:
+    """Return all that Triton looks at of an argument while it parses a kernel, or None if that is not known."""
+    if isinstance(value, int | float | str):
+        return type(value), value
+    dtype = getattr(value, "dtype", None)  # of a tensor without values, or of what stands for one in inductor
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def launch_directly(graph: fx.Graph, known: Operator) -> None:
