@@ -10,8 +10,10 @@
     python benchmarks/float8.py --set parts --output OUT          # which part of tensorwise costs the loss
     python benchmarks/float8.py --set predict-gpt --output OUT    # what float8 would gain for two models, and
     python benchmarks/float8.py --set predict-other --output OUT  # for two more; commit OUT now
+    python benchmarks/float8.py --set predict-narrow --output OUT # for one in which it should lose
     python benchmarks/float8.py --set measure-gpt --output OUT    # two of them: bfloat16, all in float8, filter: auto
     python benchmarks/float8.py --set measure-other --output OUT  # the other two
+    python benchmarks/float8.py --set measure-narrow --output OUT # the last
     python benchmarks/float8.py --summary     --output OUT    # tables of whatever is in OUT
     python benchmarks/float8.py --set all --tiny --output OUT # the same code on a CPU, with made-up times of products
 
@@ -41,7 +43,7 @@ from processes import Interrupted, finished, result_of
 
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ENGINE = ("delayed", "current", "block")
-MODELS = ("1B", "150M", "vit", "mixed")
+MODELS = ("1B", "150M", "vit", "mixed", "narrow")
 SEEDS = (0, 1, 2)
 SETTINGS = {  # functions that return what holds while it is open
     "tuned": "lightning_ups._compat.inductor.tuned_blocks",
@@ -66,8 +68,10 @@ SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten 
     "parts": lambda name: name.startswith("losses tensorwise without "),
     "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
     "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
+    "predict-narrow": lambda name: name == "predict narrow",
     "measure-gpt": lambda name: name.startswith(("measure 1B", "measure 150M")),
     "measure-other": lambda name: name.startswith(("measure vit", "measure mixed")),
+    "measure-narrow": lambda name: name.startswith("measure narrow"),
 }
 
 
@@ -407,7 +411,7 @@ def _model(name: str, *, tiny: bool) -> tuple[Any, Any]:
     if name in ("1B", "150M"):
         size, seq, batch = ("tiny", 32, 2) if tiny else (name, 4096, 4) if name == "1B" else (name, 1024, 32)
         return gpt(size, seq=seq, batch=batch)
-    return vit(tiny=tiny) if name == "vit" else mixed(tiny=tiny)
+    return {"vit": vit, "mixed": mixed, "narrow": narrow}[name](tiny=tiny)
 
 
 def vit(*, tiny: bool) -> tuple[Any, Any]:
@@ -433,14 +437,29 @@ def vit(*, tiny: bool) -> tuple[Any, Any]:
 
 
 def mixed(*, tiny: bool) -> tuple[Any, Any]:
-    """Return a model of narrow blocks, in which float8 loses, and wide ones, in which it wins."""
+    """Return a model of narrow blocks, in which float8 gains little or loses, and wide ones, in which it wins."""
+    from torch import nn
+
+    less, more, rows, batch = (16, 64, 4, 4) if tiny else (512, 4096, 512, 32)
+
+    def build() -> nn.Module:
+        return nn.Sequential(_feeds(6, less), nn.Linear(less, more), _feeds(6, more))
+
+    return _classifier(build, classes=10, width=more), _rows(batch, rows, less)
+
+
+def narrow(*, tiny: bool) -> tuple[Any, Any]:
+    """Return a model whose blocks are so narrow that casts should take longer than products save."""
+    width, rows, batch = (16, 4, 4) if tiny else (256, 512, 64)
+    return _classifier(partial(_feeds, 12, width), classes=10, width=width), _rows(batch, rows, width)
+
+
+def _feeds(number: int, width: int) -> Any:
     import torch
     from torch import nn
 
-    narrow, wide, rows, batch = (16, 64, 4, 4) if tiny else (512, 4096, 512, 32)
-
     class Feed(nn.Module):
-        def __init__(self, width: int) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.norm, self.up, self.down = (
                 nn.LayerNorm(width),
@@ -451,12 +470,13 @@ def mixed(*, tiny: bool) -> tuple[Any, Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
-    def build() -> nn.Module:
-        first, second = (nn.Sequential(*(Feed(width) for _ in range(6))) for width in (narrow, wide))
-        return nn.Sequential(first, nn.Linear(narrow, wide), second)
+    return nn.Sequential(*(Feed() for _ in range(number)))
 
-    batches = [(torch.randn(batch, rows, narrow), torch.randint(10, (batch,))) for _ in range(4)]
-    return _classifier(build, classes=10, width=wide), _repeated(batches)
+
+def _rows(batch: int, rows: int, width: int) -> Any:
+    import torch
+
+    return _repeated([(torch.randn(batch, rows, width), torch.randint(10, (batch,))) for _ in range(4)])
 
 
 def _classifier(build: Callable[[], Any], *, classes: int | None, width: int) -> Any:

@@ -190,14 +190,14 @@ def columns_by_tiles() -> dict[str, Any]:
         return quickest("scaled_columns", {"reference": lambda values: scaled_columns(values, scale_of(values), FORM)})
 
     from lightning_ups.kernels.float8_casts_triton import Tiles
-    from lightning_ups.kernels.float8_row_casts_triton import columns_launch
+    from lightning_ups.kernels.float8_row_casts_triton import COLUMN_TILES, columns_launch
 
     def way(values: Tensor, tiles: Tiles) -> Tensor:
         place = values.new_empty(values.shape[1], values.shape[0], dtype=FORM)
         columns_launch(values, scale_of(values), place, tiles=tiles).run(values.device)
         return place
 
-    sizes = dict.fromkeys((tuple(Tiles()), *TILES))
+    sizes = dict.fromkeys((tuple(COLUMN_TILES), *TILES))
     return quickest("scaled_columns", {str(size): partial(way, tiles=Tiles(*size)) for size in sizes})
 
 

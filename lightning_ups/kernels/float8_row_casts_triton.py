@@ -15,17 +15,18 @@ from lightning_ups.kernels.float8_casts import LEAST, can_transpose, largest_of
 from lightning_ups.kernels.float8_casts_triton import FAR, Tiles
 from lightning_ups.kernels.float8_row_casts import PARTS, column_maxima, scaled_columns, scaled_rows
 
-__all__ = ["OPERATORS", "column_maxima_launch", "columns_launch", "rows_launch"]
+__all__ = ["COLUMN_TILES", "OPERATORS", "column_maxima_launch", "columns_launch", "rows_launch"]
 
 TILE = 4096  # values that a program holds of short rows
-WIDEST = 8192  # values of a row that a program can hold
-ROWS, COLUMNS, STAGES = 16, 256, 2  # of what a program has under way that looks for maxima of columns
+WIDEST = 16384  # values of two bytes, of a row that a program can hold
+ROWS, COLUMNS, STAGES = 16, 512, 4  # of what a program has under way that looks for maxima of columns
+COLUMN_TILES = Tiles(columns=64)
 
 
 def rows_launch(values_MK: Tensor, rows_MK: Tensor, inverse_M: Tensor) -> Launch:
     """Return what writes the cast by rows, and what undoes the scale of each."""
     num_rows, width = values_MK.shape
-    is_whole = width <= WIDEST
+    is_whole = width * values_MK.dtype.itemsize <= 2 * WIDEST
     block = _power_of_two(width) if is_whole else TILE  # of a row; the first is kept, and others are read again
     rows = max(1, TILE // block)
     arguments = {
@@ -63,9 +64,10 @@ def column_maxima_launch(values_MK: Tensor, maxima_PK: Tensor) -> Launch:
     return Launch(_column_maxima(), PARTS * across, arguments, written=("maxima",))
 
 
-def columns_launch(values_MK: Tensor, scale_K: Tensor, columns_KR: Tensor, *, tiles: Tiles | None = None) -> Launch:
+def columns_launch(
+    values_MK: Tensor, scale_K: Tensor, columns_KR: Tensor, *, tiles: Tiles = COLUMN_TILES
+) -> Launch:
     """Return what writes the cast by columns, transposed."""
-    tiles = tiles or Tiles()
     num_rows, width = values_MK.shape
     length = columns_KR.shape[1]
     across = -(-width // tiles.columns)

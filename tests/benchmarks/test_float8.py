@@ -23,7 +23,7 @@ def test_every_set_has_its_configurations(float8, tmp_path):
     names = [*float8._cases(tiny=True, output=tmp_path)]
     assert {name.split()[0] for name in names} == {"speed", "losses", "predict", "measure"}
     assert [name for name in names if name.startswith("losses bf16")] == [f"losses bf16 seed {i}" for i in range(3)]
-    assert len([name for name in names if name.startswith("measure")]) == 12
+    assert len([name for name in names if name.startswith("measure")]) == 15
     parts = [sum(holds(name) for holds in float8.SETS.values()) for name in names]
     assert parts == [1] * len(names), "each belongs to one set"
     assert [name for name in names if float8.SETS["compiler"](name)] == [
@@ -78,6 +78,7 @@ def test_the_table_has_what_is_measured_so_far(float8):
         "| 150M | +10.0% |  | +10.0% | +0.0% | False |  |",
         "| vit | +10.0% | -20.0% | +10.0% |  | False |  |",
         "| mixed | +10.0% |  | +10.0% |  |  |  |",
+        "| narrow | +10.0% |  | +10.0% |  |  |  |",
     ]
 
 

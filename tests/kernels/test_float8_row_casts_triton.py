@@ -93,7 +93,7 @@ def test_on_a_gpu_a_graph_launches_them_and_writes_no_matrix_in_float32(recipe, 
 @pytest.mark.gpu(capability=(8, 9))
 @pytest.mark.parametrize("form", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (1000, 2048), (4096, 4112), (300, 14336)])
+@pytest.mark.parametrize("shape", [*SHAPES, (1000, 2048), (4096, 4112), (300, 14336), (300, 18432)])
 def test_the_kernels_on_a_gpu_do_what_the_reference_does(shape, dtype, form):
     for scale in (1.0, 0.0, 1e-4):
         x = uneven(shape, dtype, scale=scale)
