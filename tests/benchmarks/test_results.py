@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -150,28 +151,40 @@ def test_what_was_predicted_and_measured_is_as_told(model):
 
 
 def test_speeds_and_losses_by_recipe_are_as_told():
-    speeds, losses = (RESULTS / f"2026-11-24_float8_{name}" for name in ("speed", "losses"))
-    found = {path.stem.removeprefix("speed_"): json.loads(path.read_text()) for path in speeds.glob("speed_*.json")}
+    speeds = [RESULTS / f"2026-11-24_float8_{name}" for name in ("speed", "rows/speed", "rows/speed_gw_hp")]
+    ratios, peaks = {}, {}
+    for folder in speeds:  # casts with scales for rows were measured again
+        found = {path.stem.removeprefix("speed_"): json.loads(path.read_text()) for path in folder.glob("speed_*.json")}
+        ratios |= {name: run["tokens_per_s"] / found["bf16"]["tokens_per_s"] for name, run in found.items()}
+        peaks |= {name: run["peak_gib"] for name, run in found.items()}
+    losses = RESULTS / "2026-11-24_float8_losses"
     ends = {path.stem: json.loads(path.read_text())["last_tenth"] for path in losses.glob("*/losses_*.json")}
-    table = (ROOT / "docs" / "precision.md").read_text().partition("The recipes beside each other")[2]
+    page = (ROOT / "docs" / "precision.md").read_text().partition("### What it costs")[2].partition("###")[0]
+    assert re.findall(r"which are (\S+) and (\S+):", page) == [
+        tuple(f"{ends[f'losses_bf16_seed_{seed}']:.3f}" for seed in (0, 1))
+    ]
+    names = {"BF16Precision": "bf16", "the same by autocast": "autocast"}
+    names |= {each: f"te_{each}" for each in ("current", "delayed", "block")}
     told = {}
-    for line in re.findall(r"^\| `.*", table, flags=re.MULTILINE):
-        name, ratio, peak_gib, more = (cell.strip() for cell in line.strip("|").split("|"))
+    for line in re.findall(r"^\| (?!\|).*", page, flags=re.MULTILINE):
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         name = name.rpartition(", ")[2].strip("`")
-        told[name] = ratio, peak_gib, more
-    for name, (ratio, peak_gib, more) in told.items():
-        kept = {"BF16Precision": "bf16", **{e: f"te_{e}" for e in ("current", "delayed", "block")}}.get(name, name)
-        assert ratio == as_told(found[kept]["tokens_per_s"] / found["bf16"]["tokens_per_s"], ratio)
-        assert peak_gib == as_told(found[kept]["peak_gib"], peak_gib)
-        lost = ends[f"losses_{kept}_seed_0"] - ends["losses_bf16_seed_0"]
-        assert more == (f"{lost:+.3f}" if lost else "")
-    assert len(told) == len(found) == 7
+        told[names.get(name, name)] = cells
+    for name, (ratio, peak_gib, *lost) in told.items():
+        assert ratio == (as_told(ratios[name], ratio) if name in ratios else "")
+        assert peak_gib == (as_told(peaks[name], peak_gib) if name in peaks else "")
+        for seed, more in enumerate(lost):
+            end, plain = (ends.get(f"losses_{each}_seed_{seed}") for each in (name, "bf16"))
+            assert more == ("" if name == "bf16" or end is None else f"{end - plain:+.3f}")
+    assert told.keys() == ratios.keys() | {"autocast"}
+    assert len(told) == 8
 
 
 def test_each_fault_is_named_in_what_was_verified():
     folder = RESULTS / "2026-11-24_verify"
-    cases = [*raw(folder), *(case for case in raw(folder / "rest") if "error" not in case)]
-    assert len({case["case"] for case in cases}) == 8
+    parts = (folder, folder / "rest", folder / "compiled")
+    cases = [case for part in parts for case in raw(part) if "error" not in case]
+    assert len({case["case"] for case in cases}) == 10
     assert all(case["green"] and {*case["faults"].values()} == {"model.layers.11"} for case in cases)
     assert all(len(case["faults"]) == 4 for case in cases)
     powers = sorted(case["smallest fault, in bands"] for case in cases)
@@ -198,9 +211,37 @@ def test_the_losses_that_were_run_with_other_seeds_are_as_told():
     losses = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("2026-11-24_float8_losses/*/losses_*")}
     lines = (RESULTS / "2026-11-24_float8_losses" / "README.md").read_text()
     ends = {name: found["last_tenth"] for name, found in losses.items()}
-    for name, seed in (("autocast", 0), ("autocast", 1), ("rowwise_with_gw_hp", 0), ("rowwise_with_gw_hp", 1)):
+    for name, seed in itertools.product(("autocast", "rowwise_with_gw_hp", "rowwise", "tensorwise"), (0, 1)):
         end = ends[f"losses_{name}_seed_{seed}"]
         assert f"| {end:.4f} | {end - ends[f'losses_bf16_seed_{seed}']:+.4f} |" in lines
+
+
+def test_rows_in_float8_are_as_fast_as_told():
+    folder = RESULTS / "2026-11-24_float8_rows"
+    for recipe, of in (("rowwise", "speed"), ("rowwise_with_gw_hp", "speed_gw_hp")):
+        plain, rows = (json.loads((folder / of / f"speed_{name}.json").read_text()) for name in ("bf16", recipe))
+        gain, peak = rows["tokens_per_s"] / plain["tokens_per_s"], rows["peak_gib"]
+        assert f"{recipe} | {rows['tokens_per_s']:.0f} | {gain:.3f} | {peak} |" in (folder / "README.md").read_text()
+    text = (folder / "README.md").read_text()
+    defaults = {"scaled_rows": "(4096, 8192)", "column_maxima": "(16, 256, 2)", "scaled_columns": "(128, 128, 64, 1)"}
+    cases = {case["case"]: case for case in raw(folder / "casts") if case["case"] in defaults}
+    for shape in cases["scaled_rows"]["shapes"]:
+        found = [cases[name]["shapes"][shape]["TB_s"] for name in defaults]
+        cells = [
+            f"{max(of.values()):.2f}, {of[at]:.2f}" for of, at in zip(found, defaults.values(), strict=True)
+        ]
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {shape.replace('x', ' x ')}")]
+        assert line.endswith(f"| {' | '.join(cells)} |"), (line, cells)
+
+
+def test_a_warm_start_is_as_told():
+    folder, page = RESULTS / "2026-11-24_compile_cache", (ROOT / "docs" / "compile.md").read_text()
+    cold, warm = (runs(folder, {"case": f"bf16, {kind}"})[0] for kind in ("cold", "warm"))
+    assert warm["loaded"] == cold["saved"] > 0
+    assert warm["losses"][0] == cold["losses"][0]
+    told = [f"{run['compile']['groups'][0]['seconds']:.1f} s" for run in (cold, warm)]
+    assert "| {} | {} |".format(*told) in page
+    assert f"| {cold['first step s']:.1f} s | {warm['first step s']:.1f} s |" in page
 
 
 def test_the_suite_was_green():
@@ -283,9 +324,15 @@ def test_a_result_is_explained_beside_its_raw_output(folder):
         assert (folder / target).exists(), f"{folder.name} links to {target}"
 
 
-def test_predictions_that_are_kept_can_be_measured_against(import_benchmark, monkeypatch, tmp_path):
-    float8 = import_benchmark("float8")
-    kept = RESULTS / "2026-11-24_float8_predictions"
+@pytest.mark.parametrize(
+    ("kept", "sets"),
+    [
+        ("2026-11-24_float8_predictions", {"gpt": ("1B", "150M"), "other": ("vit", "mixed")}),
+        ("2026-11-24_float8_predictions_narrow", {"narrow": ("narrow",)}),
+    ],
+)
+def test_predictions_that_are_kept_can_be_measured_against(import_benchmark, monkeypatch, tmp_path, kept, sets):
+    float8, kept = import_benchmark("float8"), RESULTS / kept
     shutil.copytree(kept, tmp_path / "out")
     monkeypatch.setattr(float8, "unloadable", lambda *_, **__: None)
     monkeypatch.setattr(float8, "_device", lambda: "NVIDIA H200")
@@ -293,12 +340,12 @@ def test_predictions_that_are_kept_can_be_measured_against(import_benchmark, mon
     def chosen(name: str) -> list[str]:
         return float8._chosen(argparse.Namespace(set=name, only="", output=tmp_path / "out", tiny=False))
 
-    for name, models in {"gpt": ("1B", "150M"), "other": ("vit", "mixed")}.items():
+    for name, models in sets.items():
         assert chosen(f"predict-{name}") == []
         assert chosen(f"measure-{name}") == [f"measure {m} {p}" for m in models for p in ("bf16", "tensorwise", "auto")]
     (table,) = (tmp_path / "out" / "cache" / "lightning_ups" / "float8").iterdir()
     timed = {tuple(product["shape"]) for product in json.loads(table.read_text())["products"]}
-    for model in float8.MODELS:
+    for model in itertools.chain(*sets.values()):
         said = json.loads((kept / f"predict_{model}.json").read_text())
         rows = {tuple(map(int, line["rows x in x out"].split(" x "))) for line in said["table"]}
         assert rows <= timed
