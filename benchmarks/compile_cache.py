@@ -55,7 +55,7 @@ def _fit(precision: str, file: Path | None) -> dict[str, Any]:
     from lightning_ups.data import RandomTokens
     from lightning_ups.models import GPTModule
     from lightning_ups.models.gpt import SIZES
-    from lightning_ups.order import applied
+    from lightning_ups.order import report_of
     from lightning_ups.precision import BF16Precision, Float8Precision
 
     cuda = torch.cuda.is_available()
@@ -75,7 +75,7 @@ def _fit(precision: str, file: Path | None) -> dict[str, Any]:
             facts.setdefault("first step s", round(time.perf_counter() - self.began, 2))
 
         def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-            facts["compile"] = applied(trainer.strategy).report.parts["Compile"]
+            facts["compile"] = report_of(trainer).parts["Compile"]
 
     watch = Watch()
     seed_everything(0, verbose=False)

@@ -64,9 +64,7 @@ def column_maxima_launch(values_MK: Tensor, maxima_PK: Tensor) -> Launch:
     return Launch(_column_maxima(), PARTS * across, arguments, written=("maxima",))
 
 
-def columns_launch(
-    values_MK: Tensor, scale_K: Tensor, columns_KR: Tensor, *, tiles: Tiles = COLUMN_TILES
-) -> Launch:
+def columns_launch(values_MK: Tensor, scale_K: Tensor, columns_KR: Tensor, *, tiles: Tiles = COLUMN_TILES) -> Launch:
     """Return what writes the cast by columns, transposed."""
     num_rows, width = values_MK.shape
     length = columns_KR.shape[1]

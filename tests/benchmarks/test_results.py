@@ -227,9 +227,7 @@ def test_rows_in_float8_are_as_fast_as_told():
     cases = {case["case"]: case for case in raw(folder / "casts") if case["case"] in defaults}
     for shape in cases["scaled_rows"]["shapes"]:
         found = [cases[name]["shapes"][shape]["TB_s"] for name in defaults]
-        cells = [
-            f"{max(of.values()):.2f}, {of[at]:.2f}" for of, at in zip(found, defaults.values(), strict=True)
-        ]
+        cells = [f"{max(of.values()):.2f}, {of[at]:.2f}" for of, at in zip(found, defaults.values(), strict=True)]
         (line,) = [line for line in text.splitlines() if line.startswith(f"| {shape.replace('x', ' x ')}")]
         assert line.endswith(f"| {' | '.join(cells)} |"), (line, cells)
 
