@@ -239,7 +239,19 @@ def test_a_warm_start_is_as_told():
     assert warm["losses"][0] == cold["losses"][0]
     told = [f"{run['compile']['groups'][0]['seconds']:.1f} s" for run in (cold, warm)]
     assert "| {} | {} |".format(*told) in page
-    assert f"| {cold['first step s']:.1f} s | {warm['first step s']:.1f} s |" in page
+    waits = cold["first step s"], warm["first step s"]
+    assert "| {:.1f} s | {:.1f} s |".format(*waits) in page
+    (_, ours, theirs, gain), _ = row("][17]")
+    assert re.findall(r"[\d.]+(?= s\b)", ours + theirs) == [f"{wait:.1f}" for wait in reversed(waits)]
+    assert f"[{waits[0] - waits[1]:.0f} s]" in gain
+
+
+def test_the_row_of_rows_in_float8_is_that_of_the_raw_output():
+    (_, *cells, gain), folder = row("][16]")
+    found = [json.loads((folder / "speed" / f"speed_{name}.json").read_text()) for name in ("rowwise", "bf16")]
+    for run, cell in zip(found, cells, strict=True):
+        assert f"{run['tokens_per_s'] / 1e3:.1f} K, {run['peak_gib']:.1f} GiB" in cell
+    assert f"[{found[0]['tokens_per_s'] / found[1]['tokens_per_s']:.2f}x]" in gain
 
 
 def test_the_suite_was_green():
@@ -257,6 +269,8 @@ def test_each_row_is_held_to_something():
         "131072 tokens",
         "the largest GPT",
         "ViT-L of timm",
+        "][16]",
+        "][17]",
     ]
     held = [*PAIRS, *others]
     lines = rows(MEASURED)
