@@ -4,9 +4,10 @@
 
 Each start is a process of its own with an empty folder for inductor's and Triton's caches, so that all that a warm one
 finds is the file that the cold one before it has written. The same batches, whole models as `scope="auto"` has them on
-one GPU. Told are the seconds from the fit's beginning to the end of its first step, what of them was compilation,
-programs in the file, its size, and whether losses are the same. A later case needs the one before it. A start without
-a cache shows what keeping the file costs. UPS_BENCH_SIZE=tiny tries it all on any machine.
+one GPU. Told are the seconds from the fit's beginning to the end of its first step, what of them was compilation, and
+where its seconds went by torch's own clocks, which hold one another; programs in the file, its size, and the losses.
+A later case needs the one before it. A start without a cache shows what keeping the file costs. UPS_BENCH_SIZE=tiny
+tries it all on any machine.
 """
 
 import os
@@ -94,8 +95,16 @@ def _fit(precision: str, file: Path | None) -> dict[str, Any]:
         "fit s": round(time.perf_counter() - began, 2),
         **_told(facts.pop("compile")),
         **facts,
+        "seconds by torch": _by_torch(),
         "losses": watch.losses,
     }
+
+
+def _by_torch() -> dict[str, float]:
+    from torch._dynamo.utils import compilation_time_metrics  # noqa: TID251
+
+    seconds = {name: sum(times) for name, times in compilation_time_metrics.items()}
+    return {name: round(value, 2) for name, value in sorted(seconds.items(), key=lambda each: -each[1]) if value > 0.2}
 
 
 def _told(compiled: dict[str, Any]) -> dict[str, Any]:
