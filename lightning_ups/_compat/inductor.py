@@ -16,6 +16,7 @@ __all__ = [
     "even_splits",
     "graph_pass",
     "known_by",
+    "known_to_caches",
     "passes_in",
     "tuned_blocks",
 ]
@@ -125,6 +126,29 @@ def known_by(passes: Iterable[Any]) -> tuple[Any, ...] | None:
 
     keys = tuple(each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes)
     return None if None in keys else keys
+
+
+@contextmanager
+def known_to_caches(*functions: Callable[..., Any], sources: Sequence[str]) -> Iterator[None]:
+    """Let graphs that call ``functions``, which `torch.compiler.allow_in_graph` left whole, be found in caches.
+
+    By itself torch traces and differentiates such a graph in each start anew, since it cannot know what they do.
+
+    Args:
+        functions: Those.
+        sources: Files of what they do: caches know them by their content.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    name = "unsafe_marked_cacheable_functions"
+    if not hasattr(config, name):
+        yield
+        return
+    key = get_hash_for_files(tuple(sources)).hex()
+    ours = {f"{function.__module__}.{function.__name__}": key for function in functions}
+    with _set(name, {**getattr(config, name), **ours}):
+        yield
 
 
 @contextmanager

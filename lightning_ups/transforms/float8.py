@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ups._compat.float8_graph import leaner_casts
-from lightning_ups._compat.inductor import eager_precision_casts
+from lightning_ups._compat.inductor import eager_precision_casts, known_to_caches
 from lightning_ups._compat.launches import launched_by_graphs
 from lightning_ups._compat.optional import require
 from lightning_ups.kernels import float8_casts, float8_casts_triton, float8_row_casts, float8_row_casts_triton
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.kernels.float8_casts_triton import maxima_where_written
+from lightning_ups.transforms import float8_product, float8_row_product
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
 from lightning_ups.transforms.float8_layers import adapted
@@ -338,15 +339,18 @@ def compiler_settings(recipe: str, *, by_kernels: bool = HAS_KERNELS) -> Abstrac
 @contextmanager
 def _tensorwise_settings() -> Iterator[None]:
     launched = launched_by_graphs(float8_casts_triton.OPERATORS, sources=_CASTS)
-    with maxima_where_written(), leaner_casts(), launched:
+    known = known_to_caches(float8_product.multiplied, sources=(float8_product.__file__, *_CASTS))
+    with maxima_where_written(), leaner_casts(), launched, known:
         yield
 
 
 @contextmanager
 def _settings_by_rows(by_kernels: bool) -> Iterator[None]:  # noqa: FBT001
-    files = (float8_row_casts.__file__, float8_row_casts_triton.__file__)
-    launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=(*_CASTS, *files))
-    with nullcontext() if by_kernels else eager_precision_casts(), launched:
+    casts = (*_CASTS, float8_row_casts.__file__, float8_row_casts_triton.__file__)
+    launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=casts)
+    products = (float8_product.__file__, float8_row_product.__file__)
+    known = known_to_caches(float8_row_product.multiplied_by_rows, sources=(*products, *casts))
+    with nullcontext() if by_kernels else eager_precision_casts(), launched, known:
         yield
 
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from lightning_ups.kernels.float8_casts import HAS_KERNELS, TYPES, both_orders, column_order, maxima, row_order
 
-__all__ = ["FastSums", "can_multiply", "product"]
+__all__ = ["FastSums", "can_multiply", "multiplied", "product"]
 
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # gradients want range, and values precision
 
@@ -46,8 +46,28 @@ def product(values: Tensor, weight: Tensor, bias: Tensor | None, fast: FastSums)
     """Return ``values`` times the transposed ``weight`` and ``bias``, with gradients in float8 too."""
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
     keeps = torch.is_grad_enabled() and weight.requires_grad
-    output_MN: Tensor = _Product.apply(values_MK, weight, bias, fast, keeps)
+    output_MN = multiplied(values_MK, weight, bias, *fast, keeps, _BACKWARD)
     return output_MN.reshape(*values.shape[:-1], weight.shape[0])
+
+
+@torch.compiler.allow_in_graph
+def multiplied(
+    values_MK: Tensor,
+    weight: Any,
+    bias_N: Tensor | None,
+    fast_output: bool,  # noqa: FBT001
+    fast_input_gradient: bool,  # noqa: FBT001
+    fast_weight_gradient: bool,  # noqa: FBT001
+    keeps: bool,  # noqa: FBT001
+    backward_dtype: torch.dtype,
+) -> Tensor:
+    """Do what `product` does with a matrix.
+
+    A compiler's caches know it by its name, its file and its arguments: whatever it computes by has to be among these.
+    """
+    fast = FastSums(fast_output, fast_input_gradient, fast_weight_gradient)
+    output_MN: Tensor = _Product.apply(values_MK, weight, bias_N, fast, keeps, backward_dtype)
+    return output_MN
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -58,7 +78,6 @@ def _is_cast(weight: Any) -> bool:
     return type(weight).__name__ == "Float8TrainingTensor"  # whatever is in it while a graph is made
 
 
-@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -68,6 +87,7 @@ class _Product(torch.autograd.Function):
         bias_N: Tensor | None,
         fast: FastSums,
         keeps: bool,  # noqa: FBT001
+        backward_dtype: torch.dtype,
     ) -> Tensor:
         maxima_P, columns_KR = maxima(values_MK), None
         if keeps:
@@ -80,7 +100,7 @@ class _Product(torch.autograd.Function):
             weight_maxima_P = maxima(weight)
             rows_NK, weight_inverse = row_order(weight, weight_maxima_P, _FORWARD)
         ctx.save_for_backward(columns_KR, inverse, weight, weight_maxima_P)  # casts of weights are made again
-        ctx.fast, ctx.bias_dtype = fast, None if bias_N is None else bias_N.dtype
+        ctx.fast, ctx.dtype, ctx.bias_dtype = fast, backward_dtype, None if bias_N is None else bias_N.dtype
         output_MN = _multiply(rows_MK, rows_NK, inverse, weight_inverse, values_MK.dtype, fast=fast.output)
         return output_MN if bias_N is None else output_MN + bias_N.to(output_MN.dtype)
 
@@ -92,9 +112,9 @@ class _Product(torch.autograd.Function):
         dtype, maxima_P = gradient_MN.dtype, maxima(gradient_MN)
         input_gradient_MK = weight_gradient_NK = bias_gradient_N = columns_NR = None
         if columns_KR is None:
-            rows_MN, gradient_inverse = row_order(gradient_MN, maxima_P, _BACKWARD)
+            rows_MN, gradient_inverse = row_order(gradient_MN, maxima_P, ctx.dtype)
         else:
-            rows_MN, columns_NR, gradient_inverse = both_orders(gradient_MN, maxima_P, _BACKWARD)
+            rows_MN, columns_NR, gradient_inverse = both_orders(gradient_MN, maxima_P, ctx.dtype)
         if ctx.needs_input_grad[0]:
             if weight_maxima_P is None:
                 columns_KN, weight_inverse = weight._data.t().contiguous(), weight._scale.reciprocal()
@@ -109,7 +129,7 @@ class _Product(torch.autograd.Function):
             )
         if ctx.needs_input_grad[2]:
             bias_gradient_N = gradient_MN.sum(0).to(ctx.bias_dtype)
-        return input_gradient_MK, weight_gradient_NK, bias_gradient_N, None, None
+        return input_gradient_MK, weight_gradient_NK, bias_gradient_N, None, None, None
 
 
 def _multiply(

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from lightning_ups.kernels.float8_row_casts import column_maxima, scaled_columns, scaled_rows, scales_of
 from lightning_ups.transforms.float8_product import FastSums
 
-__all__ = ["product_by_rows"]
+__all__ = ["multiplied_by_rows", "product_by_rows"]
 
 _FLOAT8 = torch.float8_e4m3fn  # a scale for each row leaves gradients of one row less range to want
 
@@ -40,11 +40,29 @@ def product_by_rows(
             weight has one scale in the product for the gradient of the input: the least of its rows'.
     """
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
-    output_MN: Tensor = _Product.apply(values_MK, weight, bias, fast, exact_weight_gradient)
+    output_MN = multiplied_by_rows(values_MK, weight, bias, *fast, exact_weight_gradient)
     return output_MN.reshape(*values.shape[:-1], weight.shape[0])
 
 
 @torch.compiler.allow_in_graph
+def multiplied_by_rows(
+    values_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    fast_output: bool,  # noqa: FBT001
+    fast_input_gradient: bool,  # noqa: FBT001
+    fast_weight_gradient: bool,  # noqa: FBT001
+    exact: bool,  # noqa: FBT001
+) -> Tensor:
+    """Do what `product_by_rows` does with a matrix.
+
+    A compiler's caches know it by its name, its file and its arguments: whatever it computes by has to be among these.
+    """
+    fast = FastSums(fast_output, fast_input_gradient, fast_weight_gradient)
+    output_MN: Tensor = _Product.apply(values_MK, weight_NK, bias_N, fast, exact)
+    return output_MN
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.prune import random_unstructured
 
-from lightning_ups.transforms import float8
+from lightning_ups.transforms import float8, float8_product
 from lightning_ups.transforms.float8 import (
     check_recipe,
     compiler_settings,
@@ -20,6 +20,8 @@ from lightning_ups.transforms.float8 import (
 )
 from lightning_ups.transforms.float8_gather import gathers_in_float8
 
+STATES = [f"autograd_cache_{state}" for state in ("hit", "miss", "bypass")]
+MARKED = "unsafe_marked_cacheable_functions"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
@@ -365,3 +367,37 @@ def test_caches_of_graphs_know_every_file_that_decides_on_a_launch(monkeypatch, 
         ((wanted, sources),) = found
     assert wanted
     assert wanted <= sources
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rowwise", "rowwise_with_gw_hp"))],
+)
+def test_a_second_start_neither_traces_nor_differentiates_what_caches_know(recipe, monkeypatch, tmp_path):
+    from torch._dynamo.utils import counters  # noqa: TID251
+    from torch._inductor import config  # noqa: TID251
+
+    def trained() -> tuple[str, list[torch.Tensor]]:
+        torch.compiler.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16, bias=False))
+        convert_to_float8(net, recipe=recipe, include=["*"])
+        x = torch.randn(64, 32, requires_grad=True)
+        torch.compile(net, fullgraph=True)(x).square().sum().backward()
+        (state,) = [name for name in counters["aot_autograd"] if name in STATES]
+        return state.removeprefix("autograd_cache_"), [x.grad, *(weight.grad for weight in net.parameters())]
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with compiler_settings(recipe):
+        first, wanted = trained()
+        second, found = trained()
+        assert (first, second) == ("miss", "hit")
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+        if recipe == "tensorwise":  # what is computed by another type is another graph
+            monkeypatch.setattr(float8_product, "_BACKWARD", torch.float8_e4m3fn)
+            assert trained()[0] == "miss"
+        with config.patch({MARKED: dict.fromkeys(getattr(config, MARKED), "changed")}):
+            assert trained()[0] == "miss", "and so is what another source computes"
+    assert getattr(config, MARKED) == {}
