@@ -47,10 +47,10 @@ from lightning_ups.order import (
     under_sharding,
     undo,
 )
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.transforms.alike import shard_alike
-from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
+from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.explained import note_shards
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
@@ -242,6 +242,7 @@ class ShardingStrategy(ModelParallelStrategy):
         *,
         sharding: Sharding,
         replicate_size: int,
+        blocks: Sequence[str] | None,
         tensor_parallel_size: int,
         offload: bool,
         meta_device: bool,
@@ -296,6 +297,8 @@ class ShardingStrategy(ModelParallelStrategy):
             )
         self.sharding: Sharding = sharding
         self.replicate_size = replicate_size
+        self.blocks = None if blocks is None else as_patterns(blocks)
+        check_some("blocks", self.blocks, of=of, why="It would shard no block by itself.")
         self.tensor_parallel_size = tensor_parallel_size
         self._offload, self._unused = offload, unused_parameters
         self._meta_device = meta_device
@@ -331,6 +334,7 @@ class ShardingStrategy(ModelParallelStrategy):
             "replicate_size": self.replicate_size,
             "offload": self._offload,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "blocks": self.blocks,
         }
 
     # What a subclass says

@@ -72,6 +72,13 @@ def test_a_wrong_kind_is_named_with_its_cure(strategy, name, value, cure):
         strategy(**{name: value})
 
 
+@pytest.mark.parametrize("strategy", BOTH)
+def test_an_empty_list_of_blocks_is_refused(strategy):
+    match = rf"^{strategy.__name__}\(blocks=\[\]\) is an empty list\..*Name some, or leave blocks out\.$"
+    with pytest.raises(ValueError, match=match):
+        strategy(blocks=[])
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("offload", "no"), ("unused_parameters", "no"), ("reshard_after_forward", 2.0)]
 )
