@@ -22,7 +22,7 @@ from lightning_ups._compat.allocator import (
 )
 from lightning_ups._compat.lightning import trainer_of
 from lightning_ups.order import Run, Stage
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_least
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.transforms.blocks import find_blocks
@@ -73,15 +73,10 @@ class MemoryForensics(Callback):
         every: int = 10,
     ) -> None:
         check_kind("folder", folder, os.PathLike, of="MemoryForensics", why="It is where files go.", optional=True)
-        check_kind("every", every, int, of="MemoryForensics", why="It counts batches.")
+        why = "It is the number of batches between two looks at the allocator's counters."
+        check_least("every", every, 1, of="MemoryForensics", why=why)
         for name, value in (("snapshot", snapshot), ("history", history), ("plan", plan)):
             check_kind(name, value, bool, of="MemoryForensics", why="It is a switch.")
-        if every < 1:
-            raise ValueError(
-                f"MemoryForensics(every={every}) never looks."
-                " It is the number of batches between two looks at the allocator's counters."
-                " Use 1 or more."
-            )
         self.folder = None if folder is None else Path(folder)
         self.snapshot, self.history, self.plan, self.every = snapshot, history, plan, every
         self.text: str | None = None

@@ -490,7 +490,8 @@ class GPTModule(LightningModule):
                 f" Use one of {tuple(SIZES)}."
             )
         check_schedule(schedule)
-        check_kind("warmup_steps", warmup_steps, int, of="GPTModule", why="It counts steps.")
+        why = "It counts the steps over which the learning rate rises."
+        check_least("warmup_steps", warmup_steps, 0, of="GPTModule", why=why)
         for name, value, most in (
             ("lr", lr, math.inf),
             ("weight_decay", weight_decay, math.inf),
@@ -500,12 +501,6 @@ class GPTModule(LightningModule):
             _check_number(name, value, most=most)
         _check_betas(betas)
         check_kind("fused", fused, bool, of="GPTModule", why="It says how AdamW steps.", optional=True)
-        if warmup_steps < 0:
-            raise ValueError(
-                f"GPTModule(warmup_steps={warmup_steps}) is below 0."
-                " It counts the steps over which the learning rate rises."
-                " Use 0 for none."
-            )
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,

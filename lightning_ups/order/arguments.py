@@ -1,6 +1,7 @@
 """Checking the kind and range of an argument, where a wrong one would fail late or pass for something else."""
 
 import math
+import sys
 from collections.abc import Sized
 from numbers import Integral, Real
 from os import PathLike
@@ -36,17 +37,19 @@ def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional
 
 
 def check_least(name: str, value: Any, least: int, *, of: str, why: str, optional: bool = False) -> None:
-    """Raise unless ``value`` is a whole number of ``least`` or more; the arguments are those of `check_kind`.
+    """Raise unless ``value`` is a whole number from ``least`` to what loops and tensors hold.
+
+    The arguments are those of `check_kind`.
 
     Raises:
         TypeError: If it is no whole number.
-        ValueError: If it is below.
+        ValueError: If it is below or above.
     """
     check_kind(name, value, int, of=of, why=why, optional=optional)
-    if value is not None and value < least:
-        raise ValueError(
-            f"{of}({name}={value}) is out of range. {why} Use {least} or more{', or None' if optional else ''}."
-        )
+    if value is not None and not least <= value <= sys.maxsize:
+        most = "" if value < least else f", up to {sys.maxsize}"
+        words = ", or None" if optional else ""
+        raise ValueError(f"{of}({name}={value}) is out of range. {why} Use {least} or more{most}{words}.")
 
 
 def check_seed(seed: int, *, of: str, why: str) -> None:
