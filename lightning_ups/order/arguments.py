@@ -68,18 +68,28 @@ def check_seed(seed: int, *, of: str, why: str) -> None:
 
 
 def check_finite(
-    name: str, value: Any, *, of: str, why: str, above: float | None = None, optional: bool = False
+    name: str,
+    value: Any,
+    *,
+    of: str,
+    why: str,
+    above: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
 ) -> None:
     """Raise unless ``value`` is a finite number, of 0 or more, or, where that is given, ``above`` another.
 
     Raises:
         TypeError: If it is no number.
-        ValueError: If it is not finite, or too small.
+        ValueError: If it is not finite, too small, or more than ``most``.
     """
     check_kind(name, value, float, of=of, why=why, optional=optional)
-    if value is not None and not ((value >= 0 if above is None else value > above) and value < math.inf):
+    if value is None:
+        return
+    enough = value >= 0 if above is None else value > above
+    if not enough or not (value < math.inf if most is None else value <= most):
         least = "0 or more" if above is None else f"more than {above:g}"
-        words = ", or None" if optional else ""
+        words = ("" if most is None else f", up to {most:g}") + (", or None" if optional else "")
         raise ValueError(f"{of}({name}={value}) is out of range. {why} Use a finite number, {least}{words}.")
 
 

@@ -431,11 +431,11 @@ def test_a_wrong_kind_is_named_with_its_cure(name, value, cure):
     [
         ("vocab_size", 0, "Use 1 or more."),
         ("warmup_steps", -1, "Use 0 or more."),
-        ("lr", -1e-3, "Use a finite number of 0 or more."),
-        ("lr", float("nan"), "Use a finite number of 0 or more."),
-        ("weight_decay", float("inf"), "Use a finite number of 0 or more."),
-        ("final_fraction", 1.5, "Use a finite number of 0 or more, up to 1."),
-        ("decay_fraction", -0.1, "Use a finite number of 0 or more, up to 1."),
+        ("lr", -1e-3, "Use a finite number, 0 or more."),
+        ("lr", float("nan"), "Use a finite number, 0 or more."),
+        ("weight_decay", float("inf"), "Use a finite number, 0 or more."),
+        ("final_fraction", 1.5, "Use a finite number, 0 or more, up to 1."),
+        ("decay_fraction", -0.1, "Use a finite number, 0 or more, up to 1."),
     ],
 )
 def test_what_is_out_of_range_is_named_with_its_cure(name, value, cure):

@@ -184,6 +184,9 @@ def test_what_is_not_finite_is_named_with_what_is():
         ValueError, match=r"^Some\(x=inf\) is out of range\. It is a size\. Use a finite number, 0 or more\.$"
     ):
         check_finite("x", math.inf, of="Some", why="It is a size.")
+    check_finite("x", 1, of="Some", why="It is a share.", most=1)
+    with pytest.raises(ValueError, match=r"Use a finite number, 0 or more, up to 1\.$"):
+        check_finite("x", 1.5, of="Some", why="It is a share.", most=1)
     with pytest.raises(ValueError, match=r"Use a finite number, more than 0, or None\.$"):
         check_finite("x", 0, of="Some", why="It is a size.", above=0, optional=True)
 
