@@ -22,7 +22,7 @@ from lightning_ups._compat.allocator import (
 )
 from lightning_ups._compat.lightning import trainer_of
 from lightning_ups.order import Run, Stage
-from lightning_ups.order.arguments import check_kind, check_least
+from lightning_ups.order.arguments import check_kind, check_least, check_path
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.transforms.blocks import find_blocks
@@ -72,7 +72,7 @@ class MemoryForensics(Callback):
         plan: bool = True,
         every: int = 10,
     ) -> None:
-        check_kind("folder", folder, os.PathLike, of="MemoryForensics", why="It is where files go.", optional=True)
+        check_path("folder", folder, of="MemoryForensics", why="It is the folder where files go.")
         why = "It is the number of batches between two looks at the allocator's counters."
         check_least("every", every, 1, of="MemoryForensics", why=why)
         for name, value in (("snapshot", snapshot), ("history", history), ("plan", plan)):

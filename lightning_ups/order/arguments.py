@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-__all__ = ["check_finite", "check_kind", "check_least", "check_seed", "check_some"]
+__all__ = ["check_finite", "check_kind", "check_least", "check_path", "check_seed", "check_some"]
 
 # numpy's numbers too
 _KINDS: dict[type, tuple[type, ...]] = {int: (Integral,), float: (Real,), PathLike: (str, PathLike)}
@@ -34,6 +34,18 @@ def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional
     if not fits:
         words = _WORDS[kind] + (", or None" if optional else "")
         raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")
+
+
+def check_path(name: str, value: Any, *, of: str, why: str) -> None:
+    """Raise unless ``value`` is a path or None; an empty string would be the present folder.
+
+    Raises:
+        TypeError: If it is no path.
+        ValueError: If it is an empty string.
+    """
+    check_kind(name, value, PathLike, of=of, why=why, optional=True)
+    if value == "":
+        raise ValueError(f"{of}({name}='') is an empty path. {why} Name one, or leave {name} out.")
 
 
 def check_least(name: str, value: Any, least: int, *, of: str, why: str, optional: bool = False) -> None:

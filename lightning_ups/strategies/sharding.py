@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -47,7 +46,7 @@ from lightning_ups.order import (
     under_sharding,
     undo,
 )
-from lightning_ups.order.arguments import check_kind, check_least, check_some
+from lightning_ups.order.arguments import check_kind, check_least, check_path, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
@@ -252,7 +251,7 @@ class ShardingStrategy(ModelParallelStrategy):
             check_kind(name, value, bool, of=of, why="It is a switch.")
         check_kind("timeout_minutes", timeout_minutes, float, of=of, why="It is a time.")
         check_kind("process_group_backend", process_group_backend, str, of=of, why="It is a name.", optional=True)
-        check_kind("flight_recorder", flight_recorder, PathLike, of=of, why="It is a folder.", optional=True)
+        check_path("flight_recorder", flight_recorder, of=of, why="It is a folder.")
         if not 0 < timeout_minutes <= _LONGEST:
             raise ValueError(
                 f"{type(self).__name__}(timeout_minutes={timeout_minutes!r}) is out of range."

@@ -25,7 +25,7 @@ from lightning_ups.callbacks import (
     UnigramBaseline,
 )
 from lightning_ups.models import GPTModule
-from lightning_ups.order.arguments import check_finite, check_kind, check_least, check_seed, check_some
+from lightning_ups.order.arguments import check_finite, check_kind, check_least, check_path, check_seed, check_some
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,9 @@ from lightning_ups.order.arguments import check_finite, check_kind, check_least,
         (lambda: LeanProgressBar(metrics="loss"), "LeanProgressBar(metrics='loss')", "such as ['train_loss']."),
         (lambda: LeanProgressBar(metrics=[3]), "LeanProgressBar(metrics=[3])", "such as ['train_loss']."),
         (lambda: MemoryForensics(folder=3), "MemoryForensics(folder=3)", "Use a path, or None."),
+        (lambda: MemoryForensics(folder=""), "MemoryForensics(folder='')", "Name one, or leave folder out."),
         (lambda: Compile(cache=3), "Compile(cache=3)", "Use a path, or None."),
+        (lambda: Compile(cache=""), "Compile(cache='')", "Name one, or leave cache out."),
         (lambda: TextSample(prompt=3), "TextSample(prompt=3)", "Use a string."),
         (lambda: TextSample(num_tokens="4"), "TextSample(num_tokens='4')", "Use a whole number."),
         (lambda: TextSample(temperature="hot"), "TextSample(temperature='hot')", "Use a number."),
@@ -144,6 +146,18 @@ def test_a_right_kind_passes(value, kind):
 def test_true_is_no_number():
     with pytest.raises(TypeError, match=r"Some\(x=True\) is a bool\. It counts\. Use a whole number\."):
         check_kind("x", True, int, of="Some", why="It counts.")
+
+
+@pytest.mark.parametrize("value", [None, "a", Path("a"), Path()])
+def test_what_may_be_a_path_passes(value):
+    check_path("x", value, of="Some", why="It is a file.")
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^Some\(x=''\) is an empty path\. It is a file\. Name one, or leave x out\.$"
+    ):
+        check_path("x", "", of="Some", why="It is a file.")
 
 
 def test_what_is_too_small_is_named_with_the_least():

@@ -84,6 +84,13 @@ def test_an_empty_list_of_blocks_is_refused(strategy):
         strategy(blocks=[])
 
 
+@pytest.mark.parametrize("strategy", BOTH)
+def test_an_empty_path_is_refused(strategy):
+    match = rf"^{strategy.__name__}\(flight_recorder=''\) is an empty path\..*Name one, or leave flight_recorder out\.$"
+    with pytest.raises(ValueError, match=match):
+        strategy(flight_recorder="")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
