@@ -30,7 +30,7 @@ from lightning_ups.transforms.memory import GIB, Moment, readable
 from lightning_ups.transforms.memory_devices import Device
 from lightning_ups.transforms.memory_holders import holders, is_out_of_memory
 from lightning_ups.transforms.memory_twin import fake_batch, twin
-from lightning_ups.transforms.quoted import quoted
+from lightning_ups.transforms.quoted import first_line, quoted
 
 __all__ = ["MemoryForensics"]
 
@@ -181,7 +181,7 @@ class MemoryForensics(Callback):
         self, trainer: Trainer, module: LightningModule, exception: BaseException, device: torch.device
     ) -> Iterator[str]:
         where = _where(module, exception)
-        yield f"Out of memory on {device} at step {trainer.global_step}, {where}. {_first_line(exception)}"
+        yield f"Out of memory on {device} at step {trainer.global_step}, {where}. {first_line(exception)}."
         yield from self._held(trainer, module, device)
         yield from self._needed(trainer, device)
 
@@ -329,8 +329,3 @@ def _kinds(moment: Moment) -> Iterator[str]:
     for kind, size in moment.by_kind().items():
         if size >= 0.005 * moment.total:
             yield f"  {readable(size):>9} {names.get(kind, kind)}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
