@@ -62,9 +62,9 @@ __all__ = [
 BackendCompiler = Callable[[fx.GraphModule, list[Any]], Any]
 
 
-def backends() -> list[str]:
-    """Return every backend that is registered, those for debugging among them."""
-    return list(torch.compiler.list_backends(exclude_tags=()))
+def backends(*, debugging: bool = True) -> list[str]:
+    """Return every backend that is registered, those for ``debugging`` and experiments among them or not."""
+    return list(torch.compiler.list_backends(exclude_tags=() if debugging else ("debug", "experimental")))
 
 
 def takes_mode(backend: str) -> bool:

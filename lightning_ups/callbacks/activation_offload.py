@@ -1,6 +1,5 @@
 """What blocks save for backward, kept on the host."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -11,7 +10,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
 from lightning_ups.order import Context, Declaration, Report, Stage
-from lightning_ups.order.arguments import check_kind, check_some
+from lightning_ups.order.arguments import check_finite, check_least, check_some
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
 
@@ -51,14 +50,9 @@ class ActivationOffload(Declaration):
     def __init__(
         self, *, blocks: Sequence[str] | None = None, every_k: int = 1, min_mb: float = MIN_BYTES / 2**20
     ) -> None:
-        check_kind("every_k", every_k, int, of="ActivationOffload", why="It counts blocks.")
-        check_kind("min_mb", min_mb, float, of="ActivationOffload", why="It is the size of a tensor, in MiB.")
-        if every_k < 1 or not 0 <= min_mb < math.inf:
-            raise ValueError(
-                f"ActivationOffload(every_k={every_k}, min_mb={min_mb}) takes no block or no tensor."
-                " The first counts blocks: 1 takes each, 2 every second. Tensors smaller than the second stay."
-                " Use every_k=1 or more and min_mb=0 or more."
-            )
+        why = "It counts blocks: 1 takes each, 2 every second."
+        check_least("every_k", every_k, 1, of="ActivationOffload", why=why)
+        check_finite("min_mb", min_mb, of="ActivationOffload", why="Tensors of fewer MiB stay.")
         self.blocks = None if blocks is None else as_patterns(blocks)
         check_some(
             "blocks",

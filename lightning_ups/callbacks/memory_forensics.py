@@ -22,7 +22,7 @@ from lightning_ups._compat.allocator import (
 )
 from lightning_ups._compat.lightning import trainer_of
 from lightning_ups.order import Run, Stage
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_least, check_path
 from lightning_ups.order.plan import Planner
 from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.transforms.blocks import find_blocks
@@ -30,7 +30,7 @@ from lightning_ups.transforms.memory import GIB, Moment, readable
 from lightning_ups.transforms.memory_devices import Device
 from lightning_ups.transforms.memory_holders import holders, is_out_of_memory
 from lightning_ups.transforms.memory_twin import fake_batch, twin
-from lightning_ups.transforms.quoted import quoted
+from lightning_ups.transforms.quoted import first_line, quoted
 
 __all__ = ["MemoryForensics"]
 
@@ -72,16 +72,11 @@ class MemoryForensics(Callback):
         plan: bool = True,
         every: int = 10,
     ) -> None:
-        check_kind("folder", folder, os.PathLike, of="MemoryForensics", why="It is where files go.", optional=True)
-        check_kind("every", every, int, of="MemoryForensics", why="It counts batches.")
+        check_path("folder", folder, of="MemoryForensics", why="It is the folder where files go.")
+        why = "It is the number of batches between two looks at the allocator's counters."
+        check_least("every", every, 1, of="MemoryForensics", why=why)
         for name, value in (("snapshot", snapshot), ("history", history), ("plan", plan)):
             check_kind(name, value, bool, of="MemoryForensics", why="It is a switch.")
-        if every < 1:
-            raise ValueError(
-                f"MemoryForensics(every={every}) never looks."
-                " It is the number of batches between two looks at the allocator's counters."
-                " Use 1 or more."
-            )
         self.folder = None if folder is None else Path(folder)
         self.snapshot, self.history, self.plan, self.every = snapshot, history, plan, every
         self.text: str | None = None
@@ -186,7 +181,7 @@ class MemoryForensics(Callback):
         self, trainer: Trainer, module: LightningModule, exception: BaseException, device: torch.device
     ) -> Iterator[str]:
         where = _where(module, exception)
-        yield f"Out of memory on {device} at step {trainer.global_step}, {where}. {_first_line(exception)}"
+        yield f"Out of memory on {device} at step {trainer.global_step}, {where}. {first_line(exception)}."
         yield from self._held(trainer, module, device)
         yield from self._needed(trainer, device)
 
@@ -334,8 +329,3 @@ def _kinds(moment: Moment) -> Iterator[str]:
     for kind, size in moment.by_kind().items():
         if size >= 0.005 * moment.total:
             yield f"  {readable(size):>9} {names.get(kind, kind)}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

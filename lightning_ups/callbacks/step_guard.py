@@ -19,7 +19,7 @@ from lightning_ups._compat.averages import averaged_copies
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
 from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_finite, check_kind, check_least
 from lightning_ups.transforms.checkpoint import is_complete
 from lightning_ups.transforms.clip import gradients_of, total_norm
 from lightning_ups.transforms.guard import Deferred, KeptBuffers, LossWatch, Verdict
@@ -114,26 +114,19 @@ class StepGuard(Callback):
                     " It says what becomes of a step that goes wrong, and where that is decided."
                     f" Use one of {known}."
                 )
-        for name, value in (
-            ("window", window),
-            ("warmup_steps", warmup_steps),
-            ("max_in_a_row", max_in_a_row),
-            ("max_rollbacks", max_rollbacks),
+        for name, value, least, why in (
+            ("window", window, 2, "It counts the steps against which a spike is measured."),
+            ("warmup_steps", warmup_steps, 0, "It counts steps."),
+            ("max_in_a_row", max_in_a_row, 1, "It counts bad steps."),
+            ("max_rollbacks", max_rollbacks, 0, "It counts roll-backs."),
         ):
-            check_kind(name, value, int, of="StepGuard", why="It is a count.")
-        check_kind("sigmas", sigmas, float, of="StepGuard", why="It counts deviations.")
+            check_least(name, value, least, of="StepGuard", why=why)
+        check_finite("sigmas", sigmas, of="StepGuard", why="It counts deviations.", above=0)
         check_kind("gradients", gradients, bool, of="StepGuard", why="It is a switch.")
-        if window < 2 or not sigmas > 0 or min(warmup_steps, max_rollbacks) < 0 or max_in_a_row < 1:
-            raise ValueError(
-                f"StepGuard(window={window}, sigmas={sigmas}, warmup_steps={warmup_steps}, max_in_a_row={max_in_a_row},"
-                f" max_rollbacks={max_rollbacks}) is out of range."
-                " A spike is measured against at least two steps, by more than zero deviations; the rest are counts."
-                " Use window=128, sigmas=6.0 and the other defaults to begin with."
-            )
         self.on_nonfinite: Action = on_nonfinite
         self.on_spike: Action = on_spike
         self.gradients, self.skip_on = gradients, skip_on
-        self.window, self.sigmas, self.warmup_steps = window, sigmas, warmup_steps
+        self.window, self.sigmas, self.warmup_steps = window, float(sigmas), warmup_steps
         self.max_in_a_row, self.max_rollbacks = max_in_a_row, max_rollbacks
         self.events: list[GuardEvent] = []
         self._undo = ExitStack()

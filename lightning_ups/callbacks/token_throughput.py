@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_ups.callbacks.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.order import Report, Run, applied, refuse_second
-from lightning_ups.order.arguments import check_finite, check_kind
+from lightning_ups.order.arguments import check_finite, check_kind, check_least
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.throughput import Summary, first_change, own_peaks
 from lightning_ups.transforms.throughput.table import rendered
@@ -81,13 +81,7 @@ class TokenThroughput(Callback):
             ("split_every", split_every, 1),
         ):
             optional = name != "warmup_steps"
-            check_kind(name, value, int, of="TokenThroughput", why="It counts steps.", optional=optional)
-            if value is not None and value < least:
-                raise ValueError(
-                    f"TokenThroughput({name}={value}) is out of range."
-                    f" It counts steps, and the smallest that means something is {least}."
-                    f" Use {least} or more."
-                )
+            check_least(name, value, least, of="TokenThroughput", why="It counts steps.", optional=optional)
         for name, value, why in (
             ("flops_per_unit", flops_per_unit, "It counts operations."),
             ("single_device", single_device, "It is a speed, in units per second."),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups.data.crops import Crops, batches, check_counts
-from lightning_ups.order.arguments import check_kind, check_seed
+from lightning_ups.order.arguments import check_path, check_seed
 
 __all__ = ["StdlibText", "unigram_entropy"]
 
@@ -75,13 +75,8 @@ class StdlibText(LightningDataModule):
             batch_size=(batch_size, 1),
         )
         check_seed(seed, of="StdlibText", why="It is that of the places.")
-        check_kind("root", root, os.PathLike, of="StdlibText", why="It is a folder.", optional=True)
-        if root == "":
-            raise ValueError(
-                "StdlibText(root='') is an empty path."
-                " It is a folder of Python files that is read instead of the standard library."
-                " Name one, or leave root out."
-            )
+        why = "It is a folder of Python files that is read instead of the standard library."
+        check_path("root", root, of="StdlibText", why=why)
         # Numbers of numpy: a loader refuses them, and hashes of files are too large for them.
         self.batch_size = None if batch_size is None else int(batch_size)
         self.seq_len, self.hold_out_one_in = seq_len, int(hold_out_one_in)

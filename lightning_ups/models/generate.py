@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_ups.order.arguments import check_kind, check_seed
+from lightning_ups.order.arguments import check_kind, check_least, check_seed
 
 __all__ = ["generate"]
 
@@ -48,15 +48,12 @@ def generate(
         )
     check_kind("temperature", temperature, float, of="generate", why="It divides the logits.")
     check_seed(seed, of="generate", why="It is that of the draws.")
-    for name, value, least in (("num_tokens", num_tokens, 0), ("context", context, 1), ("top_k", top_k, 1)):
-        why = "It is a number of tokens."
-        check_kind(name, value, int, of="generate", why=why, optional=name == "top_k")
-        if value is not None and value < least:
-            raise ValueError(
-                f"generate({name}={value}) is out of range."
-                " It is a number of tokens: to add, to look back at, or to draw from."
-                f" Use {least} or more{', or None to draw from all' if name == 'top_k' else ''}."
-            )
+    for name, value, least, why in (
+        ("num_tokens", num_tokens, 0, "It counts tokens to add."),
+        ("context", context, 1, "It counts tokens to look back at."),
+        ("top_k", top_k, 1, "It counts tokens to draw from."),
+    ):
+        check_least(name, value, least, of="generate", why=why, optional=name == "top_k")
     if prompt.shape[1] == 0 or not temperature >= 0:
         raise ValueError(
             f"generate was given a prompt of {prompt.shape[1]} tokens and temperature={temperature}."

@@ -28,7 +28,7 @@ from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.adamw import adamw
 from lightning_ups.models.generate import generate
 from lightning_ups.models.schedule import Schedule, check_schedule, scheduler
-from lightning_ups.order.arguments import check_kind, check_least
+from lightning_ups.order.arguments import check_finite, check_kind, check_least
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
 
@@ -404,16 +404,6 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-def _check_number(name: str, value: float, *, most: float) -> None:
-    check_kind(name, value, float, of="GPTModule", why="The optimizer or its schedule computes with it.")
-    if not 0 <= value <= most or value == math.inf:
-        raise ValueError(
-            f"GPTModule({name}={value}) is out of range."
-            " The optimizer or its schedule computes with it."
-            f" Use a finite number of 0 or more{'' if most == math.inf else f', up to {most}'}."
-        )
-
-
 def _check_betas(betas: Any) -> None:
     numbers = [*betas] if isinstance(betas, (tuple, list)) else []
     real = all(isinstance(beta, Real) and not isinstance(beta, bool) for beta in numbers)
@@ -490,22 +480,18 @@ class GPTModule(LightningModule):
                 f" Use one of {tuple(SIZES)}."
             )
         check_schedule(schedule)
-        check_kind("warmup_steps", warmup_steps, int, of="GPTModule", why="It counts steps.")
+        why = "It counts the steps over which the learning rate rises."
+        check_least("warmup_steps", warmup_steps, 0, of="GPTModule", why=why)
         for name, value, most in (
-            ("lr", lr, math.inf),
-            ("weight_decay", weight_decay, math.inf),
+            ("lr", lr, None),
+            ("weight_decay", weight_decay, None),
             ("final_fraction", final_fraction, 1),
             ("decay_fraction", decay_fraction, 1),
         ):
-            _check_number(name, value, most=most)
+            why = "The optimizer or its schedule computes with it."
+            check_finite(name, value, of="GPTModule", why=why, most=most)
         _check_betas(betas)
         check_kind("fused", fused, bool, of="GPTModule", why="It says how AdamW steps.", optional=True)
-        if warmup_steps < 0:
-            raise ValueError(
-                f"GPTModule(warmup_steps={warmup_steps}) is below 0."
-                " It counts the steps over which the learning rate rises."
-                " Use 0 for none."
-            )
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,

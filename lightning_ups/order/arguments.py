@@ -1,12 +1,13 @@
 """Checking the kind and range of an argument, where a wrong one would fail late or pass for something else."""
 
 import math
+import sys
 from collections.abc import Sized
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-__all__ = ["check_finite", "check_kind", "check_least", "check_seed", "check_some"]
+__all__ = ["check_finite", "check_kind", "check_least", "check_path", "check_seed", "check_some"]
 
 # numpy's numbers too
 _KINDS: dict[type, tuple[type, ...]] = {int: (Integral,), float: (Real,), PathLike: (str, PathLike)}
@@ -35,18 +36,32 @@ def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional
         raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")
 
 
+def check_path(name: str, value: Any, *, of: str, why: str) -> None:
+    """Raise unless ``value`` is a path or None; an empty string would be the present folder.
+
+    Raises:
+        TypeError: If it is no path.
+        ValueError: If it is an empty string.
+    """
+    check_kind(name, value, PathLike, of=of, why=why, optional=True)
+    if value == "":
+        raise ValueError(f"{of}({name}='') is an empty path. {why} Name one, or leave {name} out.")
+
+
 def check_least(name: str, value: Any, least: int, *, of: str, why: str, optional: bool = False) -> None:
-    """Raise unless ``value`` is a whole number of ``least`` or more; the arguments are those of `check_kind`.
+    """Raise unless ``value`` is a whole number from ``least`` to what loops and tensors hold.
+
+    The arguments are those of `check_kind`.
 
     Raises:
         TypeError: If it is no whole number.
-        ValueError: If it is below.
+        ValueError: If it is below or above.
     """
     check_kind(name, value, int, of=of, why=why, optional=optional)
-    if value is not None and value < least:
-        raise ValueError(
-            f"{of}({name}={value}) is out of range. {why} Use {least} or more{', or None' if optional else ''}."
-        )
+    if value is not None and not least <= value <= sys.maxsize:
+        most = "" if value < least else f", up to {sys.maxsize}"
+        words = ", or None" if optional else ""
+        raise ValueError(f"{of}({name}={value}) is out of range. {why} Use {least} or more{most}{words}.")
 
 
 def check_seed(seed: int, *, of: str, why: str) -> None:
@@ -65,18 +80,28 @@ def check_seed(seed: int, *, of: str, why: str) -> None:
 
 
 def check_finite(
-    name: str, value: Any, *, of: str, why: str, above: float | None = None, optional: bool = False
+    name: str,
+    value: Any,
+    *,
+    of: str,
+    why: str,
+    above: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
 ) -> None:
     """Raise unless ``value`` is a finite number, of 0 or more, or, where that is given, ``above`` another.
 
     Raises:
         TypeError: If it is no number.
-        ValueError: If it is not finite, or too small.
+        ValueError: If it is not finite, too small, or more than ``most``.
     """
     check_kind(name, value, float, of=of, why=why, optional=optional)
-    if value is not None and not ((value >= 0 if above is None else value > above) and value < math.inf):
+    if value is None:
+        return
+    enough = value >= 0 if above is None else value > above
+    if not enough or not (value < math.inf if most is None else value <= most):
         least = "0 or more" if above is None else f"more than {above:g}"
-        words = ", or None" if optional else ""
+        words = ("" if most is None else f", up to {most:g}") + (", or None" if optional else "")
         raise ValueError(f"{of}({name}={value}) is out of range. {why} Use a finite number, {least}{words}.")
 
 

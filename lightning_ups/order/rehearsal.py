@@ -227,7 +227,7 @@ def _explained(run: Run) -> Iterator[None]:
         raise
     except NEEDS_VALUES as error:
         raise Uncountable(
-            f"{name} cannot be rehearsed: {_first_line(error)}."
+            f"{name} cannot be rehearsed: {_in_one_line(error)}."
             " Memory is counted on tensors that have shapes and no numbers, and what is done here depends on numbers,"
             " as `.item()`, `nonzero` and a mask used as an index do."
             " Measure one step instead: `fit` with fast_dev_run, and MemoryForensics among the callbacks."
@@ -240,7 +240,7 @@ def _explained(run: Run) -> Iterator[None]:
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _in_one_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # A module says what it is on many lines, and the reason stands behind them.
     first = f"{lines[0]}...{lines[-1].strip()}" if lines[0].endswith("(") else lines[0]
@@ -248,7 +248,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _named(error: BaseException) -> str:
-    name, said = type(error).__name__, _first_line(error)
+    name, said = type(error).__name__, _in_one_line(error)
     return name if said == name else f"{name}: {said}"
 
 

@@ -1,10 +1,9 @@
 """Checking settings of precisions that would have no effect beside others."""
 
 from collections.abc import Sequence
-from os import PathLike
 from pathlib import Path
 
-from lightning_ups.order.arguments import check_kind, check_some
+from lightning_ups.order.arguments import check_kind, check_path, check_some
 from lightning_ups.transforms.blocks import as_patterns
 
 __all__ = ["check_head", "check_timed", "check_tokens"]
@@ -47,9 +46,9 @@ def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path |
 
     Raises:
         TypeError: If ``table`` is no path.
-        ValueError: If either is given.
+        ValueError: If either is given, or ``table`` is empty.
     """
-    check_kind("table", table, PathLike, of=of, why="It is a file of times.", optional=True)
+    check_path("table", table, of=of, why="It is a file of times.")
     check_tokens(tokens, said=f"{of}(tokens={tokens!r})")
     given = {name: value for name, value in (("tokens", tokens), ("table", table)) if value is not None}
     if filter != "auto" and given:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -47,10 +46,10 @@ from lightning_ups.order import (
     under_sharding,
     undo,
 )
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_kind, check_least, check_path, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.transforms.alike import shard_alike
-from lightning_ups.transforms.blocks import Blocks, Origin, select_blocks
+from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.explained import note_shards
 from lightning_ups.transforms.instead import instead_of
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
@@ -62,7 +61,7 @@ from lightning_ups.transforms.shard import unsharded
 from lightning_ups.transforms.sharded_before import recall
 from lightning_ups.transforms.sharded_step import explaining_shards
 
-__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_range", "check_sharding", "some"]
+__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
 
 Sharding = Literal["full", "gradients", "none"]
 
@@ -194,25 +193,6 @@ def check_known(owner: object, name: str, value: object, known: tuple[str, ...])
         )
 
 
-def check_range(owner: object, *, optional: bool = False, **numbers: Any) -> None:
-    """Refuse whole numbers that are less than they can be.
-
-    Args:
-        owner: Whose arguments they are.
-        optional: Whether they may be None.
-        **numbers: Those that were given, by name.
-
-    Raises:
-        ValueError: If one is less than 1, or no whole number.
-    """
-    for name, value in numbers.items():
-        if not (value is None and optional) and (type(value) is not int or value < 1):
-            raise ValueError(
-                f"{type(owner).__name__}({name}={value!r}) is out of range."
-                " It counts devices, blocks or steps, and is a whole number. Give 1 or more, or leave it out."
-            )
-
-
 def check_sharding(
     owner: object, sharding: Sharding, *, replicate_size: int, reshard_after_forward: bool | int | str | None
 ) -> None:
@@ -242,6 +222,7 @@ class ShardingStrategy(ModelParallelStrategy):
         *,
         sharding: Sharding,
         replicate_size: int,
+        blocks: Sequence[str] | None,
         tensor_parallel_size: int,
         offload: bool,
         meta_device: bool,
@@ -270,7 +251,7 @@ class ShardingStrategy(ModelParallelStrategy):
             check_kind(name, value, bool, of=of, why="It is a switch.")
         check_kind("timeout_minutes", timeout_minutes, float, of=of, why="It is a time.")
         check_kind("process_group_backend", process_group_backend, str, of=of, why="It is a name.", optional=True)
-        check_kind("flight_recorder", flight_recorder, PathLike, of=of, why="It is a folder.", optional=True)
+        check_path("flight_recorder", flight_recorder, of=of, why="It is a folder.")
         if not 0 < timeout_minutes <= _LONGEST:
             raise ValueError(
                 f"{type(self).__name__}(timeout_minutes={timeout_minutes!r}) is out of range."
@@ -284,19 +265,21 @@ class ShardingStrategy(ModelParallelStrategy):
             timeout=timedelta(minutes=timeout_minutes),
         )
         check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
-        check_range(
-            self, replicate_size=replicate_size, tensor_parallel_size=tensor_parallel_size, sigterm_every=sigterm_every
+        check_least("replicate_size", replicate_size, 1, of=of, why="It counts copies of the sharded model.")
+        check_least("sigterm_every", sigterm_every, 1, of=of, why="It counts steps.")
+        check_least(
+            "communication_multiprocessors",
+            communication_multiprocessors,
+            1,
+            of=of,
+            why="With none, communication would not end.",
+            optional=True,
         )
-        if communication_multiprocessors is not None and (
-            type(communication_multiprocessors) is not int or communication_multiprocessors < 1
-        ):
-            raise ValueError(
-                f"{type(self).__name__}(communication_multiprocessors={communication_multiprocessors!r}) is no number"
-                " of multiprocessors. With none, communication would not end. Give 1 or more, or leave it out."
-            )
         self.sharding: Sharding = sharding
-        self.replicate_size = replicate_size
-        self.tensor_parallel_size = tensor_parallel_size
+        self.replicate_size = int(replicate_size)
+        self.blocks = None if blocks is None else as_patterns(blocks)
+        check_some("blocks", self.blocks, of=of, why="It would shard no block by itself.")
+        self.tensor_parallel_size = int(tensor_parallel_size)
         self._offload, self._unused = offload, unused_parameters
         self._meta_device = meta_device
         self._initialise_on: Literal["cpu", "device"] = initialise_on
@@ -331,6 +314,7 @@ class ShardingStrategy(ModelParallelStrategy):
             "replicate_size": self.replicate_size,
             "offload": self._offload,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "blocks": self.blocks,
         }
 
     # What a subclass says

@@ -271,6 +271,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
         super().__init__(
             sharding=sharding,
             replicate_size=replicate_size,
+            blocks=blocks,
             tensor_parallel_size=1,
             offload=False,
             meta_device=meta_device,
@@ -287,7 +288,6 @@ class SimpleFSDPStrategy(ShardingStrategy):
             weights_only=weights_only,
             on_unreplayable=on_unreplayable,
         )
-        self.blocks = None if blocks is None else as_patterns(blocks)
         self.overlap: Overlap = overlap
         self._reshard = sharding == "full" if reshard_after_forward is None else reshard_after_forward
         self._compiled: Compiled | None = None  # where no Compile is given
@@ -296,7 +296,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @property
     @override
     def settings(self) -> dict[str, Any]:
-        return {**super().settings, "reshard_after_forward": self._reshard, "blocks": self.blocks}
+        return {**super().settings, "reshard_after_forward": self._reshard}
 
     @property
     def _gathering(self) -> Gathering:

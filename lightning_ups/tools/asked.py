@@ -17,6 +17,7 @@ from lightning_ups.order import Placement, Run, refuse_precision
 from lightning_ups.tools.errors import unwrapped
 from lightning_ups.tools.layers import items
 from lightning_ups.tools.spelling import suggestion
+from lightning_ups.transforms.quoted import first_line
 
 __all__ = [
     "Asked",
@@ -114,8 +115,7 @@ def configured(module: LightningModule) -> list[str]:
         with torch.device("meta"):
             module.configure_model()
     except (NotImplementedError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        return [f"configure_model needs what is not here, so that what it builds is unknown: {reason}"]
+        return [f"configure_model needs what is not here, so that what it builds is unknown: {first_line(error)}"]
     return []
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ups._compat import probes
 from lightning_ups.tools.machine import KNOWN, Machine
 from lightning_ups.transforms.flags import AttentionBackend, attention_kernel_error
+from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["TECHNIQUES", "Finding", "Technique", "Verdict", "examine"]
 
@@ -69,7 +70,7 @@ def examine(technique: Technique, machine: Machine) -> Finding:
         return technique.check(machine) or Finding(verdict="runs")
     except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, OSError) as error:
         return Finding(
-            verdict="no", why=f"tried, and it failed: {_first_line(error)}", cure=_CURES.get(technique.name, "")
+            verdict="no", why=f"tried, and it failed: {first_line(error)}", cure=_CURES.get(technique.name, "")
         )
 
 
@@ -114,10 +115,6 @@ def _gpus(count: int) -> str:
 
 def _dotted(capability: Capability) -> str:
     return f"{capability[0]}.{capability[1]}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
 _CURE_OF_PACKAGE = {known.name: known.cure for known in KNOWN}

@@ -24,6 +24,8 @@ __all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "hearing", "prepa
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
+_USUAL_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiler:
@@ -53,9 +55,9 @@ class Compiler:
                 " A mode trades the time to compile for the time to run."
                 f" Use one of {get_args(Mode)}."
             )
-        if self.backend not in (registered := dynamo.backends()):
-            known = tuple(name for name in registered if "TESTING_ONLY" not in name)
-            near = get_close_matches(str(self.backend), known, n=1, cutoff=0.4)
+        if self.backend not in dynamo.backends():
+            known = tuple(dict.fromkeys((*_USUAL_BACKENDS, *dynamo.backends(debugging=False))))
+            near = get_close_matches(str(self.backend), known, n=1)
             raise ValueError(
                 f"backend={self.backend!r} is not registered with torch.compile."
                 " A backend has a name once the package that brings it is installed or has registered it."

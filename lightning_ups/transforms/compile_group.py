@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_ups._compat import dynamo
-from lightning_ups.transforms.compile_frame import Frame
+from lightning_ups.transforms.compile_frame import Compiler, Frame
 
 __all__ = ["Group", "Phase", "cure_of", "worth_telling"]
 
@@ -106,7 +106,7 @@ class Group:
 
 
 def worth_telling(
-    what: str, frame: Frame, recompiles: Sequence[str], *, max_recompiles: int, cuda_graphs: bool, fullgraph: bool
+    what: str, frame: Frame, recompiles: Sequence[str], *, max_recompiles: int, compiler: Compiler
 ) -> Iterator[tuple[str, str]]:
     """Yield what the user should know after something was compiled, each with its topic.
 
@@ -115,11 +115,11 @@ def worth_telling(
         frame: What was compiled.
         recompiles: The guards for which it was compiled again in this run.
         max_recompiles: How many of these are not worth telling.
-        cuda_graphs: Whether CUDA graphs were asked for.
-        fullgraph: Whether what runs uncompiled is an error, which says itself what it is about.
+        compiler: What was asked for. With ``fullgraph``, what runs uncompiled is an error, which says itself what it is
+            about.
     """
     guard = recompiles[-1] if recompiles else "unknown"
-    cure = cure_of(guard)
+    cure, fullgraph = cure_of(guard, compiler), compiler.fullgraph
     if frame.full and frame.differ:
         yield (
             "differ",
@@ -153,7 +153,7 @@ def worth_telling(
             f" uncompiled from now on where none of them fits; the graph breaks are: {'; '.join(set(frame.breaks))}."
             " Remove the graph break; Compile(fullgraph=True) shows where it is.",
         )
-    if cuda_graphs and frame.no_cuda_graphs:
+    if compiler.cuda_graphs and frame.no_cuda_graphs:
         yield (
             "cuda graphs",
             f"Inductor records no CUDA graph of a part of {what}: {frame.no_cuda_graphs[-1]}. That part is launched"
@@ -161,11 +161,16 @@ def worth_telling(
         )
 
 
-def cure_of(guard: str) -> str:
-    """Return what the user can do so that ``guard`` does not fail."""
-    return _CURES[dynamo.guard_kind(guard)]
+def cure_of(guard: str, compiler: Compiler) -> str:
+    """Return what the user can do so that ``guard``, of a graph that ``compiler`` made, does not fail."""
+    kind = dynamo.guard_kind(guard)
+    return _CURE_OF_FIXED_SIZES if kind == "shape" and compiler.dynamic else _CURES[kind]
 
 
+_CURE_OF_FIXED_SIZES = (
+    "Give it inputs of one shape (drop_last=True, padding), or let no loop and no branch in it depend on a size: such a"
+    " size is fixed in a graph, with dynamic=True as well."
+)
 _CURES: dict[dynamo.GuardKind, str] = {
     "shape": "Give it inputs of one shape (drop_last=True, padding), or set Compile(dynamic=True).",
     "value": "An argument or an attribute changes from step to step: keep it constant, or make it a tensor.",

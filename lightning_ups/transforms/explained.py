@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ups.transforms.quoted import first_line
+
 __all__ = [
     "advice_on_mixed_types",
     "explaining_reads",
@@ -41,7 +43,7 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
     try:
         yield
     except RuntimeError as error:
-        said = _first_line(error)
+        said = first_line(error)
         if "mixed torch.Tensor and DTensor" in said:
             raise RuntimeError(
                 f"{step} reads a parameter outside the forward of its module, which it did not do the first time:"
@@ -79,14 +81,10 @@ def explaining_types(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
         yield
     except RuntimeError as error:
         # Without what is advised of what no compiler takes.
-        said = _first_line(error).partition(". Something in it is beyond")[0]
+        said = first_line(error).partition(". Something in it is beyond")[0]
         if (text := _about_types(step, said, error, param_dtype)) is not None:
             raise RuntimeError(text) from error
         raise
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else ""
 
 
 def _explain_shards_differentiated(step: str, said: str, error: BaseException) -> None:
@@ -134,7 +132,7 @@ def explaining_shards_read(step: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # NotImplementedError is one
-        said = _first_line(error)
+        said = first_line(error)
         _explain_shards_differentiated(step, said, error)
         if error.__cause__ is not None or not any(words in said for words in ("DTensor", "sharding strategy")):
             raise  # explained already, or about something else

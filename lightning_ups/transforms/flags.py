@@ -63,6 +63,7 @@ _GPU_ONLY = frozenset({"cudnn", "efficient", "fa4", "fa3", "flex", "auto"})
 _TF32_CAPABILITY = (8, 0)
 _FROZEN_BY_PYTHON = 5_000  # since 3.12 the interpreter freezes some hundreds of its own objects when it starts
 _MB = 1 << 20
+_MAX_MB = 1 << 44  # the allocator counts bytes in 64 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class Flags:
 
     def __post_init__(self) -> None:
         _check_attention(self.attention)
-        _check_range("max_split_size_mb", self.max_split_size_mb, above=20)
+        _check_range("max_split_size_mb", self.max_split_size_mb, above=20, below=_MAX_MB)
         _check_range("garbage_collection_threshold", self.garbage_collection_threshold, above=0, below=1)
         _check_range("gc_interval", self.gc_interval, above=0)
 

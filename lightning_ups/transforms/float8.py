@@ -24,6 +24,7 @@ from lightning_ups.transforms.float8_gather import show_plain_weight
 from lightning_ups.transforms.float8_layers import adapted
 from lightning_ups.transforms.float8_mx import mx_linear_from
 from lightning_ups.transforms.on_module import OnModule
+from lightning_ups.transforms.other_layers import name_other_layers
 
 __all__ = [
     "Float8Conversion",
@@ -212,27 +213,11 @@ def float8_linears(module: nn.Module) -> dict[str, nn.Module]:
 
 def _none_fits(module: nn.Module, reasons: Mapping[str, str]) -> str:
     what = f"No linear layer of {type(module).__name__} can compute in float8."
-    others = _others(module)
+    others = name_other_layers(module)
     if not reasons:
-        return f"{what} It has no nn.Linear, and other layers are not converted{others}. Use BF16Precision."
+        return f"{what} It has no nn.Linear.{others} Use BF16Precision."
     some = "; ".join(f"{name}: {why}" for name, why in [*reasons.items()][:4])
-    rest = f" Layers that are no nn.Linear are not converted{others}." if others else ""
-    return f"{what} {some}.{rest} Name others by include=[...], or use BF16Precision."
-
-
-def _others(module: nn.Module) -> str:
-    """Return which classes hold most of the matrices that no linear layer does, such as transformers' Conv1D."""
-    weights, layers = Counter[str](), Counter[str]()
-    for m in module.modules():
-        if isinstance(m, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) or _is_float8(m):
-            continue
-        own = [p for name, p in m._parameters.items() if p is not None and "weight" in name and not is_lazy(p)]
-        if count := sum(p.numel() for p in own if p.dim() == 2):
-            name = f"{type(m).__module__}.{type(m).__qualname__}"
-            weights[name] += count
-            layers[name] += 1
-    most = [f"{name} ({layers[name]} of them, {count:,} weights)" for name, count in weights.most_common(3)]
-    return f": {', '.join(most)}" if most else ""
+    return f"{what} {some}.{others} Name others by include=[...], or use BF16Precision."
 
 
 def _choose(

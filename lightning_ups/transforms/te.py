@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_ups._compat.te import begin_scales, forget_scales, holds_engine_modules, scales, set_scales
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
+from lightning_ups.transforms.other_layers import name_other_layers
 from lightning_ups.transforms.te_forward import COMPUTED_WITHIN, Calls, Joint, PassedOn, computed_by, is_computed
 from lightning_ups.transforms.te_fusions import Fusion, fusions_in
 from lightning_ups.transforms.te_modules import (
@@ -182,16 +183,17 @@ def convert_to_te(
 def _refuse_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> None:
     products = any(borrower.num_products for borrower in work.borrowers.values())
     some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
+    others = name_other_layers(module)
     if not work.converted:
         raise ValueError(
             f"Nothing of {type(module).__name__} can be computed by Transformer Engine."
-            f" {some or 'It has no linear layer and no norm'}."
+            f" {some or 'It has no linear layer and no norm'}.{others}"
             " Name others by include=[...], or use BF16Precision."
         )
     if in_float8 and not products:
         raise ValueError(
             f"Of {type(module).__name__} Transformer Engine can compute norms alone, and nothing in float8."
-            f" {some or 'It has no nn.Linear in its blocks'}."
+            f" {some or 'It has no nn.Linear in its blocks'}.{others}"
             " Name linear layers by include=[...], or use recipe=None, or BF16Precision."
         )
 

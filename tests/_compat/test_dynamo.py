@@ -27,6 +27,9 @@ def untraced(x):
 
 def test_backends_are_those_of_torch_and_of_the_user():
     assert {"inductor", "eager", "aot_eager", "ups_no_tanh"} <= set(dynamo.backends())
+    some = dynamo.backends(debugging=False)
+    assert {"inductor", "cudagraphs", "ups_no_tanh"} <= set(some)
+    assert not {"eager", "eager_debug", "invoke_subgraph"} & set(some)
 
 
 def test_inductor_takes_a_mode_and_others_do_not():

@@ -98,7 +98,7 @@ def test_no_effect_is_an_error(tmp_path):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"or more and min_mb=0 or more\.$"):
+    with pytest.raises(ValueError, match=r"1 takes each, 2 every second\. Use 1 or more\.$"):
         ActivationOffload(every_k=0)
     with pytest.raises(TypeError):
         ActivationOffload(blocks="layers.*")

@@ -91,7 +91,7 @@ def test_the_text_of_the_error(tmp_path, monkeypatch):
     error = fit(MemoryForensics(), folder=tmp_path, seq_len=256)
     text = str(error)
     lines = text.splitlines()
-    assert lines[0] == f"Out of memory on cpu at step 1, in the forward pass of model.layers.2.ffn.down. {OOM}"
+    assert lines[0] == f"Out of memory on cpu at step 1, in the forward pass of model.layers.2.ffn.down. {OOM}."
     assert lines[1].startswith("Held now, ")
     held = text.split("Held now")[1].split("By plan")[0]
     for kind in ("parameters", "master weights", "optimizer state"):

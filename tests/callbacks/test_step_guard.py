@@ -367,10 +367,10 @@ def test_saves_are_followed_only_while_fit_runs(tmp_path):
         ({"on_nonfinite": "panic"}, "Use one of"),
         ({"on_spike": "panic"}, "Use one of"),
         ({"skip_on": "moon"}, "Use one of"),
-        ({"window": 1}, "to begin with"),
-        ({"sigmas": 0.0}, "to begin with"),
-        ({"max_in_a_row": 0}, "to begin with"),
-        ({"max_rollbacks": -1}, "to begin with"),
+        ({"window": 1}, "Use 2 or more"),
+        ({"sigmas": 0.0}, "more than 0"),
+        ({"max_in_a_row": 0}, "Use 1 or more"),
+        ({"max_rollbacks": -1}, "Use 0 or more"),
     ],
 )
 def test_wrong_settings_are_refused(settings, cure):

@@ -24,7 +24,8 @@ from lightning_ups.callbacks import (
     TrainingReport,
     UnigramBaseline,
 )
-from lightning_ups.order.arguments import check_finite, check_kind, check_least, check_seed, check_some
+from lightning_ups.models import GPTModule
+from lightning_ups.order.arguments import check_finite, check_kind, check_least, check_path, check_seed, check_some
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,10 @@ from lightning_ups.order.arguments import check_finite, check_kind, check_least,
         (lambda: RunManifest(log_hyperparams="no"), "RunManifest(log_hyperparams='no')", "Use True or False."),
         (lambda: StepGuard(window="128"), "StepGuard(window='128')", "Use a whole number."),
         (lambda: StepGuard(sigmas="6"), "StepGuard(sigmas='6')", "Use a number."),
+        (lambda: StepGuard(sigmas=0), "StepGuard(sigmas=0)", "Use a finite number, more than 0."),
+        (lambda: StepGuard(sigmas=math.inf), "StepGuard(sigmas=inf)", "Use a finite number, more than 0."),
+        (lambda: StepGuard(max_in_a_row=0), "StepGuard(max_in_a_row=0)", "Use 1 or more."),
+        (lambda: AccelerationFlags(max_split_size_mb=10**30), "max_split_size_mb=1000", "less than 17592186044416."),
         (lambda: StepGuard(gradients="no"), "StepGuard(gradients='no')", "Use True or False."),
         (lambda: MemoryForensics(every="10"), "MemoryForensics(every='10')", "Use a whole number."),
         (lambda: MemoryForensics(history="no"), "MemoryForensics(history='no')", "Use True or False."),
@@ -59,8 +64,8 @@ from lightning_ups.order.arguments import check_finite, check_kind, check_least,
         (lambda: OptimizerOffload(resident="half"), "OptimizerOffload(resident='half')", "Use a number."),
         (lambda: OptimizerOffload(chunk_mb=math.nan), "(chunk_mb=nan)", "Use a finite number, more than 0, or None."),
         (lambda: OptimizerOffload(chunk_mb=math.inf), "(chunk_mb=inf)", "Use a finite number, more than 0, or None."),
-        (lambda: ActivationOffload(min_mb=math.nan), "min_mb=nan", "min_mb=0 or more."),
-        (lambda: ActivationOffload(min_mb=math.inf), "min_mb=inf", "min_mb=0 or more."),
+        (lambda: ActivationOffload(min_mb=math.nan), "(min_mb=nan)", "Use a finite number, 0 or more."),
+        (lambda: ActivationOffload(min_mb=math.inf), "(min_mb=inf)", "Use a finite number, 0 or more."),
         (lambda: ActivationOffload(blocks=[]), "ActivationOffload(blocks=[])", "Name some, or leave blocks out."),
         (lambda: ActivationCheckpoint(blocks=()), "ActivationCheckpoint(blocks=[])", "Name some, or leave blocks out."),
         (lambda: DevicePrefetch(min_kb=math.inf), "DevicePrefetch(min_kb=inf)", "Use a finite number, 0 or more."),
@@ -81,7 +86,9 @@ from lightning_ups.order.arguments import check_finite, check_kind, check_least,
         (lambda: LeanProgressBar(metrics="loss"), "LeanProgressBar(metrics='loss')", "such as ['train_loss']."),
         (lambda: LeanProgressBar(metrics=[3]), "LeanProgressBar(metrics=[3])", "such as ['train_loss']."),
         (lambda: MemoryForensics(folder=3), "MemoryForensics(folder=3)", "Use a path, or None."),
+        (lambda: MemoryForensics(folder=""), "MemoryForensics(folder='')", "Name one, or leave folder out."),
         (lambda: Compile(cache=3), "Compile(cache=3)", "Use a path, or None."),
+        (lambda: Compile(cache=""), "Compile(cache='')", "Name one, or leave cache out."),
         (lambda: TextSample(prompt=3), "TextSample(prompt=3)", "Use a string."),
         (lambda: TextSample(num_tokens="4"), "TextSample(num_tokens='4')", "Use a whole number."),
         (lambda: TextSample(temperature="hot"), "TextSample(temperature='hot')", "Use a number."),
@@ -93,6 +100,27 @@ from lightning_ups.order.arguments import check_finite, check_kind, check_least,
 def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
     with pytest.raises((TypeError, ValueError), match=f"{re.escape(given)}.*{re.escape(cure)}"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        (ActivationCheckpoint, ["every_k"]),
+        (ActivationOffload, ["every_k"]),
+        (Compile, ["max_recompiles"]),
+        (GPTModule, ["warmup_steps", "vocab_size", "max_seq_len"]),
+        (LeanProgressBar, ["refresh_rate"]),
+        (MemoryForensics, ["every"]),
+        (StepGuard, ["window", "warmup_steps", "max_in_a_row", "max_rollbacks"]),
+        (TextSample, ["num_tokens", "top_k"]),
+        (TokenThroughput, ["warmup_steps", "inspect_at", "split_every"]),
+    ],
+)
+def test_a_count_that_no_loop_can_reach_is_refused_at_once(part, names):
+    for name in names:
+        match = rf"^{part.__name__}\({name}={10**30}\) is out of range\. .* or more, up to {2**63 - 1}(, or None)?\.$"
+        with pytest.raises(ValueError, match=match):
+            part(**{name: 10**30})
 
 
 @pytest.mark.parametrize(
@@ -120,6 +148,18 @@ def test_true_is_no_number():
         check_kind("x", True, int, of="Some", why="It counts.")
 
 
+@pytest.mark.parametrize("value", [None, "a", Path("a"), Path()])
+def test_what_may_be_a_path_passes(value):
+    check_path("x", value, of="Some", why="It is a file.")
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^Some\(x=''\) is an empty path\. It is a file\. Name one, or leave x out\.$"
+    ):
+        check_path("x", "", of="Some", why="It is a file.")
+
+
 def test_what_is_too_small_is_named_with_the_least():
     check_least("x", 2, 2, of="Some", why="It counts.")
     check_least("x", None, 2, of="Some", why="It counts.", optional=True)
@@ -129,6 +169,12 @@ def test_what_is_too_small_is_named_with_the_least():
         check_least("x", 1, 2, of="Some", why="It counts.", optional=True)
     with pytest.raises(TypeError, match=r"Use a whole number\.$"):
         check_least("x", None, 2, of="Some", why="It counts.")
+
+
+def test_what_is_too_large_is_named_with_the_most():
+    check_least("x", 2**63 - 1, 2, of="Some", why="It counts.")
+    with pytest.raises(ValueError, match=rf"^Some\(x={2**63}\) .* It counts\. Use 2 or more, up to {2**63 - 1}\.$"):
+        check_least("x", 2**63, 2, of="Some", why="It counts.")
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**64 - 1])
@@ -152,6 +198,9 @@ def test_what_is_not_finite_is_named_with_what_is():
         ValueError, match=r"^Some\(x=inf\) is out of range\. It is a size\. Use a finite number, 0 or more\.$"
     ):
         check_finite("x", math.inf, of="Some", why="It is a size.")
+    check_finite("x", 1, of="Some", why="It is a share.", most=1)
+    with pytest.raises(ValueError, match=r"Use a finite number, 0 or more, up to 1\.$"):
+        check_finite("x", 1.5, of="Some", why="It is a share.", most=1)
     with pytest.raises(ValueError, match=r"Use a finite number, more than 0, or None\.$"):
         check_finite("x", 0, of="Some", why="It is a size.", above=0, optional=True)
 

@@ -21,6 +21,7 @@ BOTH = pytest.mark.parametrize("kind", [Float8Precision, TEPrecision])
         ({"filter": "auto", "tokens": 0}, "(tokens=0) is no number of rows", "Give a whole number of 1 or more"),
         ({"filter": "auto", "tokens": "4096"}, "(tokens='4096')", "Give a whole number of 1 or more"),
         ({"include": []}, "(include=[]) is an empty list.", "Name some, or leave include out."),
+        ({"filter": "auto", "table": ""}, "(table='') is an empty path.", "Name one, or leave table out."),
         ({"head": True, "include": ["a.*"]}, "(include=['a.*'], head=True)", "Add the names outside the blocks to"),
     ],
     ids=str,

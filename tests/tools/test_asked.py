@@ -180,6 +180,15 @@ def test_configure_model_may_need_a_trainer():
     assert note.startswith("configure_model needs what is not here")
 
 
+def test_a_configure_model_that_fails_in_silence_is_quoted_by_its_error():
+    class Silent(Late):
+        def configure_model(self):
+            raise NotImplementedError
+
+    (note,) = configured(Silent())
+    assert note.endswith("so that what it builds is unknown: NotImplementedError")
+
+
 def asked(config, slots):
     return Asked(run=run(), optimizer=None, config={"trainer": DEFAULTS} | config, slots=slots)
 

@@ -212,7 +212,11 @@ def test_a_reset_of_the_compiler_is_noticed():
         ({"mode": "fast"}, r"Use one of \('default', 'reduce-overhead'"),
         (
             {"backend": "inductr"},
-            r"'inductr' is not registered(?!.*TESTING_ONLY).*Use one of .*; the nearest is 'inductor'\.",
+            r"'inductr' is not registered.*Use one of .*; the nearest is 'inductor'\.",
+        ),
+        (
+            {"backend": "nobackend"},
+            r"Use one of \('inductor', 'aot_eager', 'eager', 'cudagraphs', (?!.*(minifier|debug|TESTING_ONLY)).*\)\.$",
         ),
         ({"backend": "ups_no_tanh", "mode": "max-autotune"}, r"Leave mode out, or use backend='inductor'"),
     ],

@@ -59,9 +59,8 @@ def test_a_block_may_be_evaluated_in_a_frame_of_its_own():
     assert (group.blocks, group.frames) == (["a", "b"], [training, evaluation, alone])
 
 
-def told(frame, recompiles, *, max_recompiles=3, cuda_graphs=False):
-    options = {"max_recompiles": max_recompiles, "cuda_graphs": cuda_graphs, "fullgraph": False}
-    return dict(worth_telling("It", frame, recompiles, **options))
+def told(frame, recompiles, *, max_recompiles=3, compiler=EAGER):
+    return dict(worth_telling("It", frame, recompiles, max_recompiles=max_recompiles, compiler=compiler))
 
 
 def test_churn_is_told_from_its_first_signs_to_its_end():
@@ -79,4 +78,4 @@ def test_a_part_without_cuda_graphs_is_told_if_they_were_asked_for():
     frame, _ = frames(34)
     frame.no_cuda_graphs.append("mutated inputs")
     assert told(frame, []) == {}
-    assert "It: mutated inputs" in told(frame, [], cuda_graphs=True)["cuda graphs"]
+    assert "It: mutated inputs" in told(frame, [], compiler=Compiler(backend="cudagraphs"))["cuda graphs"]

@@ -207,6 +207,16 @@ def test_nothing_converted_is_an_error():
         convert_to_te(nn.Sequential(nn.Linear(4, 4)), head=True)
 
 
+@pytest.mark.parametrize("norms", [True, False])
+def test_the_layers_of_gpt2_are_named(norms):
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=50)
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head: .* converted: transformers\.pytorch_utils\.Conv1D \(8 of them, 24,576 weights\)\. Name",
+    ):
+        convert_to_te(transformers.GPT2LMHeadModel(config), norms=norms, in_float8=True)
+
+
 def test_norms_alone_are_nothing_in_float8():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(16))
     alone = convert_to_te(model, head=True)
