@@ -259,6 +259,7 @@ class MasteredOptimizer(Optimizer):
         self._late_done = False
         self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
         self._followed: set[nn.Parameter] = set()
+        self._stepped: list[nn.Parameter] = []  # by the last step, which has taken their gradients
         self._seen: set[nn.Parameter] = set()  # in whose gradients others may write now
         self._shown: set[nn.Parameter] = set()  # of these, whose gradients are copies and not a wrapper's
         super().__init__(groups, inner.defaults)
@@ -341,6 +342,7 @@ class MasteredOptimizer(Optimizer):
         self._hand_over_options()
         self._complete_reduction()
         self._late_done = False
+        self._stepped = [p for p in self._mastered() if _is_dense(self._gradient(p))]
 
     @property
     def in_one_kernel(self) -> bool:
@@ -387,11 +389,25 @@ class MasteredOptimizer(Optimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            self._stepped = []
+        else:
+            self._give_zeros()
         super().zero_grad(set_to_none)
+        self._seen.clear()
+        self._shown.clear()
+        self._follow(self._parameters())  # of those that were frozen
         self._late_done = False
         self.masters.reduced.difference_update(self._parameters())
         for parameter in self._mastered():
             self.masters.of[parameter].grad = None
+
+    def _give_zeros(self) -> None:
+        # A gradient that a step has taken, or that a master has, is one to be set to zero: it decays its weight.
+        graded = [*self._stepped, *(p for p in self._mastered() if _is_dense(self.masters.of[p].grad))]
+        for parameter in graded:
+            if parameter.grad is None and self._wrapper is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -446,7 +462,7 @@ class MasteredOptimizer(Optimizer):
         self._seen.clear()
         for parameter in self._mastered():
             gradient = self.masters.of[parameter].grad
-            if gradient is None or gradient.layout is not torch.strided:
+            if gradient is None or not _is_dense(gradient):
                 continue
             if parameter.grad is None and parameter not in self.masters.reduced:  # else no rank has used it
                 parameter.grad = gradient.to(parameter.dtype)
@@ -556,6 +572,10 @@ class MasteredOptimizer(Optimizer):
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
+
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided
 
 
 def _gradient_of(master: nn.Parameter) -> Tensor:
