@@ -491,6 +491,19 @@ class MasteredOptimizer(Optimizer):
         self._shown.clear()
         self._seen.clear()
 
+    def set_gradients_aside(self) -> None:
+        """Let masters have what a backward has left in parameters: the next would add to it in low precision."""
+        self.take_over_gradients()
+        if self._wrapper is None:
+            self._move_gradients([p for p in self._mastered() if _is_dense(p.grad)])
+
+    def add_to_those_aside(self) -> None:
+        """Add what the last backward has left in parameters to what `set_gradients_aside` has given to masters."""
+        if self._wrapper is None:
+            self._move_gradients(
+                [p for p in self._mastered() if p.grad is not None and self.masters.of[p].grad is not None]
+            )
+
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         master = self.masters.of.get(parameter)
         return parameter.grad if master is None or master.grad is None else master.grad
@@ -529,7 +542,7 @@ class MasteredOptimizer(Optimizer):
 
     def _hand_over_gradients(self) -> None:
         if self._wrapper is None:  # where there is one, the reduction has left its sums in the masters
-            self._move_gradients()
+            self._move_gradients(self._mastered())
         if self._coefficient is None:
             return
         gradients = [p.grad for group in self.inner.param_groups for p in group["params"] if p.grad is not None]
@@ -537,10 +550,10 @@ class MasteredOptimizer(Optimizer):
             torch._foreach_mul_(gradients, self._coefficient)
         self._coefficient = None
 
-    def _move_gradients(self) -> None:
+    def _move_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         # All in one kernel, where there is nothing to add to: one for each would keep a fast GPU waiting.
         first: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter in self._mastered():
+        for parameter in parameters:
             if (gradient := parameter.grad) is None:
                 continue
             if self.masters.of[parameter].grad is None:
