@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_ups._compat.optimizer_hooks import hooked_once
+from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
@@ -263,6 +263,7 @@ class MasteredOptimizer(Optimizer):
         self._seen: set[nn.Parameter] = set()  # in whose gradients others may write now
         self._shown: set[nn.Parameter] = set()  # of these, whose gradients are copies and not a wrapper's
         super().__init__(groups, inner.defaults)
+        share_state_dict_hooks(self, inner)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
         self._adopt_state()

@@ -302,6 +302,30 @@ def test_what_is_unfrozen_has_its_microbatches_added_in_float32():
     assert weight.state_dict()["weight"].item() == -1 - 2**-8
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_hooks_that_it_is_given_are_called_once(offloaded):
+    model = make_model()
+    optimizer = MasteredOptimizer(AdamW(model.parameters()), MasterWeights(model, dtype=torch.bfloat16))
+    if offloaded:
+        optimizer = OffloadedOptimizer(optimizer)
+    called = []
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        optimizer.register_state_dict_pre_hook,
+        optimizer.register_state_dict_post_hook,
+        optimizer.register_load_state_dict_pre_hook,
+        optimizer.register_load_state_dict_post_hook,
+    ):
+        register(lambda *_, name=register.__name__: called.append(name))
+    model(batch(torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == [
+        f"register_{what}_{when}_hook" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+    ]
+
+
 def test_an_optimizer_that_computes_the_loss_itself_is_refused():
     model = make_model()
     masters = MasterWeights(model, dtype=torch.bfloat16)
