@@ -236,7 +236,7 @@ class MasteredOptimizer(Optimizer):
             of the masters, and leaves the sum there.
 
     Raises:
-        ValueError: If ``inner`` cannot step without a closure.
+        ValueError: If ``inner`` cannot step without a closure, or lets another optimizer step groups of its own.
     """
 
     def __init__(
@@ -249,6 +249,7 @@ class MasteredOptimizer(Optimizer):
     ) -> None:
         if (given := _closure_of(inner)) is not None and given.default is Parameter.empty:
             raise ValueError(_evaluates_anew(inner))
+        _refuse_groups_inside(inner, masters)
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
@@ -595,6 +596,28 @@ def _is_dense(gradient: Tensor | None) -> bool:
 def _gradient_of(master: nn.Parameter) -> Tensor:
     assert master.grad is not None
     return master.grad
+
+
+def _refuse_groups_inside(optimizer: Optimizer, masters: MasterWeights) -> None:
+    known = {id(group) for group in optimizer.param_groups}  # a wrapper may show those of what it wraps
+    for inside in _optimizers_in(optimizer):
+        unknown = (group for group in inside.param_groups if id(group) not in known)
+        if any(p in masters.of for group in unknown for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} lets an optimizer inside it, {type(inside).__name__}, step the parameters."
+                " Masters are put into the groups of the outer one. The one inside has others, and would find no"
+                " gradients there."
+                " Set weights='autocast' in the precision."
+            )
+
+
+def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    found = [optimizer]
+    for outer in found:  # which grows
+        for value in vars(outer).values():
+            held = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else (value,)
+            found += [each for each in held if isinstance(each, Optimizer) and all(each is not one for one in found)]
+    return found[1:]
 
 
 def _closure_of(optimizer: Optimizer) -> Parameter | None:

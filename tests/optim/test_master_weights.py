@@ -333,6 +333,37 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused():
         MasteredOptimizer(torch.optim.LBFGS(model.parameters()), masters)
 
 
+class Outer(torch.optim.Optimizer):
+    """Lets others step, whose groups it shows or has copies of."""
+
+    def __init__(self, inside, *, shows):
+        super().__init__([{**group} for each in inside for group in each.param_groups], {})
+        self.inside, self.itself = inside, self
+        if shows:
+            self.param_groups = [group for each in inside for group in each.param_groups]
+
+    def step(self, closure=None):
+        for each in self.inside:
+            each.step()
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_an_optimizer_that_lets_another_step_shows_its_groups_or_is_refused(shows):
+    model = make_model()
+    start = copy.deepcopy(model.state_dict())
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    outer = Outer([SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])], shows=shows)
+    if not shows:
+        with pytest.raises(ValueError, match=r"Outer lets an optimizer inside it, SGD.*Set weights='autocast' in"):
+            MasteredOptimizer(outer, masters)
+        assert [p for group in outer.param_groups for p in group["params"]] == [*model.parameters()]
+        return
+    optimizer = MasteredOptimizer(outer, masters)
+    model(batch(torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    assert not any(torch.equal(start[name], value) for name, value in model.state_dict().items() if "weight" in name)
+
+
 class Sharpness(torch.optim.SGD):
     """Tries out weights within a step, as SAM does; its closure has a default, as the interface of torch has it."""
 
