@@ -13,7 +13,8 @@ State dicts of the module, and of any module around it, hold the masters under t
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, overload
@@ -237,6 +238,7 @@ class MasteredOptimizer(Optimizer):
 
     Raises:
         ValueError: If ``inner`` cannot step without a closure, or lets another optimizer step groups of its own.
+        RuntimeError: At its first step, if ``inner`` writes to no master.
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class MasteredOptimizer(Optimizer):
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
-        self._kernel = OneKernel(inner)
+        self._kernel, self._is_known_to_write = OneKernel(inner), False
         self._late: set[nn.Parameter] = set()  # of those that the wrapper does not reduce, having found them frozen
         if wrapper is not None:
             self._late = {p for p in masters.of if not p.requires_grad}
@@ -380,14 +382,36 @@ class MasteredOptimizer(Optimizer):
 
     def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
         self._hand_over_gradients()
-        if closure is None or _closure_of(self.inner) is None:
-            self.inner.step()
-        else:
-            self.inner.step(closure)
+        with nullcontext() if self._is_known_to_write else self._seen_to_write():
+            if closure is None or _closure_of(self.inner) is None:
+                self.inner.step()
+            else:
+                self.inner.step(closure)
         stepped = [p for p in self._mastered() if self.masters.of[p].grad is not None]
         self.masters.write(stepped)
         for parameter in stepped:
             self.masters.of[parameter].grad = None
+
+    @contextmanager
+    def _seen_to_write(self) -> Iterator[None]:
+        given = [self.masters.of[p] for p in self._mastered() if self.masters.of[p].grad is not None]
+        if not given or all(group.get("lr") == 0 for group in self.param_groups):
+            yield
+            return
+        # Writes through `.data` are not counted: then there is state that was not there, or another value.
+        counts, states = [count_writes(master) for master in given], len(self.inner.state)
+        least = min(given, key=Tensor.numel)
+        before = least.detach().clone()
+        yield
+        counted = counts != [count_writes(master) for master in given]
+        self._is_known_to_write = counted or len(self.inner.state) > states or not torch.equal(least, before)
+        if not self._is_known_to_write:
+            raise RuntimeError(
+                f"{type(self.inner).__name__} stepped and wrote to none of {len(given)} weights that have gradients."
+                " They are masters, which stand in the groups in place of the module's parameters; it keeps the"
+                " parameters elsewhere, and these have no gradients."
+                " Set weights='autocast' in the precision."
+            )
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:

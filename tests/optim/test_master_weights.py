@@ -364,6 +364,34 @@ def test_an_optimizer_that_lets_another_step_shows_its_groups_or_is_refused(show
     assert not any(torch.equal(start[name], value) for name, value in model.state_dict().items() if "weight" in name)
 
 
+class Keeps(torch.optim.Optimizer):
+    """Steps parameters that it keeps, or those of its groups, by writes that torch does not count."""
+
+    def __init__(self, parameters, *, lr, itself):
+        self.kept = [*parameters] if itself else None
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        for p in self.kept or self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(self.param_groups[0]["lr"] * p.grad.data)
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_an_optimizer_that_would_step_nothing_says_so_at_its_first_step_with_a_rate(itself):
+    model = make_model()
+    parameters = [*model.parameters()]
+    optimizer = MasteredOptimizer(Keeps(parameters, lr=0.0, itself=itself), MasterWeights(model, dtype=torch.bfloat16))
+    for rate in (0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        model(batch(torch.bfloat16)).float().square().mean().backward()
+        if rate and itself:
+            with pytest.raises(RuntimeError, match=r"Keeps stepped and wrote to none of 6 .*Set weights='autocast'"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
 class Sharpness(torch.optim.SGD):
     """Tries out weights within a step, as SAM does; its closure has a default, as the interface of torch has it."""
 
