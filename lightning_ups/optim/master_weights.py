@@ -259,7 +259,7 @@ class MasteredOptimizer(Optimizer):
         self._late: set[nn.Parameter] = set()  # of those that the wrapper does not reduce, having found them frozen
         if wrapper is not None:
             self._late = {p for p in masters.of if not p.requires_grad}
-        self._late_done = False
+        self._late_done = self._are_aside = False
         self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
         self._followed: set[nn.Parameter] = set()
         self._stepped: list[nn.Parameter] = []  # by the last step, which has taken their gradients
@@ -345,8 +345,9 @@ class MasteredOptimizer(Optimizer):
         self.take_over_gradients()
         self._hand_over_options()
         self._complete_reduction()
-        self._late_done = False
-        self._stepped = [p for p in self._mastered() if _is_dense(self._gradient(p))]
+        self._late_done = self._are_aside = False
+        # First its own, which takes no hash: every step comes here.
+        self._stepped = [p for p in self._parameters() if _is_dense(p.grad) or _is_dense(self._gradient(p))]
 
     @property
     def in_one_kernel(self) -> bool:
@@ -420,6 +421,7 @@ class MasteredOptimizer(Optimizer):
         else:
             self._give_zeros()
         super().zero_grad(set_to_none)
+        self._are_aside = False
         self._seen.clear()
         self._shown.clear()
         self._follow(self._parameters())  # of those that were frozen
@@ -520,15 +522,16 @@ class MasteredOptimizer(Optimizer):
     def set_gradients_aside(self) -> None:
         """Let masters have what a backward has left in parameters: the next would add to it in low precision."""
         self.take_over_gradients()
-        if self._wrapper is None:
-            self._move_gradients([p for p in self._mastered() if _is_dense(p.grad)])
+        if self._wrapper is not None:
+            return
+        if left := [p for p in self._parameters() if _is_dense(p.grad) and p in self.masters.of]:
+            self._move_gradients(left)
+            self._are_aside = True
 
     def add_to_those_aside(self) -> None:
         """Add what the last backward has left in parameters to what `set_gradients_aside` has given to masters."""
-        if self._wrapper is None:
-            self._move_gradients(
-                [p for p in self._mastered() if p.grad is not None and self.masters.of[p].grad is not None]
-            )
+        if self._are_aside:
+            self._move_gradients([p for p in self._mastered() if self.masters.of[p].grad is not None])
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         master = self.masters.of.get(parameter)
