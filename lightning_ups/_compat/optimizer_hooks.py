@@ -1,4 +1,4 @@
-"""Hooks around the step of an optimizer that makes it in several."""
+"""Hooks of optimizers that stand for others, or make a step in several."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-__all__ = ["hooked_once"]
+__all__ = ["hooked_once", "share_state_dict_hooks"]
 
 
 @contextmanager
@@ -22,3 +22,17 @@ def hooked_once(optimizer: Optimizer) -> Iterator[None]:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
     for hook in after.values():
         hook(optimizer, (), {})
+
+
+def share_state_dict_hooks(optimizer: Optimizer, inner: Optimizer) -> None:
+    """Let hooks that are given to ``optimizer`` be called when ``inner`` makes its state dict, or loads one."""
+    for name in _STATE_DICT_HOOKS:
+        setattr(optimizer, name, getattr(inner, name))
+
+
+_STATE_DICT_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)

@@ -214,14 +214,16 @@ class AccelerationFlags(Declaration):
             report.note(type(self).__name__, line)
             rank_zero_info(f"{type(self).__name__}: {line}")
         elif "auto" in asked:
-            self._tell_choices(report)
+            self._tell_choices(asked, report)
         self._looked = True
 
-    def _tell_choices(self, report: Report) -> None:
+    def _tell_choices(self, asked: Sequence[AttentionBackend], report: Report) -> None:
         if self._told and len(self._chosen) <= self._told:
             return
         name = type(self).__name__
-        chosen = [dict(choice) for choice in self._chosen.values()] or _chosen_before()
+        chosen = [dict(choice) for choice in self._chosen.values()]
+        if not chosen and [*asked] == ["auto"]:  # where kernels are named too, these may do all of it
+            chosen = _chosen_before()
         for line in dict.fromkeys(map(_line, chosen[self._told :])):
             report.note(name, line)
             rank_zero_info(f"{name}: {line}")  # what the report held before was printed then

@@ -61,8 +61,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of ``hidden @ weight.T`` in float32; `reference_linear_cross_entropy` specifies it.
 
-    Products run in the type of ``hidden`` and ``weight``, or autocast's, and sum in float32. Logits are rounded to that
-    type, as a head's are; their softmax and the sum of the weight's gradient over chunks are float32.
+    Products run in the type of ``hidden`` and ``weight``, the narrower of two, or autocast's, and sum in float32.
+    Logits are rounded to that type, as a head's are; their softmax and the sum of the weight's gradient over chunks are
+    float32.
 
     Args:
         hidden: [..., dim], what the head would be given.
@@ -123,7 +124,7 @@ def linear_cross_entropy(
         float(softcap or 0.0),
         reduction,
         0 if chunk == "auto" else chunk,
-        _product_dtype(hidden),
+        _product_dtype(hidden, weight),
         round_logits,
         grad and (batched or hidden.requires_grad),
         grad and (batched or weight.requires_grad),
@@ -147,7 +148,7 @@ def reference_linear_cross_entropy(
     with without_autocast(hidden.device.type):
         logits_NV = F.linear(hidden.to(precise).reshape(-1, hidden.shape[-1]), weight.to(precise))
     if round_logits:
-        logits_NV = logits_NV.to(_product_dtype(hidden)).to(precise)
+        logits_NV = logits_NV.to(_product_dtype(hidden, weight)).to(precise)
     if softcap:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
     targets_N = targets.long().reshape(-1)
@@ -458,11 +459,11 @@ def _backward_flops(grad: Tensor, hidden: Tensor, weight: Tensor, *options: Any,
     return 2 * hidden.numel() * weight.shape[0] * (1 + want_hidden + want_weight)
 
 
-def _product_dtype(hidden: Tensor) -> torch.dtype:
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     device = hidden.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
-    return hidden.dtype
+    return min((hidden.dtype, weight.dtype), key=lambda dtype: dtype.itemsize)
 
 
 def _by_torch(
@@ -477,7 +478,7 @@ def _by_torch(
     chunk: int | Literal["auto"],
 ) -> Tensor:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    dtype = _product_dtype(hidden)
+    dtype = _product_dtype(hidden, weight)
     rounds = round_logits and dtype != torch.promote_types(dtype, torch.float32)
     if options is None or z_loss or softcap or rounds:
         unknown = "it knows neither z_loss nor softcap, and rounds no logits"

@@ -13,7 +13,8 @@ State dicts of the module, and of any module around it, hold the masters under t
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, overload
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_ups._compat.optimizer_hooks import hooked_once
+from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
@@ -236,7 +237,8 @@ class MasteredOptimizer(Optimizer):
             of the masters, and leaves the sum there.
 
     Raises:
-        ValueError: If ``inner`` cannot step without a closure.
+        ValueError: If ``inner`` cannot step without a closure, or lets another optimizer step groups of its own.
+        RuntimeError: At its first step, if ``inner`` writes to no master.
     """
 
     def __init__(
@@ -249,19 +251,22 @@ class MasteredOptimizer(Optimizer):
     ) -> None:
         if (given := _closure_of(inner)) is not None and given.default is Parameter.empty:
             raise ValueError(_evaluates_anew(inner))
+        _refuse_groups_inside(inner, masters)
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
-        self._kernel = OneKernel(inner)
+        self._kernel, self._is_known_to_write = OneKernel(inner), False
         self._late: set[nn.Parameter] = set()  # of those that the wrapper does not reduce, having found them frozen
         if wrapper is not None:
             self._late = {p for p in masters.of if not p.requires_grad}
-        self._late_done = False
+        self._late_done = self._are_aside = False
         self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
         self._followed: set[nn.Parameter] = set()
+        self._stepped: list[nn.Parameter] = []  # by the last step, which has taken their gradients
         self._seen: set[nn.Parameter] = set()  # in whose gradients others may write now
         self._shown: set[nn.Parameter] = set()  # of these, whose gradients are copies and not a wrapper's
         super().__init__(groups, inner.defaults)
+        share_state_dict_hooks(self, inner)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
         self._adopt_state()
@@ -340,7 +345,9 @@ class MasteredOptimizer(Optimizer):
         self.take_over_gradients()
         self._hand_over_options()
         self._complete_reduction()
-        self._late_done = False
+        self._late_done = self._are_aside = False
+        # First its own, which takes no hash: every step comes here.
+        self._stepped = [p for p in self._parameters() if _is_dense(p.grad) or _is_dense(self._gradient(p))]
 
     @property
     def in_one_kernel(self) -> bool:
@@ -376,22 +383,59 @@ class MasteredOptimizer(Optimizer):
 
     def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
         self._hand_over_gradients()
-        if closure is None or _closure_of(self.inner) is None:
-            self.inner.step()
-        else:
-            self.inner.step(closure)
+        with nullcontext() if self._is_known_to_write else self._seen_to_write():
+            if closure is None or _closure_of(self.inner) is None:
+                self.inner.step()
+            else:
+                self.inner.step(closure)
         stepped = [p for p in self._mastered() if self.masters.of[p].grad is not None]
         self.masters.write(stepped)
         for parameter in stepped:
             self.masters.of[parameter].grad = None
 
+    @contextmanager
+    def _seen_to_write(self) -> Iterator[None]:
+        given = [self.masters.of[p] for p in self._mastered() if self.masters.of[p].grad is not None]
+        if not given or all(group.get("lr") == 0 for group in self.param_groups):
+            yield
+            return
+        # Writes through `.data` are not counted: then there is state that was not there, or another value.
+        counts, states = [count_writes(master) for master in given], len(self.inner.state)
+        least = min(given, key=Tensor.numel)
+        before = least.detach().clone()
+        yield
+        counted = counts != [count_writes(master) for master in given]
+        self._is_known_to_write = counted or len(self.inner.state) > states or not torch.equal(least, before)
+        if not self._is_known_to_write:
+            raise RuntimeError(
+                f"{type(self.inner).__name__} stepped and wrote to none of {len(given)} weights that have gradients."
+                " They are masters, which stand in the groups in place of the module's parameters; it keeps the"
+                " parameters elsewhere, and these have no gradients."
+                " Set weights='autocast' in the precision."
+            )
+
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            self._stepped = []
+        else:
+            self._give_zeros()
         super().zero_grad(set_to_none)
+        self._are_aside = False
+        self._seen.clear()
+        self._shown.clear()
+        self._follow(self._parameters())  # of those that were frozen
         self._late_done = False
         self.masters.reduced.difference_update(self._parameters())
         for parameter in self._mastered():
             self.masters.of[parameter].grad = None
+
+    def _give_zeros(self) -> None:
+        # A gradient that a step has taken, or that a master has, is one to be set to zero: it decays its weight.
+        graded = [*self._stepped, *(p for p in self._mastered() if _is_dense(self.masters.of[p].grad))]
+        for parameter in graded:
+            if parameter.grad is None and self._wrapper is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -446,7 +490,7 @@ class MasteredOptimizer(Optimizer):
         self._seen.clear()
         for parameter in self._mastered():
             gradient = self.masters.of[parameter].grad
-            if gradient is None or gradient.layout is not torch.strided:
+            if gradient is None or not _is_dense(gradient):
                 continue
             if parameter.grad is None and parameter not in self.masters.reduced:  # else no rank has used it
                 parameter.grad = gradient.to(parameter.dtype)
@@ -474,6 +518,20 @@ class MasteredOptimizer(Optimizer):
             parameter.grad = None
         self._shown.clear()
         self._seen.clear()
+
+    def set_gradients_aside(self) -> None:
+        """Let masters have what a backward has left in parameters: the next would add to it in low precision."""
+        self.take_over_gradients()
+        if self._wrapper is not None:
+            return
+        if left := [p for p in self._parameters() if _is_dense(p.grad) and p in self.masters.of]:
+            self._move_gradients(left)
+            self._are_aside = True
+
+    def add_to_those_aside(self) -> None:
+        """Add what the last backward has left in parameters to what `set_gradients_aside` has given to masters."""
+        if self._are_aside:
+            self._move_gradients([p for p in self._mastered() if self.masters.of[p].grad is not None])
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         master = self.masters.of.get(parameter)
@@ -513,7 +571,7 @@ class MasteredOptimizer(Optimizer):
 
     def _hand_over_gradients(self) -> None:
         if self._wrapper is None:  # where there is one, the reduction has left its sums in the masters
-            self._move_gradients()
+            self._move_gradients(self._mastered())
         if self._coefficient is None:
             return
         gradients = [p.grad for group in self.inner.param_groups for p in group["params"] if p.grad is not None]
@@ -521,10 +579,10 @@ class MasteredOptimizer(Optimizer):
             torch._foreach_mul_(gradients, self._coefficient)
         self._coefficient = None
 
-    def _move_gradients(self) -> None:
+    def _move_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         # All in one kernel, where there is nothing to add to: one for each would keep a fast GPU waiting.
         first: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter in self._mastered():
+        for parameter in parameters:
             if (gradient := parameter.grad) is None:
                 continue
             if self.masters.of[parameter].grad is None:
@@ -558,9 +616,35 @@ class MasteredOptimizer(Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
 
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided
+
+
 def _gradient_of(master: nn.Parameter) -> Tensor:
     assert master.grad is not None
     return master.grad
+
+
+def _refuse_groups_inside(optimizer: Optimizer, masters: MasterWeights) -> None:
+    known = {id(group) for group in optimizer.param_groups}  # a wrapper may show those of what it wraps
+    for inside in _optimizers_in(optimizer):
+        unknown = (group for group in inside.param_groups if id(group) not in known)
+        if any(p in masters.of for group in unknown for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} lets an optimizer inside it, {type(inside).__name__}, step the parameters."
+                " Masters are put into the groups of the outer one. The one inside has others, and would find no"
+                " gradients there."
+                " Set weights='autocast' in the precision."
+            )
+
+
+def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    found = [optimizer]
+    for outer in found:  # which grows
+        for value in vars(outer).values():
+            held = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else (value,)
+            found += [each for each in held if isinstance(each, Optimizer) and all(each is not one for one in found)]
+    return found[1:]
 
 
 def _closure_of(optimizer: Optimizer) -> Parameter | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.optimizer_hooks import hooked_once
+from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
 from lightning_ups.optim.master_weights import MasteredOptimizer
 from lightning_ups.optim.offload_admission import Admission, admit
 from lightning_ups.optim.offload_host import HostSteps
@@ -92,6 +92,7 @@ class OffloadedOptimizer(Optimizer):
         self.steps_made = 0
         self.stepper = inner.inner if isinstance(inner, MasteredOptimizer) else inner
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], inner.defaults)  # its hooks; groups are inner's
+        share_state_dict_hooks(self, inner)
         self.source = Mastered(inner) if isinstance(inner, MasteredOptimizer) else Plain(inner)
         memory = memory_of(_device_of(inner)) if memory is None else memory
         with torch.no_grad():

@@ -167,12 +167,38 @@ def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch
         assert caplog.messages.count(f"AccelerationFlags: {part['lines'][-1]}") == 1
 
 
+def test_what_a_named_kernel_does_is_not_told_as_a_choice_of_an_earlier_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset({"fa4"}))
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._RECORDS", [{}])  # of other tests
+    parts = []
+    for asked in ("auto", ["flash", "auto"]):
+        model = Attention()
+        model.on_train_end = lambda model=model: parts.append(applied(model.trainer.strategy).report.parts)
+        trainer(tmp_path, callbacks=[AccelerationFlags(attention=asked)], epochs=1).fit(model, loader())
+    assert "attention_chosen" in parts[0]["AccelerationFlags"]
+    assert "attention_chosen" not in parts[1]["AccelerationFlags"]
+    assert parts[1]["AccelerationFlags"]["lines"] == ["attention=['flash', 'auto']"]
+
+
+def test_a_model_that_does_not_attend_is_told_of_after_one_that_did(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
+    monkeypatch.setattr("lightning_ups.kernels.attention.routing._CALLED", {})
+    for model in (Attention(), Net()):
+        parts = {}
+        model.on_train_end = lambda model=model, parts=parts: parts.update(
+            applied(model.trainer.strategy).report.parts["AccelerationFlags"]
+        )
+        trainer(tmp_path, callbacks=[AccelerationFlags(attention="auto")], epochs=1).fit(model, loader())
+    assert "attention_chosen" not in parts
+    assert "no effect so far" in parts["lines"][-1]
+
+
 @pytest.mark.parametrize("asked", ["auto", ["flex", "flash", "math"]])
 @pytest.mark.parametrize("attends", [False, True])
 def test_kernels_that_nothing_asks_for_are_told_of(attends, asked, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
     monkeypatch.setattr("lightning_ups.transforms.flags.attention_kernel_error", lambda *_, **__: None)
-    monkeypatch.setattr("lightning_ups.kernels.attention.routing._CALLED", set())
+    monkeypatch.setattr("lightning_ups.kernels.attention.routing._CALLED", {})
     report, model = {}, Attention() if attends else Watched()
     step = model.training_step
     model.training_step = lambda batch, batch_idx: step(batch, batch_idx) if batch_idx else None  # skips the first

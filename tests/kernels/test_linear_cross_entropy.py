@@ -394,6 +394,23 @@ def test_products_that_are_not_in_halves_have_nothing_to_round(dtype):
     assert all(torch.equal(a, b) for a, b in zip(plain, rounded, strict=True))
 
 
+@pytest.mark.parametrize("wide", ["hidden", "weight"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_of_two_types_products_are_in_the_narrower(reduction, wide):
+    """As those of a head are whose input is cast to its weight's type, when a body returns float32."""
+    hidden, weight, targets = inputs(torch.bfloat16)
+    given = (hidden.detach().float(), weight) if wide == "hidden" else (hidden, weight.detach().float())
+    found = results(linear_cross_entropy, *given, targets, reduction=reduction)
+    low = results(linear_cross_entropy, hidden, weight, targets, reduction=reduction)
+    assert torch.equal(found[0], low[0])
+    for gradient, like, wanted in zip(found[1:], given, low[1:], strict=True):
+        assert gradient.dtype == like.dtype
+        torch.testing.assert_close(gradient.bfloat16(), wanted, rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(
+        found[0], linear_cross_entropy(*given, targets, reduction=reduction, backend="reference")
+    )
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_rounding_is_to_the_type_of_autocast(reduction):
     given = steep(torch.float32)

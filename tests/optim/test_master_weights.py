@@ -265,11 +265,131 @@ def test_a_parameter_without_gradient_keeps_its_value():
     assert not torch.equal(masters.of[model[0].weight], make_model()[0].weight)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_gradient_that_is_set_to_zero_and_not_to_none_steps_its_weight(offloaded, accumulate):
+    def train(optimizer, model, dtype):
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            used = model[:3] if step == 1 else model[:1]  # the second layer is used in one step, the norm in none
+            used(batch(dtype)).float().square().mean().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    def make(model):
+        return AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    plain, model = make_model(), make_model()
+    right = train(make(plain), plain, torch.float32)
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(make(model), masters, accumulate=accumulate)
+    found = train(OffloadedOptimizer(optimizer) if offloaded else optimizer, model, torch.bfloat16)
+    start = make_model().state_dict()
+    for name, value in right.items():
+        assert (found[name] - value).norm() <= 0.1 * (value - start[name]).norm(), name
+
+
+def test_what_is_unfrozen_has_its_microbatches_added_in_float32():
+    weight = nn.Linear(1, 1, bias=False).requires_grad_(requires_grad=False)
+    nn.init.zeros_(weight.weight)
+    masters = MasterWeights(weight, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(SGD(weight.parameters(), lr=1.0), masters, accumulate=True)
+    weight.requires_grad_()
+    optimizer.zero_grad()
+    for gradient in (1.0, 2**-9, 2**-9):
+        weight(torch.tensor([[gradient]], dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert weight.state_dict()["weight"].item() == -1 - 2**-8
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_hooks_that_it_is_given_are_called_once(offloaded):
+    model = make_model()
+    optimizer = MasteredOptimizer(AdamW(model.parameters()), MasterWeights(model, dtype=torch.bfloat16))
+    if offloaded:
+        optimizer = OffloadedOptimizer(optimizer)
+    called = []
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        optimizer.register_state_dict_pre_hook,
+        optimizer.register_state_dict_post_hook,
+        optimizer.register_load_state_dict_pre_hook,
+        optimizer.register_load_state_dict_post_hook,
+    ):
+        register(lambda *_, name=register.__name__: called.append(name))
+    model(batch(torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == [
+        f"register_{what}_{when}_hook" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+    ]
+
+
 def test_an_optimizer_that_computes_the_loss_itself_is_refused():
     model = make_model()
     masters = MasterWeights(model, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"LBFGS computes the loss again.*weights='autocast'"):
         MasteredOptimizer(torch.optim.LBFGS(model.parameters()), masters)
+
+
+class Outer(torch.optim.Optimizer):
+    """Lets others step, whose groups it shows or has copies of."""
+
+    def __init__(self, inside, *, shows):
+        super().__init__([{**group} for each in inside for group in each.param_groups], {})
+        self.inside, self.itself = inside, self
+        if shows:
+            self.param_groups = [group for each in inside for group in each.param_groups]
+
+    def step(self, closure=None):
+        for each in self.inside:
+            each.step()
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_an_optimizer_that_lets_another_step_shows_its_groups_or_is_refused(shows):
+    model = make_model()
+    start = copy.deepcopy(model.state_dict())
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    outer = Outer([SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])], shows=shows)
+    if not shows:
+        with pytest.raises(ValueError, match=r"Outer lets an optimizer inside it, SGD.*Set weights='autocast' in"):
+            MasteredOptimizer(outer, masters)
+        assert [p for group in outer.param_groups for p in group["params"]] == [*model.parameters()]
+        return
+    optimizer = MasteredOptimizer(outer, masters)
+    model(batch(torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    assert not any(torch.equal(start[name], value) for name, value in model.state_dict().items() if "weight" in name)
+
+
+class Keeps(torch.optim.Optimizer):
+    """Steps parameters that it keeps, or those of its groups, by writes that torch does not count."""
+
+    def __init__(self, parameters, *, lr, itself):
+        self.kept = [*parameters] if itself else None
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        for p in self.kept or self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(self.param_groups[0]["lr"] * p.grad.data)
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_an_optimizer_that_would_step_nothing_says_so_at_its_first_step_with_a_rate(itself):
+    model = make_model()
+    parameters = [*model.parameters()]
+    optimizer = MasteredOptimizer(Keeps(parameters, lr=0.0, itself=itself), MasterWeights(model, dtype=torch.bfloat16))
+    for rate in (0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        model(batch(torch.bfloat16)).float().square().mean().backward()
+        if rate and itself:
+            with pytest.raises(RuntimeError, match=r"Keeps stepped and wrote to none of 6 .*Set weights='autocast'"):
+                optimizer.step()
+        else:
+            optimizer.step()
 
 
 class Sharpness(torch.optim.SGD):

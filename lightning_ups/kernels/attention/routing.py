@@ -50,7 +50,9 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
         ValueError: If a backend is unknown, none is named, or others would come after ``"auto"``.
     """
     # Not a TorchFunctionMode: it would also pass every other function of torch through Python, in eager and in tracing.
-    replacement = _router(_priority(backends))
+    replacement = _router(priority := _priority(backends))
+    if not _CALLED.get(priority):
+        _CALLED.pop(priority, None)
     with ExitStack() as undo:
         present = getattr(F, _NAME)
         _ALLOWED.append(allowed())
@@ -62,11 +64,14 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
 
 
 def has_routed(backends: Backend | Sequence[Backend]) -> bool:
-    """Return whether a call went to ``backends`` in this process, at least while code was traced that makes it."""
+    """Return whether a call went to ``backends`` since their context was entered last, or perhaps did in compiled code.
+
+    What was compiled in an earlier context, in this process, makes its calls untold.
+    """
     return _priority(backends) in _CALLED
 
 
-_CALLED: set[tuple[Backend, ...]] = set()
+_CALLED: dict[tuple[Backend, ...], bool] = {}  # whether by code that was traced
 _ALLOWED: list[frozenset[SDPBackend]] = []  # torch's kernels that were when each of the open contexts was entered
 
 
@@ -119,7 +124,7 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if _torch_was_told():
             return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        _note(priority)
+        _note(priority, torch.compiler.is_compiling())
         return _routed(
             priority,
             query,
@@ -145,8 +150,8 @@ def _torch_was_told() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _note(priority: tuple[Backend, ...]) -> None:
-    _CALLED.add(priority)
+def _note(priority: tuple[Backend, ...], traced: bool) -> None:  # noqa: FBT001
+    _CALLED[priority] = traced or _CALLED.get(priority, False)
 
 
 def _routed(
