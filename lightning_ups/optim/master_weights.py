@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
@@ -396,7 +397,8 @@ class MasteredOptimizer(Optimizer):
     @contextmanager
     def _seen_to_write(self) -> Iterator[None]:
         given = [self.masters.of[p] for p in self._mastered() if self.masters.of[p].grad is not None]
-        if not given or all(group.get("lr") == 0 for group in self.param_groups):
+        stands = all(group.get("lr") == 0 for group in self.param_groups)
+        if stands or not given or not has_values(given[0]):
             yield
             return
         # Writes through `.data` are not counted: then there is state that was not there, or another value.
