@@ -12,6 +12,7 @@ import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import EnumType
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -190,7 +191,15 @@ class _MetadataUnpickler(pickle.Unpickler):
         ours = (module in self._MODULES and name in self._CLASSES) or (module, name) in self._NAMES
         if ours or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         raise ValueError(_not_metadata(self._path, f"{module}.{name}"))
+
+    def _member(self, owner: Any, name: str) -> Any:
+        """Return a member of an enumeration, which Python 3.11.0 to 3.11.3, as in Debian 12, writes by `getattr`."""
+        if isinstance(owner, EnumType) and name in owner.__members__:
+            return owner[name]
+        raise ValueError(_not_metadata(self._path, f"{name} of {owner!r}"))
 
 
 def _not_metadata(path: Path, name: str) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.utils import _ReaderView
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
@@ -132,6 +133,37 @@ def test_metadata_that_would_run_code_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Take a checkpoint from a source that you trust"):
         read_into({"w": torch.zeros(1)}, FolderReader(tmp_path))
     assert not os.path.exists("/tmp/lightning_ups_was_here")
+
+
+class ByName:
+    """Is pickled as a member of an enumeration is by Python 3.11.0 to 3.11.3: by `getattr`."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_that_an_early_python_wrote_is_read(tmp_path, monkeypatch):
+    plain = _MEM_FORMAT_ENCODING.__reduce_ex__
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (_MEM_FORMAT_ENCODING, self.name))
+    )
+    write(tmp_path, {"w": torch.arange(4.0)})
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", plain)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    targets = {"w": torch.zeros(4)}
+    read_into(targets, FolderReader(tmp_path))
+    assert targets["w"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")])
+def test_nothing_else_is_looked_up_for_metadata(tmp_path, owner, name):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(ByName(owner, name)))
+    with pytest.raises(ValueError, match="Take a checkpoint from a source that you trust"):
+        read_into({"w": torch.zeros(1)}, FolderReader(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
