@@ -13,6 +13,7 @@ from lightning_ups.callbacks.late_logs import LateLogs
 from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.order.arguments import check_kind
+from lightning_ups.transforms.explained import note_no_kernel
 from lightning_ups.transforms.flags import (
     AttentionBackend,
     Flags,
@@ -160,6 +161,11 @@ class AccelerationFlags(Declaration):
         line = "late_logs: what is logged at a step reaches the loggers when the GPU has computed it, without a wait"
         self._report.note(type(self).__name__, line)
         rank_zero_info(f"{type(self).__name__}: {line}")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if (asked := self.flags.asked.get("attention")) is not None:
+            note_no_kernel(exception, asked=f"{type(self).__name__}(attention={asked!r})")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "explaining_torch_func",
     "explaining_types",
     "float32_for",
+    "note_no_kernel",
     "note_second_backward",
     "note_shards",
 ]
@@ -193,6 +194,21 @@ def note_second_backward(error: BaseException, *, kind: Literal["compiled", "sel
             "The gradient of a gradient was asked for (create_graph=True, as in gradient penalties and physics-informed"
             " losses), or a second backward through one graph (retain_graph=True)."
             f" {cure}"
+        )
+
+
+def note_no_kernel(error: BaseException, *, asked: str) -> None:
+    """Add to ``error`` what to do if it says that none of the attention kernels that are allowed takes a call.
+
+    Args:
+        error: What ended the run.
+        asked: The argument that allows them, as it was given.
+    """
+    if isinstance(error, RuntimeError) and "No available kernel" in str(error):
+        error.add_note(
+            f"{asked} allows no other attention kernel, and none of these takes this call:"
+            " by its device, types, sizes, mask or dropout."
+            " Name one more, as in attention=['flash', 'math'], or use attention='auto'."
         )
 
 

@@ -212,6 +212,25 @@ def test_kernels_that_nothing_asks_for_are_told_of(attends, asked, tmp_path, mon
     ]
 
 
+class Dropping(Net):
+    def training_step(self, batch, _):
+        x = self.layers[0](batch)[None, None]
+        return scaled_dot_product_attention(x, x, x, dropout_p=0.1).sum()
+
+
+@pytest.mark.parametrize("asked", ["flash", ["flash"]])
+def test_a_call_that_no_allowed_kernel_takes_ends_with_the_cure(asked, tmp_path):
+    """Torch's flash attention on a CPU takes no dropout."""
+    flags = AccelerationFlags(attention=asked)
+    with pytest.raises(RuntimeError, match="No available kernel") as error:
+        trainer(tmp_path, callbacks=[flags]).fit(Dropping(), loader())
+    (note,) = error.value.__notes__
+    assert note.startswith("AccelerationFlags(attention=['flash']) allows no other attention kernel")
+    assert "attention=['flash', 'math']" in note
+    more = AccelerationFlags(attention=["flash", "math"])
+    trainer(tmp_path, callbacks=[more]).fit(Dropping(), loader())
+
+
 def test_nothing_asked_is_nothing_said(tmp_path):
     report, model = {}, Watched()
     model.on_train_start = lambda: report.update(applied(model.trainer.strategy).report.parts)
