@@ -4,10 +4,10 @@
 
 Each start is a process of its own with an empty folder for inductor's and Triton's caches, so that all that a warm one
 finds is the file that the cold one before it has written. The same batches, whole models as `scope="auto"` has them on
-one GPU. Told are the seconds from the fit's beginning to the end of its first step, what of them was compilation, and
-where its seconds went by torch's own clocks, which hold one another; programs in the file, its size, and the losses.
-A later case needs the one before it. A start without a cache shows what keeping the file costs. UPS_BENCH_SIZE=tiny
-tries it all on any machine.
+one GPU. Told are the seconds from the beginning of training to the end of its first step, what of them was compilation,
+and where its seconds went by torch's own clocks, which hold one another; programs in the file, its size, and the
+losses. A later case needs the one before it. A start without a cache shows what keeping the file costs.
+UPS_BENCH_SIZE=tiny tries it all on any machine.
 """
 
 import os

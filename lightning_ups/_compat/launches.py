@@ -77,8 +77,8 @@ def launched_by_graphs(operators: Sequence[Operator], *, sources: Sequence[str])
 def _analysed_once() -> Iterator[None]:
     """Let torch find out once for each kind of launch what its kernel writes to, while the context is open.
 
-    It has Triton parse the kernel for that, 10 ms, and asks two or three times for each launch: of sixteen blocks with
-    casts by rows there are 672.
+    It has Triton parse the kernel for that, 10 ms, and asks twice for each launch: 672 times for eight blocks with
+    casts by rows.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 

@@ -482,13 +482,13 @@ class GPTModule(LightningModule):
         check_schedule(schedule)
         why = "It counts the steps over which the learning rate rises."
         check_least("warmup_steps", warmup_steps, 0, of="GPTModule", why=why)
+        why = "The optimizer or its schedule computes with it."
         for name, value, most in (
             ("lr", lr, None),
             ("weight_decay", weight_decay, None),
             ("final_fraction", final_fraction, 1),
             ("decay_fraction", decay_fraction, 1),
         ):
-            why = "The optimizer or its schedule computes with it."
             check_finite(name, value, of="GPTModule", why=why, most=most)
         _check_betas(betas)
         check_kind("fused", fused, bool, of="GPTModule", why="It says how AdamW steps.", optional=True)

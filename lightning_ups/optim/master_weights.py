@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 import torch
 import torch.distributed as dist
@@ -420,7 +420,7 @@ class MasteredOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
             self._stepped = []
-        else:
+        elif self._wrapper is None:
             self._give_zeros()
         super().zero_grad(set_to_none)
         self._are_aside = False
@@ -436,7 +436,7 @@ class MasteredOptimizer(Optimizer):
         # A gradient that a step has taken, or that a master has, is one to be set to zero: it decays its weight.
         graded = [*self._stepped, *(p for p in self._mastered() if _is_dense(self.masters.of[p].grad))]
         for parameter in graded:
-            if parameter.grad is None and self._wrapper is None:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     @override
@@ -492,7 +492,7 @@ class MasteredOptimizer(Optimizer):
         self._seen.clear()
         for parameter in self._mastered():
             gradient = self.masters.of[parameter].grad
-            if gradient is None or not _is_dense(gradient):
+            if not _is_dense(gradient):
                 continue
             if parameter.grad is None and parameter not in self.masters.reduced:  # else no rank has used it
                 parameter.grad = gradient.to(parameter.dtype)
@@ -618,7 +618,7 @@ class MasteredOptimizer(Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
 
-def _is_dense(gradient: Tensor | None) -> bool:
+def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
     return gradient is not None and gradient.layout is torch.strided
 
 

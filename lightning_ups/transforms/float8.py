@@ -23,6 +23,8 @@ from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.float8_gather import show_plain_weight
 from lightning_ups.transforms.float8_layers import adapted
 from lightning_ups.transforms.float8_mx import mx_linear_from
+from lightning_ups.transforms.float8_product import FastSums, multiplied
+from lightning_ups.transforms.float8_row_product import multiplied_by_rows
 from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.other_layers import name_other_layers
 
@@ -324,7 +326,7 @@ def compiler_settings(recipe: str, *, by_kernels: bool = HAS_KERNELS) -> Abstrac
 @contextmanager
 def _tensorwise_settings() -> Iterator[None]:
     launched = launched_by_graphs(float8_casts_triton.OPERATORS, sources=_CASTS)
-    known = known_to_caches(float8_product.multiplied, sources=(float8_product.__file__, *_CASTS))
+    known = known_to_caches(multiplied, FastSums, sources=(float8_product.__file__, *_CASTS))
     with maxima_where_written(), leaner_casts(), launched, known:
         yield
 
@@ -334,7 +336,7 @@ def _settings_by_rows(by_kernels: bool) -> Iterator[None]:  # noqa: FBT001
     casts = (*_CASTS, float8_row_casts.__file__, float8_row_casts_triton.__file__)
     launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=casts)
     products = (float8_product.__file__, float8_row_product.__file__)
-    known = known_to_caches(float8_row_product.multiplied_by_rows, sources=(*products, *casts))
+    known = known_to_caches(multiplied_by_rows, FastSums, sources=(*products, *casts))
     with nullcontext() if by_kernels else eager_precision_casts(), launched, known:
         yield
 

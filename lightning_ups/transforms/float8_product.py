@@ -46,7 +46,7 @@ def product(values: Tensor, weight: Tensor, bias: Tensor | None, fast: FastSums)
     """Return ``values`` times the transposed ``weight`` and ``bias``, with gradients in float8 too."""
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
     keeps = torch.is_grad_enabled() and weight.requires_grad
-    output_MN = multiplied(values_MK, weight, bias, *fast, keeps, _BACKWARD)
+    output_MN = multiplied(values_MK, weight, bias, fast, keeps, _BACKWARD)
     return output_MN.reshape(*values.shape[:-1], weight.shape[0])
 
 
@@ -55,9 +55,7 @@ def multiplied(
     values_MK: Tensor,
     weight: Any,
     bias_N: Tensor | None,
-    fast_output: bool,  # noqa: FBT001
-    fast_input_gradient: bool,  # noqa: FBT001
-    fast_weight_gradient: bool,  # noqa: FBT001
+    fast: FastSums,
     keeps: bool,  # noqa: FBT001
     backward_dtype: torch.dtype,
 ) -> Tensor:
@@ -65,7 +63,6 @@ def multiplied(
 
     A compiler's caches know it by its name, its file and its arguments: whatever it computes by has to be among these.
     """
-    fast = FastSums(fast_output, fast_input_gradient, fast_weight_gradient)
     output_MN: Tensor = _Product.apply(values_MK, weight, bias_N, fast, keeps, backward_dtype)
     return output_MN
 

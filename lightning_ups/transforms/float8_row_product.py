@@ -40,7 +40,7 @@ def product_by_rows(
             weight has one scale in the product for the gradient of the input: the least of its rows'.
     """
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
-    output_MN = multiplied_by_rows(values_MK, weight, bias, *fast, exact_weight_gradient)
+    output_MN = multiplied_by_rows(values_MK, weight, bias, fast, exact_weight_gradient)
     return output_MN.reshape(*values.shape[:-1], weight.shape[0])
 
 
@@ -49,16 +49,13 @@ def multiplied_by_rows(
     values_MK: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
-    fast_output: bool,  # noqa: FBT001
-    fast_input_gradient: bool,  # noqa: FBT001
-    fast_weight_gradient: bool,  # noqa: FBT001
+    fast: FastSums,
     exact: bool,  # noqa: FBT001
 ) -> Tensor:
     """Do what `product_by_rows` does with a matrix.
 
     A compiler's caches know it by its name, its file and its arguments: whatever it computes by has to be among these.
     """
-    fast = FastSums(fast_output, fast_input_gradient, fast_weight_gradient)
     output_MN: Tensor = _Product.apply(values_MK, weight_NK, bias_N, fast, exact)
     return output_MN
 
