@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
-from torch._functorch import partitioners
 
 __all__ = ["random_states_in_place"]
 
@@ -19,6 +18,8 @@ def random_states_in_place() -> Iterator[None]:
     before numbers. The partitioner puts the states of random numbers before the numbers, as if there were no mesh, and
     the runtime takes the mesh for a tensor. Attention counts as random on a CPU, whatever its dropout is.
     """
+    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
+
     original = getattr(partitioners, "functionalize_rng_ops", None)
     is_opaque = getattr(partitioners, "is_opaque_node", None)
     if original is None or is_opaque is None or "num_sym_nodes" not in inspect.signature(original).parameters:
