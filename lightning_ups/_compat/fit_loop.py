@@ -7,6 +7,7 @@ __all__ = [
     "batches_taken",
     "begin_epoch_anew",
     "counts_last_batch",
+    "end_restart_after_epoch",
     "fetches_in_step",
     "follow_loaders",
     "in_accumulation",
@@ -95,6 +96,23 @@ def begin_epoch_anew(trainer: Any) -> None:
         current.completed -= current.ready  # -1 if the loop was saved before it counted the last batch; it does so now
         current.ready = current.started = current.processed = 0
         progress.is_last_batch = False
+
+
+def end_restart_after_epoch(trainer: Any) -> None:
+    """Let a loop that was saved when it had ended an epoch begin the next one; call it before the loop is reset.
+
+    Lightning does so by itself, unless ``max_steps`` is given: it then trains a batch more of the epoch that has ended.
+    """
+    current = trainer.fit_loop.epoch_progress.current
+    if current.processed and current.ready == current.started == current.processed:
+        _end_restart(trainer.fit_loop)
+
+
+def _end_restart(loop: Any) -> None:
+    loop._restarting = False  # the setter would make it True again
+    for inner in vars(loop).values():
+        if hasattr(inner, "_restarting"):
+            _end_restart(inner)
 
 
 def counts_last_batch(trainer: Any) -> bool:

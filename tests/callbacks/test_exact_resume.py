@@ -318,3 +318,25 @@ def test_a_run_resumed_at_the_end_of_an_epoch_may_be_resumed_again(tmp_path):
     run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again")
     third = run(tmp_path, stock(), ckpt_path=tmp_path / "again" / "step=8.ckpt", folder="third", seed=99)
     assert third == whole[8:]
+
+
+class AtEnd(ModelCheckpoint):
+    """Saves when an epoch has ended; a class of its own, since a Trainer tells callbacks apart by their class."""
+
+    def __init__(self, folder):
+        super().__init__(folder, filename="end-{step}", save_top_k=-1, save_on_train_epoch_end=True)
+
+
+@pytest.mark.parametrize("loader", [stock(), stock(num_workers=2, persistent_workers=True)])
+@pytest.mark.parametrize("options", [{"max_steps": 14}, {"max_steps": 7, "accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.filterwarnings("ignore:A resumed run may")  # the other saver saves amid accumulation
+def test_a_run_of_so_many_steps_is_resumed_at_the_end_of_an_epoch(tmp_path, loader, options):
+    def fit(folder, ckpt_path=None, seed=7):
+        callbacks = [ExactResume(), AtEnd(tmp_path / folder)]
+        options_now = {"callbacks": callbacks, "folder": folder, "ckpt_path": ckpt_path, "seed": seed, **options}
+        return run(tmp_path, loader, max_epochs=-1, **options_now)
+
+    whole, step = fit("c"), 6 // options.get("accumulate_grad_batches", 1)
+    resumed = fit("again", tmp_path / "c" / f"end-step={step}.ckpt", seed=99)
+    third = fit("third", tmp_path / "again" / f"end-step={2 * step}.ckpt", seed=98)
+    assert (resumed, third) == (whole[6:], whole[12:])

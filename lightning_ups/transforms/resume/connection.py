@@ -9,6 +9,7 @@ from lightning_ups._compat.fit_loop import (
     batches_taken,
     begin_epoch_anew,
     counts_last_batch,
+    end_restart_after_epoch,
     follow_loaders,
     in_accumulation,
     is_epoch_over,
@@ -77,6 +78,8 @@ class Connection:
     def _follow(self, loaders: list[Any]) -> list[Any]:
         loaded, over = self._trainer.fit_loop.epoch_loop.restarting, is_epoch_over(self._trainer)
         counted = batches_taken(self._trainer) if loaded and not over else 0
+        if loaded:
+            end_restart_after_epoch(self._trainer)
         at_end = loaded and over and not counts_last_batch(self._trainer)
         stand_ins = self._resumption.follow(loaders, counted=counted, at_end=at_end)
         if self._resumption.taken is not None:
