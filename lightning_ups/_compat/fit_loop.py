@@ -13,6 +13,7 @@ __all__ = [
     "in_accumulation",
     "is_epoch_over",
     "is_logging_step",
+    "is_within_step",
     "logged_step",
     "restarted_loaders",
     "set_batches_taken",
@@ -67,14 +68,20 @@ def _announcing(kind: type, epoch: Callable[[], list[bool] | None]) -> type:
 
 
 def batches_taken(trainer: Any) -> int:
-    """Return how many batches of this epoch the loop has taken from the loaders for a step."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    """Return of how many batches of this epoch the loop has made the step; one that it is amid does not count."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.processed
+
+
+def is_within_step(trainer: Any) -> bool:
+    """Return whether the loop has taken a batch, and has not made its step yet."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    return current.ready > current.processed
 
 
 def set_batches_taken(trainer: Any, number: int) -> None:
     """Let the loop count as if it had taken ``number`` batches of this epoch."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
-    difference = number - current.ready
+    difference = number - current.processed
     for name in ("ready", "started", "processed", "completed"):
         setattr(current, name, max(0, getattr(current, name) + difference))
 
@@ -122,8 +129,8 @@ def counts_last_batch(trainer: Any) -> bool:
 
 
 def is_epoch_over(trainer: Any) -> bool:
-    """Return whether the last batch of the epoch was taken."""
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+    """Return whether the step of the epoch's last batch was made."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch) and not is_within_step(trainer)
 
 
 def fetches_in_step(trainer: Any) -> bool:

@@ -4,7 +4,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import (
@@ -340,3 +340,28 @@ def test_a_run_of_so_many_steps_is_resumed_at_the_end_of_an_epoch(tmp_path, load
     resumed = fit("again", tmp_path / "c" / f"end-step={step}.ckpt", seed=99)
     third = fit("third", tmp_path / "again" / f"end-step={2 * step}.ckpt", seed=98)
     assert (resumed, third) == (whole[6:], whole[12:])
+
+
+class AmidAStep(Callback):
+    """Saves in a hook that comes before the step of a batch, or within it."""
+
+    def __init__(self, path, hook, steps):
+        self.path, self.steps = path, steps
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, *_):
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("loader", [stock(), stock(num_workers=2)])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad"])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_batch_whose_step_was_not_made_is_trained_on_again(tmp_path, loader, hook, steps):
+    # As a checkpoint of OnExceptionCheckpoint is saved. 6 batches are an epoch.
+    saved = tmp_path / "amid.ckpt"
+    with pytest.warns(UserWarning, match="a step that a checkpoint is saved amid"):
+        whole = run(tmp_path, loader, callbacks=[ExactResume(), AmidAStep(saved, hook, steps)], max_epochs=2)
+    resumed = run(tmp_path, loader, ckpt_path=saved, folder="again", seed=99, max_epochs=2)
+    assert [samples for _, samples in resumed[: 6 - steps]] == [samples for _, samples in whole[steps:6]]
+    assert len(resumed) == 12 - steps

@@ -13,6 +13,7 @@ from lightning_ups._compat.fit_loop import (
     follow_loaders,
     in_accumulation,
     is_epoch_over,
+    is_within_step,
     restarted_loaders,
     set_batches_taken,
 )
@@ -44,6 +45,7 @@ class Connection:
             Progress(
                 taken=batches_taken(self._trainer),
                 epoch_over=is_epoch_over(self._trainer),
+                within_step=is_within_step(self._trainer),
                 accumulating=in_accumulation(self._trainer),
                 restarted=restarted_loaders(self._trainer),
             )
