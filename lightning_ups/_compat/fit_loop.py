@@ -10,11 +10,14 @@ __all__ = [
     "end_restart_after_epoch",
     "fetches_in_step",
     "follow_loaders",
+    "follows_metric",
     "in_accumulation",
+    "is_before_validation",
     "is_epoch_over",
     "is_logging_step",
     "is_within_step",
     "logged_step",
+    "reloads_unlike",
     "restarted_loaders",
     "set_batches_taken",
 ]
@@ -141,6 +144,24 @@ def fetches_in_step(trainer: Any) -> bool:
 def in_accumulation(trainer: Any) -> bool:
     """Return whether gradients of earlier batches wait for the optimizer step."""
     return batches_taken(trainer) > 0 and bool(trainer.fit_loop._should_accumulate())
+
+
+def is_before_validation(trainer: Any) -> bool:
+    """Return whether a validation comes next, after a step; a run that is saved now and resumed leaves it out."""
+    epoch_loop, total = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.batch_progress.total
+    just_stepped = total.ready == total.processed == total.completed + 1
+    return just_stepped and epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+
+
+def follows_metric(trainer: Any) -> bool:
+    """Return whether a schedule follows a metric; a resumed run leaves its next step out, with metrics unknown."""
+    return any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
+
+
+def reloads_unlike(trainer: Any) -> bool:
+    """Return whether a run that is saved now and resumed makes its loaders at other times than this one."""
+    every = trainer.reload_dataloaders_every_n_epochs
+    return every > 1 or (every == 1 and is_epoch_over(trainer))
 
 
 def restarted_loaders(trainer: Any) -> list[bool]:

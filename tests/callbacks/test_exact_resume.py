@@ -44,6 +44,13 @@ class Noisy(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+class FollowsMetric(Noisy):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+
+
 class Rows(Dataset):
     def __init__(self, num=22, noise=False):
         self.rows, self.noise, self.read = torch.arange(num * 4.0).reshape(num, 4) / 100, noise, 0
@@ -56,12 +63,12 @@ class Rows(Dataset):
         return self.rows[index] + (torch.rand(()) if self.noise else 0)
 
 
-def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, seed=7, **options):
+def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, seed=7, kind=Noisy, **options):
     warnings.filterwarnings("ignore", "(?!A resumed run may)")
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-    model = Noisy()
+    model = kind()
     torch.manual_seed(seed)
     callbacks = [ExactResume()] if callbacks is None else callbacks
     every = ModelCheckpoint(path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -365,3 +372,31 @@ def test_a_batch_whose_step_was_not_made_is_trained_on_again(tmp_path, loader, h
     resumed = run(tmp_path, loader, ckpt_path=saved, folder="again", seed=99, max_epochs=2)
     assert [samples for _, samples in resumed[: 6 - steps]] == [samples for _, samples in whole[steps:6]]
     assert len(resumed) == 12 - steps
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"val_check_interval": 2}, "it leaves out a validation that follows the step"),
+        ({}, "it leaves out a validation that follows the step"),  # at the end of an epoch
+        ({"val_check_interval": 0.5, "kind": FollowsMetric}, "it leaves out a step of the schedule"),
+        ({"val": None, "reload_dataloaders_every_n_epochs": 1}, "it makes the loaders .* at other times"),
+        ({"val": None, "reload_dataloaders_every_n_epochs": 2}, "it makes the loaders .* at other times"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:A resumed run may")  # for a second reason
+def test_what_lightning_leaves_out_of_a_resumed_run_is_told(tmp_path, options, reason):
+    options = {"val": DataLoader(Rows(6), batch_size=2), "max_epochs": 1, **options}
+    with pytest.warns(UserWarning, match=f"A resumed run may differ.*{reason}"):
+        run(tmp_path, stock(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:A resumed run may")
+def test_a_position_that_was_loaded_is_known_when_loaders_are_made_anew(tmp_path):
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    run(tmp_path, stock(), **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again", **options)
+    assert not any("holds no position" in str(each.message) for each in said)
