@@ -7,12 +7,17 @@ __all__ = [
     "batches_taken",
     "begin_epoch_anew",
     "counts_last_batch",
+    "end_restart_after_epoch",
     "fetches_in_step",
     "follow_loaders",
+    "follows_metric",
     "in_accumulation",
+    "is_before_validation",
     "is_epoch_over",
     "is_logging_step",
+    "is_within_step",
     "logged_step",
+    "reloads_unlike",
     "restarted_loaders",
     "set_batches_taken",
 ]
@@ -66,14 +71,20 @@ def _announcing(kind: type, epoch: Callable[[], list[bool] | None]) -> type:
 
 
 def batches_taken(trainer: Any) -> int:
-    """Return how many batches of this epoch the loop has taken from the loaders for a step."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    """Return of how many batches of this epoch the loop has made the step; one that it is amid does not count."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.processed
+
+
+def is_within_step(trainer: Any) -> bool:
+    """Return whether the loop has taken a batch, and has not made its step yet."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    return current.ready > current.processed
 
 
 def set_batches_taken(trainer: Any, number: int) -> None:
     """Let the loop count as if it had taken ``number`` batches of this epoch."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
-    difference = number - current.ready
+    difference = number - current.processed
     for name in ("ready", "started", "processed", "completed"):
         setattr(current, name, max(0, getattr(current, name) + difference))
 
@@ -97,6 +108,23 @@ def begin_epoch_anew(trainer: Any) -> None:
         progress.is_last_batch = False
 
 
+def end_restart_after_epoch(trainer: Any) -> None:
+    """Let a loop that was saved when it had ended an epoch begin the next one; call it before the loop is reset.
+
+    Lightning does so by itself, unless ``max_steps`` is given: it then trains a batch more of the epoch that has ended.
+    """
+    current = trainer.fit_loop.epoch_progress.current
+    if current.processed and current.ready == current.started == current.processed:
+        _end_restart(trainer.fit_loop)
+
+
+def _end_restart(loop: Any) -> None:
+    loop._restarting = False  # the setter would make it True again
+    for inner in vars(loop).values():
+        if hasattr(inner, "_restarting"):
+            _end_restart(inner)
+
+
 def counts_last_batch(trainer: Any) -> bool:
     """Return whether the loop has counted its last batch as completed; at its end it then begins the next epoch."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
@@ -104,8 +132,8 @@ def counts_last_batch(trainer: Any) -> bool:
 
 
 def is_epoch_over(trainer: Any) -> bool:
-    """Return whether the last batch of the epoch was taken."""
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+    """Return whether the step of the epoch's last batch was made."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch) and not is_within_step(trainer)
 
 
 def fetches_in_step(trainer: Any) -> bool:
@@ -116,6 +144,24 @@ def fetches_in_step(trainer: Any) -> bool:
 def in_accumulation(trainer: Any) -> bool:
     """Return whether gradients of earlier batches wait for the optimizer step."""
     return batches_taken(trainer) > 0 and bool(trainer.fit_loop._should_accumulate())
+
+
+def is_before_validation(trainer: Any) -> bool:
+    """Return whether a validation comes next, after a step; a run that is saved now and resumed leaves it out."""
+    epoch_loop, total = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.batch_progress.total
+    just_stepped = total.ready == total.processed == total.completed + 1
+    return just_stepped and epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+
+
+def follows_metric(trainer: Any) -> bool:
+    """Return whether a schedule follows a metric; a resumed run leaves its next step out, with metrics unknown."""
+    return any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
+
+
+def reloads_unlike(trainer: Any) -> bool:
+    """Return whether a run that is saved now and resumed makes its loaders at other times than this one."""
+    every = trainer.reload_dataloaders_every_n_epochs
+    return every > 1 or (every == 1 and is_epoch_over(trainer))
 
 
 def restarted_loaders(trainer: Any) -> list[bool]:

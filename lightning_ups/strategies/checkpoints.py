@@ -1,6 +1,6 @@
 """What a sharding strategy does about checkpoints, in one place for all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -94,6 +94,7 @@ class Checkpoints:
         self._policy: OnUnreplayable = on_unreplayable
         self._connection: Connection | None = None
         self._blocked_s: list[float] = []
+        self._given: dict[str, Any] = {}  # the state of the module that `load` returned
 
     @property
     def saver(self) -> Saver:
@@ -176,8 +177,31 @@ class Checkpoints:
             self._connection.load(rest[RESUME_KEY])
         if isinstance(self._strategy.precision_plugin, PolicyPrecision):
             self._strategy.precision_plugin.after_restore(self._module)
+        self._given = self._module.state_dict()
         # Callbacks that average weights look for them there. Files of weights alone have no version.
-        return {"pytorch-lightning_version": lightning_version, **rest, "state_dict": self._module.state_dict()}
+        return {"pytorch-lightning_version": lightning_version, **rest, "state_dict": {**self._given}}
+
+    def check_unchanged(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse what ``on_load_checkpoint`` of the module has changed of what `load` had read already.
+
+        Raises:
+            ValueError: If it gave other weights or a state of optimizers.
+        """
+        given, self._given = self._given, {}
+        now = checkpoint["state_dict"]
+        changed = sorted(
+            n for n in given.keys() | now.keys() if n not in given or n not in now or now[n] is not given[n]
+        )
+        if "optimizer_states" in checkpoint:
+            changed.append("optimizer_states")
+        if changed:
+            raise ValueError(
+                f"{type(self._module).__name__}.on_load_checkpoint has changed {', '.join(changed[:5])} in the"
+                " checkpoint, which would have no effect."
+                f" {type(self._strategy).__name__} reads weights and optimizers before that hook, each rank its part."
+                " Make one file of the checkpoint (python -m lightning_ups export --format torch), change that, and"
+                " resume from it."
+            )
 
     @contextmanager
     def keeping_place(self) -> Iterator[None]:

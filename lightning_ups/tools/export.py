@@ -27,6 +27,7 @@ __all__ = ["main"]
 
 _GPT = "layers.0.attention.qkv.weight"  # names that only one family has
 _LLAMA = "model.embed_tokens.weight"
+_SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         default="plain",
         help="plain, the default: as in the checkpoint; hf: as transformers names them, with a config.json",
     )
-    parser.add_argument("--max-shard-size", default="5GB", help="of one file of safetensors; default %(default)s")
+    parser.add_argument("--max-shard-size", help=f"of one file of safetensors; default {_SHARD_SIZE}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
     parser.add_argument("--config", type=Path, help="a config.json to put beside the weights")
     parser.add_argument(
@@ -80,11 +81,17 @@ def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Pa
             " --format torch makes one file of a checkpoint folder."
             " Use the file as it is, or choose --format safetensors."
         )
-    if asked.names != "plain" or asked.dtype:
+    options = {
+        "names": None if asked.names == "plain" else asked.names,
+        "dtype": asked.dtype,
+        "max-shard-size": asked.max_shard_size,
+        "config": asked.config,
+    }
+    if given := [f"--{name}={value}" for name, value in options.items() if value is not None]:
         raise ValueError(
-            f"--format torch was asked for with --names {asked.names} and --dtype {asked.dtype}."
-            " One file is for resuming, which needs the names and types of the run."
-            " Leave both out, or choose --format safetensors."
+            f"--format torch was asked for with {' and '.join(given)}."
+            " One file is for resuming, which needs the names and types of the run, and it is never parted."
+            f" Leave {'it' if len(given) == 1 else 'them'} out, or choose --format safetensors."
         )
     file = output / "checkpoint.ckpt"
     checkpoint, left = consolidated(path, weights_only=not asked.trust)
@@ -99,7 +106,13 @@ def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Pa
 
 def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
     weights: Mapping[str, Tensor] = SavedWeights(path)
-    limit, config = _bytes(asked.max_shard_size), None
+    limit, config = _bytes(asked.max_shard_size or _SHARD_SIZE), None
+    if asked.config is not None and not asked.config.is_file():
+        raise ValueError(
+            f"--config {asked.config} is no file."
+            " It is copied beside the weights, for transformers to build the model from."
+            " Name a config.json that is there."
+        )
     if asked.names != "plain":
         weights, config = _named_for_hf(SavedWeights(path), rest_of(path, weights_only=not asked.trust)[0], path)
     cast = _Cast(weights, getattr(torch, asked.dtype) if asked.dtype else None)
@@ -214,7 +227,7 @@ def _gpt_config(name: str, rest: Mapping[str, Any], path: Path) -> GPTConfig:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
     unit = match.group(2) if match else None
-    if match is None or unit not in _UNITS:
+    if match is None or unit not in _UNITS or not float(match.group(1)):
         raise ValueError(
             f"--max-shard-size {text} is not a size."
             " It is a number and a unit, and limits the bytes of one file."

@@ -4,7 +4,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import (
@@ -44,6 +44,13 @@ class Noisy(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+class FollowsMetric(Noisy):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+
+
 class Rows(Dataset):
     def __init__(self, num=22, noise=False):
         self.rows, self.noise, self.read = torch.arange(num * 4.0).reshape(num, 4) / 100, noise, 0
@@ -56,12 +63,12 @@ class Rows(Dataset):
         return self.rows[index] + (torch.rand(()) if self.noise else 0)
 
 
-def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, seed=7, **options):
+def run(path, loader, *, ckpt_path=None, callbacks=None, folder="c", val=None, seed=7, kind=Noisy, **options):
     warnings.filterwarnings("ignore", "(?!A resumed run may)")
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-    model = Noisy()
+    model = kind()
     torch.manual_seed(seed)
     callbacks = [ExactResume()] if callbacks is None else callbacks
     every = ModelCheckpoint(path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -318,3 +325,78 @@ def test_a_run_resumed_at_the_end_of_an_epoch_may_be_resumed_again(tmp_path):
     run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again")
     third = run(tmp_path, stock(), ckpt_path=tmp_path / "again" / "step=8.ckpt", folder="third", seed=99)
     assert third == whole[8:]
+
+
+class AtEnd(ModelCheckpoint):
+    """Saves when an epoch has ended; a class of its own, since a Trainer tells callbacks apart by their class."""
+
+    def __init__(self, folder):
+        super().__init__(folder, filename="end-{step}", save_top_k=-1, save_on_train_epoch_end=True)
+
+
+@pytest.mark.parametrize("loader", [stock(), stock(num_workers=2, persistent_workers=True)])
+@pytest.mark.parametrize("options", [{"max_steps": 14}, {"max_steps": 7, "accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.filterwarnings("ignore:A resumed run may")  # the other saver saves amid accumulation
+def test_a_run_of_so_many_steps_is_resumed_at_the_end_of_an_epoch(tmp_path, loader, options):
+    def fit(folder, ckpt_path=None, seed=7):
+        callbacks = [ExactResume(), AtEnd(tmp_path / folder)]
+        options_now = {"callbacks": callbacks, "folder": folder, "ckpt_path": ckpt_path, "seed": seed, **options}
+        return run(tmp_path, loader, max_epochs=-1, **options_now)
+
+    whole, step = fit("c"), 6 // options.get("accumulate_grad_batches", 1)
+    resumed = fit("again", tmp_path / "c" / f"end-step={step}.ckpt", seed=99)
+    third = fit("third", tmp_path / "again" / f"end-step={2 * step}.ckpt", seed=98)
+    assert (resumed, third) == (whole[6:], whole[12:])
+
+
+class AmidAStep(Callback):
+    """Saves in a hook that comes before the step of a batch, or within it."""
+
+    def __init__(self, path, hook, steps):
+        self.path, self.steps = path, steps
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, *_):
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("loader", [stock(), stock(num_workers=2)])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad"])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_batch_whose_step_was_not_made_is_trained_on_again(tmp_path, loader, hook, steps):
+    # As a checkpoint of OnExceptionCheckpoint is saved. 6 batches are an epoch.
+    saved = tmp_path / "amid.ckpt"
+    with pytest.warns(UserWarning, match="a step that a checkpoint is saved amid"):
+        whole = run(tmp_path, loader, callbacks=[ExactResume(), AmidAStep(saved, hook, steps)], max_epochs=2)
+    resumed = run(tmp_path, loader, ckpt_path=saved, folder="again", seed=99, max_epochs=2)
+    assert [samples for _, samples in resumed[: 6 - steps]] == [samples for _, samples in whole[steps:6]]
+    assert len(resumed) == 12 - steps
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"val_check_interval": 2}, "it leaves out a validation that follows the step"),
+        ({}, "it leaves out a validation that follows the step"),  # at the end of an epoch
+        ({"val_check_interval": 0.5, "kind": FollowsMetric}, "it leaves out a step of the schedule"),
+        ({"val": None, "reload_dataloaders_every_n_epochs": 1}, "it makes the loaders .* at other times"),
+        ({"val": None, "reload_dataloaders_every_n_epochs": 2}, "it makes the loaders .* at other times"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:A resumed run may")  # for a second reason
+def test_what_lightning_leaves_out_of_a_resumed_run_is_told(tmp_path, options, reason):
+    options = {"val": DataLoader(Rows(6), batch_size=2), "max_epochs": 1, **options}
+    with pytest.warns(UserWarning, match=f"A resumed run may differ.*{reason}"):
+        run(tmp_path, stock(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:A resumed run may")
+def test_a_position_that_was_loaded_is_known_when_loaders_are_made_anew(tmp_path):
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    run(tmp_path, stock(), **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again", **options)
+    assert not any("holds no position" in str(each.message) for each in said)

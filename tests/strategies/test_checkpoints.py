@@ -621,3 +621,46 @@ def test_a_save_that_fails_amid_an_error_does_not_hide_it(ranks, tmp_path):
 def test_what_is_saved_after_fit_is_whole_when_that_returns(ranks, tmp_path):
     # In the background it would be lost with the process, which may end next.
     assert ranks(saved_after_fit, tmp_path)
+
+
+def load_with_hook(path, change):
+    class Changing(Net):
+        def on_load_checkpoint(self, checkpoint):
+            change(checkpoint)
+
+    fit(path, strategy=FSDP2Strategy(), epochs=1)
+    saved = path / "checkpoints" / "epoch=0.ckpt"
+    model = Changing()
+    fit(path, strategy=FSDP2Strategy(), epochs=2, ckpt_path=saved, folder="again", model=model)
+    return len(model.losses)
+
+
+def zero_the_bias(checkpoint):
+    checkpoint["state_dict"]["head.bias"] = torch.zeros(1)
+
+
+def drop_the_bias(checkpoint):
+    del checkpoint["state_dict"]["head.bias"]
+
+
+def forget_optimizers(checkpoint):
+    checkpoint["optimizer_states"] = []
+
+
+def rebuild(checkpoint):
+    checkpoint["state_dict"] = {
+        name.removeprefix("_orig_mod."): value for name, value in checkpoint["state_dict"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(zero_the_bias, "head.bias"), (drop_the_bias, "head.bias"), (forget_optimizers, "optimizer_states")],
+)
+def test_what_the_hook_of_loading_changes_too_late_is_refused(ranks, tmp_path, change, name):
+    with pytest.raises(Exception, match=f"Changing.on_load_checkpoint has changed {name} in the checkpoint"):
+        ranks(load_with_hook, tmp_path, change)
+
+
+def test_a_hook_of_loading_that_changes_nothing_is_called(ranks, tmp_path):
+    assert ranks(load_with_hook, tmp_path, rebuild) == 1

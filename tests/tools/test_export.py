@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_ups.models.gpt import GPTModule
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.tools.export import main
+from tests.transforms.checkpoint import test_loading as saving
 
 TOKENS = torch.arange(34).reshape(2, 17) % 64
 
@@ -171,6 +172,15 @@ def test_what_is_not_trusted_is_left_out_and_told(ranks, tmp_path, capsys):
     assert isinstance(saved["hyper_parameters"]["strange"], Strange)
 
 
+@pytest.mark.parametrize("option", ["--names=hf", "--dtype=bfloat16", "--max-shard-size=1GB", "--config=c.json"])
+def test_options_of_safetensors_are_refused_for_one_file(tmp_path, option):
+    saved = saving.sharded_file(tmp_path / "c", *saving.trained())
+    with pytest.raises(
+        ValueError, match=rf"--format torch was asked for with {option}\. .*choose --format safetensors\.$"
+    ):
+        main(["--checkpoint", str(saved), "--output", str(tmp_path / "o"), "--format", "torch", option])
+
+
 def test_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         main(["--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "o")])
@@ -191,6 +201,11 @@ def test_errors(tmp_path):
         main([*common, str(tmp_path / "b"), "--names", "hf"])
     with pytest.raises(ValueError, match=r"Write it like 5GB or 500MB\.$"):
         main([*common, str(tmp_path / "c"), "--max-shard-size", "big"])
+    with pytest.raises(ValueError, match=r"Write it like 5GB or 500MB\.$"):
+        main([*common, str(tmp_path / "c"), "--max-shard-size", "0"])
+    with pytest.raises(ValueError, match=r"--config .*none\.json is no file.*Name a config\.json that is there\.$"):
+        main([*common, str(tmp_path / "c"), "--config", str(tmp_path / "none.json")])
+    assert not (tmp_path / "c" / "model.safetensors").exists()
     torch.save({"state_dict": {"layers.0.attention.qkv.weight": torch.ones(2)}}, file)
     with pytest.raises(ValueError, match=r"Save the checkpoint from GPTModule, or by FSDP2Strategy\.$"):
         main([*common, str(tmp_path / "d"), "--names", "hf"])

@@ -14,7 +14,7 @@ from lightning_ups.transforms.checkpoint import folder, meta
 from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, SHARDED, nested, put_back
 from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into
 from lightning_ups.transforms.checkpoint.saving import numbered
-from lightning_ups.transforms.checkpoint.state import with_tuples
+from lightning_ups.transforms.checkpoint.state import as_kept
 
 __all__ = ["Everything", "SavedWeights", "consolidated", "rest_of", "write_safetensors"]
 
@@ -100,7 +100,7 @@ def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, An
     tree = nested({places[name]: value for name, value in values.items() if not name.startswith(SHARDED + ".")})
     rest, left = rest_of(path, weights_only=weights_only)
     keys = sorted((key for key in tree if key.startswith("optimizer_")), key=lambda key: int(key.rpartition("_")[2]))
-    states = [numbered(with_tuples({"state": {}, **tree[key]})) for key in keys]
+    states = [numbered(as_kept({"state": {}, **tree[key]})) for key in keys]
     extra = rest.pop(EXTRA, {})
     checkpoint = {**put_back(rest, values), "state_dict": {**tree["state_dict"], **extra}}
     return checkpoint | ({"optimizer_states": states} if states else {}), left

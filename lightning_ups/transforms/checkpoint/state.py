@@ -11,17 +11,18 @@ from torch.optim import Optimizer
 from lightning_ups.transforms.checkpoint.staging import holds_tensors, is_sequence
 
 __all__ = [
+    "as_kept",
     "check_groups",
     "empty_like_parameter",
     "named_state",
     "parameter_names",
     "restore",
     "restore_numbered",
-    "with_tuples",
 ]
 
 _FORMS = "forms"  # of state entries that are not simply sharded like their parameter
 _TUPLES = "tuples"  # the places of those that hold tensors, which a folder keeps as it keeps lists
+_KEYS = "keys"  # of dicts, each after its place, where some are no strings, as which a folder keeps them
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -58,7 +59,8 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         state[name] = {key: _global(value, parameters[name], key, forms) for key, value in entries.items()}
     param_groups = [{**group, "params": names} for group, names in zip(numbered["param_groups"], groups, strict=True)]
     tree = {"state": state, "param_groups": param_groups}
-    return tree | ({_FORMS: forms} if forms else {}) | ({_TUPLES: found} if (found := _tuples(tree)) else {})
+    apart = {_FORMS: forms, _TUPLES: _tuples(tree), _KEYS: _keys(tree)}
+    return tree | {name: found for name, found in apart.items() if found}
 
 
 def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> Any:
@@ -86,28 +88,41 @@ def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> A
 
 
 def _tuples(value: Any, *place: str | int) -> list[list[str | int]]:
+    here = [[*place]] if isinstance(value, tuple) and holds_tensors(value) else []
+    return here + [found for key, inner in _items(value) for found in _tuples(inner, *place, key)]
+
+
+def _keys(value: Any, *place: str | int) -> list[list[Any]]:
+    odd = isinstance(value, Mapping) and not all(isinstance(key, str) for key in value)
+    here = [[[*place], [*value]]] if odd else []
+    return here + [found for key, inner in _items(value) for found in _keys(inner, *place, key)]
+
+
+def _items(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
-        items = [(str(key), inner) for key, inner in value.items()]
-    elif holds_tensors(value):
-        items = [*enumerate(value)]
-    else:
-        return []
-    here = [[*place]] if isinstance(value, tuple) else []
-    return here + [found for key, inner in items for found in _tuples(inner, *place, key)]
+        return [(str(key), inner) for key, inner in value.items()]
+    return [*enumerate(value)] if holds_tensors(value) else []
 
 
-def with_tuples(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return ``tree``, a state as a folder has it, with tuples where `named_state` found some."""
-    places = {tuple(place) for place in tree.get(_TUPLES, ())}
-    return _with_tuples(tree, places) if places else tree
+def as_kept(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return ``tree``, a state as a folder has it, with tuples and keys of dicts where `named_state` found some."""
+    tuples = {tuple(place) for place in tree.get(_TUPLES, ())}
+    keys = {tuple(place): {str(key): key for key in names} for place, names in tree.get(_KEYS, ())}
+    return _with(tree, tuples, keys) if tuples or keys else tree
 
 
-def _with_tuples(value: Any, places: Set[tuple[str | int, ...]], *place: str | int) -> Any:
+def _with(
+    value: Any,
+    tuples: Set[tuple[str | int, ...]],
+    keys: Mapping[tuple[str | int, ...], Mapping[str, Any]],
+    *place: str | int,
+) -> Any:
     if isinstance(value, Mapping):
-        return {key: _with_tuples(inner, places, *place, str(key)) for key, inner in value.items()}
+        names = keys.get(place, {})
+        return {names.get(str(k), k): _with(inner, tuples, keys, *place, str(k)) for k, inner in value.items()}
     if isinstance(value, list):
-        items = (_with_tuples(inner, places, *place, index) for index, inner in enumerate(value))
-        return tuple(items) if place in places else [*items]
+        items = (_with(inner, tuples, keys, *place, index) for index, inner in enumerate(value))
+        return tuple(items) if place in tuples else [*items]
     return value
 
 
@@ -145,7 +160,7 @@ def restore(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> N
     """
     groups = check_groups(module, optimizer, saved)
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
-    saved, forms = with_tuples(saved), saved.get(_FORMS, {})
+    saved, forms = as_kept(saved), saved.get(_FORMS, {})
     state = {
         numbers[name]: {key: _as_kept(value, forms.get(key)) for key, value in entries.items()}
         for name, entries in saved["state"].items()

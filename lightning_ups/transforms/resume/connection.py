@@ -1,6 +1,7 @@
 """Connecting a `Resumption` to the fit loop of a trainer."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -9,9 +10,14 @@ from lightning_ups._compat.fit_loop import (
     batches_taken,
     begin_epoch_anew,
     counts_last_batch,
+    end_restart_after_epoch,
     follow_loaders,
+    follows_metric,
     in_accumulation,
+    is_before_validation,
     is_epoch_over,
+    is_within_step,
+    reloads_unlike,
     restarted_loaders,
     set_batches_taken,
 )
@@ -35,14 +41,17 @@ class Connection:
             on_unreplayable=on_unreplayable, rank=data["rank"], num_ranks=data["num_replicas"]
         )
         self._undo = follow_loaders(trainer, before=self._follow, epoch=self._resumption.epoch)
+        self._positioned = False  # whether a checkpoint with a position was loaded
         self._silence: Any = None  # the filter of warnings that is added here
 
     def state(self) -> dict[str, Any]:
         """Return the state of all ranks on the first, and nothing elsewhere. Every rank takes part."""
+        self._resumption.name(*_left_out(self._trainer))
         own = self._resumption.state(
             Progress(
                 taken=batches_taken(self._trainer),
                 epoch_over=is_epoch_over(self._trainer),
+                within_step=is_within_step(self._trainer),
                 accumulating=in_accumulation(self._trainer),
                 restarted=restarted_loaders(self._trainer),
             )
@@ -55,6 +64,7 @@ class Connection:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up what `state` returned on the first rank; every rank has read it."""
+        self._positioned = True
         self._resumption.load(state["ranks"], process=dist.get_rank() if dist.is_initialized() else 0)
 
     def begin(self) -> None:
@@ -76,6 +86,9 @@ class Connection:
 
     def _follow(self, loaders: list[Any]) -> list[Any]:
         loaded, over = self._trainer.fit_loop.epoch_loop.restarting, is_epoch_over(self._trainer)
+        if loaded:
+            end_restart_after_epoch(self._trainer)
+        loaded = loaded and not self._positioned
         counted = batches_taken(self._trainer) if loaded and not over else 0
         at_end = loaded and over and not counts_last_batch(self._trainer)
         stand_ins = self._resumption.follow(loaders, counted=counted, at_end=at_end)
@@ -90,3 +103,13 @@ class Connection:
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         if warnings.filters[0] not in before:  # the user may have the same one
             self._silence = warnings.filters[0]
+
+
+def _left_out(trainer: Any) -> Iterator[str]:
+    # What Lightning does otherwise in a resumed run.
+    if is_before_validation(trainer):
+        yield "it leaves out a validation that follows the step after which it was saved"
+    if follows_metric(trainer):
+        yield "it leaves out a step of the schedule that follows a metric"
+    if reloads_unlike(trainer):
+        yield "it makes the loaders that are made anew every so many epochs at other times"

@@ -21,14 +21,16 @@ class Progress:
     """How far the training loop is.
 
     Args:
-        taken: Batches of this epoch that it took.
-        epoch_over: Whether it took the last one.
+        taken: Batches of this epoch of which it made the step.
+        epoch_over: Whether it made that of the last one.
+        within_step: Whether it is amid a step.
         accumulating: Whether gradients of earlier batches wait for the optimizer step.
         restarted: For each loader, whether it was read to its end in this epoch, and begun again.
     """
 
     taken: int
     epoch_over: bool = False
+    within_step: bool = False
     accumulating: bool = False
     restarted: Sequence[bool] = ()
 
@@ -141,6 +143,8 @@ class Resumption:
             ValueError: If something cannot be replayed, and that is to be refused.
         """
         self.review()
+        if progress.within_step:
+            self.name("a step that a checkpoint is saved amid, as after an error, is made again")
         if progress.accumulating:
             self.name("gradients of this accumulation so far are not in a checkpoint")
         over = progress.epoch_over

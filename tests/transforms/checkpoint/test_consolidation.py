@@ -42,6 +42,20 @@ def test_tuples_of_optimizer_state_stay_tuples(tmp_path):
     assert repr(ours["param_groups"]) == repr(stock["param_groups"])
 
 
+def test_dicts_of_optimizer_state_keep_their_keys(tmp_path):
+    model, optimizer = trained()
+    state = optimizer.state[model.first.weight]
+    state["by"] = {0: torch.ones(2), 1: {2: torch.zeros(()), None: 4}}
+    state["past"] = [{"a": 1}, {(0, 1): torch.ones(1)}]
+    optimizer.param_groups[0].update(schedule={0: 1.0, 10: 0.5}, scale=torch.tensor(2.0))
+    checkpoint, _ = consolidated(sharded_file(tmp_path / "c", model, optimizer))
+    stock, ours = optimizer.state_dict(), checkpoint["optimizer_states"][0]
+    number = stock["param_groups"][0]["params"][0]
+    for key in ("by", "past"):
+        assert repr(ours["state"][number][key]) == repr(stock["state"][number][key])
+    assert ours["param_groups"] == stock["param_groups"]
+
+
 @pytest.mark.parametrize("write", [sharded_file, single_file])
 def test_weights_are_read_one_by_one(tmp_path, write):
     model, optimizer = trained()
