@@ -13,6 +13,7 @@ State dicts of the module, and of any module around it, hold the masters under t
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -458,7 +459,10 @@ class MasteredOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Leave it where it is: ``Optimizer.__init__`` and moves between devices set it."""
+        """Put other state in its place, as who begins anew does; what is given for a parameter is its master's."""
+        if self._complete and value is not self.inner.state:  # ``Optimizer.__init__`` sets it too
+            self.inner.state = defaultdict(dict, value)
+            self._adopt_state()
 
     def undo(self) -> Optimizer:
         """Return the optimizer it stands for, over the module's parameters again and with its state."""
