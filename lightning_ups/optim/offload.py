@@ -52,7 +52,7 @@ class OffloadedOptimizer(Optimizer):
         stepper: The optimizer that makes the steps: the one inside that with master weights.
         admission: What the trial on tiny tensors found.
         steps: Where the state lies, and how much of it.
-        steps_made: How many were made.
+        steps_made: How many were made with gradients.
 
     Raises:
         ValueError: If an argument is out of its range, or stepping in chunks is not, bit for bit, stepping as a whole.
@@ -224,9 +224,10 @@ class OffloadedOptimizer(Optimizer):
             with torch.no_grad():
                 self.steps.adopt()
         wanted = {parameter for group in self.param_groups for parameter in group["params"]}
+        has_gradients = any(self.source.gradient(parameter) is not None for parameter in wanted)
         with torch.no_grad(), hooked_once(self.stepper):
             self.steps.step(wanted, coefficient=coefficient)
-        self.steps_made += 1
+        self.steps_made += has_gradients  # without any no state comes of it
         return loss
 
     @override
