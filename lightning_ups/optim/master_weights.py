@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
+from lightning_ups._compat.optimizers import flag_to_skip
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
@@ -409,7 +410,7 @@ class MasteredOptimizer(Optimizer):
         yield
         counted = counts != [count_writes(master) for master in given]
         self._is_known_to_write = counted or len(self.inner.state) > states or not torch.equal(least, before)
-        if not self._is_known_to_write:
+        if not self._is_known_to_write and not _is_left_out(self.inner):
             raise RuntimeError(
                 f"{type(self.inner).__name__} stepped and wrote to none of {len(given)} weights that have gradients."
                 " They are masters, which stand in the groups in place of the module's parameters; it keeps the"
@@ -620,6 +621,11 @@ class MasteredOptimizer(Optimizer):
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
+
+
+def _is_left_out(optimizer: Optimizer) -> bool:
+    flag = flag_to_skip(optimizer)
+    return flag is not None and bool(flag)
 
 
 def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
