@@ -191,6 +191,28 @@ def test_master_weights_are_guarded(tmp_path, kind):
     assert len(guard.events) == 1
 
 
+class Words(Bad):
+    """Looks words up, whose gradients are sparse."""
+
+    def __init__(self, bad=()):
+        super().__init__(bad, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9))
+        self.words = torch.nn.Embedding(16, 8, sparse=True)
+
+    def training_step(self, batch, index):
+        return super().training_step(batch + self.words(torch.tensor([index % 5, 7, 7, 9])), index)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("plugins", [[], [BF16Precision(weights="autocast")]], ids=["float32", "bf16"])
+def test_sparse_gradients_are_watched_and_skipped(tmp_path, plugins):
+    guarded, same_bits = Words([5]), Words([5])
+    fit(tmp_path, guarded, guard := StepGuard(), plugins=plugins)
+    assert [event.step for event in guard.events] == [5]
+    assert all(p.isfinite().all() for p in guarded.parameters())
+    fit(tmp_path, same_bits, StepGuard(gradients=False), plugins=plugins)
+    assert same(guarded, same_bits)
+
+
 MADE_BEFOREHAND = {  # have their state before the first step, and so nothing is new after one that was left out
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
