@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.averages import averaged_copies
+from lightning_ups._compat.optimizers import needs_closure
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
 from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
@@ -341,6 +342,12 @@ class StepGuard(Callback):
                 f"StepGuard(skip_on='device') cannot skip steps of {', '.join(unable)}."
                 " Only torch's fused optimizers read a flag on the device."
                 " Use fused=True in the optimizer, or skip_on='auto', which waits for the GPU in every step instead."
+            )
+        if "skip" in asked and (several := [type(o).__name__ for o in trainer.optimizers if needs_closure(o)]):
+            raise ValueError(
+                f"StepGuard cannot skip steps of {', '.join(several)}."
+                " It computes the loss several times within one step, and has moved the weights when a bad one comes."
+                " Use on_nonfinite='stop' and on_spike='warn', or 'rollback', which need not undo a part of a step."
             )
         if "rollback" not in asked:
             return

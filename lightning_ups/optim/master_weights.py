@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
-from lightning_ups._compat.optimizers import flag_to_skip
+from lightning_ups._compat.optimizers import flag_to_skip, needs_closure
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
@@ -252,7 +252,7 @@ class MasteredOptimizer(Optimizer):
         accumulate: bool = False,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
-        if (given := _closure_of(inner)) is not None and given.default is Parameter.empty:
+        if needs_closure(inner):
             raise ValueError(_evaluates_anew(inner))
         _refuse_groups_inside(inner, masters)
         self.inner, self.masters, self._wrapper = inner, masters, wrapper

@@ -425,6 +425,10 @@ def test_what_cannot_be_is_refused_before_the_first_step(tmp_path):
         fit(tmp_path, Manual(), StepGuard())
     with pytest.raises(ValueError, match="Use fused=True"):
         fit(tmp_path, Bad(optimizer=OPTIMIZERS["plain"]), StepGuard(skip_on="device"))
+    several = Bad(optimizer=lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=2))
+    with pytest.raises(ValueError, match=r"cannot skip steps of LBFGS.*Use on_nonfinite='stop'"):
+        fit(tmp_path, several, StepGuard())
+    fit(tmp_path, several, StepGuard(on_nonfinite="stop"))
     with pytest.raises(ValueError, match=r"Add ModelCheckpoint"):
         fit(tmp_path, Bad(), StepGuard(on_spike="rollback"))
     weights = ModelCheckpoint(dirpath=tmp_path / "weights", save_weights_only=True)
