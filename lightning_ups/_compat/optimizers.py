@@ -5,7 +5,7 @@ from inspect import Parameter, signature
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["count_step", "flag_to_skip", "has_own_step", "needs_closure"]
+__all__ = ["count_step", "flag_to_skip", "has_modes", "has_own_step", "needs_closure"]
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
@@ -29,3 +29,8 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` has to be given a closure, since it computes the loss several times in a step."""
     closure = signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is Parameter.empty
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` has other weights for evaluation, which its ``train`` and ``eval`` put in place."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
-from lightning_ups._compat.optimizers import flag_to_skip, needs_closure
+from lightning_ups._compat.optimizers import flag_to_skip, has_modes, needs_closure
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
@@ -240,7 +240,8 @@ class MasteredOptimizer(Optimizer):
             of the masters, and leaves the sum there.
 
     Raises:
-        ValueError: If ``inner`` cannot step without a closure, or lets another optimizer step groups of its own.
+        ValueError: If ``inner`` cannot step without a closure, has modes to train and to evaluate in, or lets another
+            optimizer step groups of its own.
         RuntimeError: At its first step, if ``inner`` writes to no master.
     """
 
@@ -254,6 +255,7 @@ class MasteredOptimizer(Optimizer):
     ) -> None:
         if needs_closure(inner):
             raise ValueError(_evaluates_anew(inner))
+        _refuse_modes(inner)
         _refuse_groups_inside(inner, masters)
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
@@ -635,6 +637,15 @@ def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
 def _gradient_of(master: nn.Parameter) -> Tensor:
     assert master.grad is not None
     return master.grad
+
+
+def _refuse_modes(optimizer: Optimizer) -> None:
+    if has_modes(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} has other weights for evaluation, which its train() and eval() put in place."
+            " They would change the masters in its groups, and not the weights in which the module computes."
+            " Set weights='autocast' in the precision."
+        )
 
 
 def _refuse_groups_inside(optimizer: Optimizer, masters: MasterWeights) -> None:

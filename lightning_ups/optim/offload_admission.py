@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_ups._compat.optimizers import needs_closure
+from lightning_ups._compat.optimizers import has_modes, needs_closure
 from lightning_ups._compat.tensors import local_of
 from lightning_ups.optim.offload_chunks import PART, is_large, nbytes_of
 from lightning_ups.optim.offload_layout import plain_parts
@@ -93,6 +93,13 @@ def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
             f"{name} cannot be offloaded: its step calls the closure itself."
             " It runs forward and backward within a step, for which every parameter must be stepped at once."
             " Use an optimizer whose step needs no closure, such as AdamW."
+        )
+    if has_modes(optimizer):
+        raise ValueError(
+            f"{name} cannot be offloaded: it has other weights for evaluation, which its train() and eval() put in"
+            " place."
+            " They read its state beside the parameters, and would find it on the host."
+            " Use an optimizer with one set of weights, such as AdamW, or leave the offloading out."
         )
     if not isinstance(getattr(optimizer, "defaults", None), dict) or not isinstance(
         getattr(optimizer, "state", None), defaultdict

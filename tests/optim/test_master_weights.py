@@ -334,6 +334,19 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused():
         MasteredOptimizer(torch.optim.LBFGS(model.parameters()), masters)
 
 
+class WithModes(AdamW):
+    def train(self): ...
+
+    def eval(self): ...
+
+
+def test_an_optimizer_with_other_weights_for_evaluation_is_refused():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"WithModes has other weights for evaluation.*weights='autocast'"):
+        MasteredOptimizer(WithModes(model.parameters()), masters)
+
+
 class Outer(torch.optim.Optimizer):
     """Lets others step, whose groups it shows or has copies of."""
 
