@@ -152,6 +152,8 @@ class StepGuard(Callback):
         self._buffers = KeptBuffers(pl_module) if "skip" in (self.on_nonfinite, self.on_spike) else None
         self._begins = True  # the next batch is the first one of a step
         self._saved: list[tuple[int, Path]] = []
+        for optimizer in trainer.optimizers:
+            self._undo.callback(clear_skip, optimizer)  # a run may end amid a step
         if "rollback" in (self.on_nonfinite, self.on_spike):
             self._follow_saves(trainer)
         self._say_how(trainer)

@@ -390,6 +390,25 @@ def test_going_back_has_a_bound(tmp_path):
         )
 
 
+class StopsAtTheBadBatch(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 5:
+            raise KeyError("of another callback")
+
+
+def test_a_run_that_ends_amid_a_bad_step_leaves_the_optimizer_able_to_step(tmp_path):
+    module = Bad([5])
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizer
+    guard = StepGuard()
+    with pytest.raises(KeyError, match="of another callback"):
+        fit(tmp_path, module, callbacks=[StopsAtTheBadBatch(), guard])
+    before = [p.detach().clone() for p in module.parameters()]
+    module.bad = set()
+    fit(tmp_path, module)
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
 def test_saves_are_followed_only_while_fit_runs(tmp_path):
     made = fit(tmp_path, Bad(), StepGuard(on_nonfinite="rollback"), callbacks=[saving(tmp_path)])
     assert "save_checkpoint" not in vars(made.strategy)
