@@ -151,6 +151,7 @@ class StepGuard(Callback):
         self._on_device = self.skip_on != "host" and all(map(skips_on_device, trainer.optimizers))
         self._buffers = KeptBuffers(pl_module) if "skip" in (self.on_nonfinite, self.on_spike) else None
         self._begins = True  # the next batch is the first one of a step
+        self._has_loss = False  # since the last step
         self._saved: list[tuple[int, Path]] = []
         for optimizer in trainer.optimizers:
             self._undo.callback(clear_skip, optimizer)  # a run may end amid a step
@@ -167,9 +168,14 @@ class StepGuard(Callback):
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._loss = self._loss + loss.detach().float()  # of each microbatch, divided by their number
+        self._has_loss = True
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._begins = True
+        if not self._has_loss:
+            return  # of batches that training_step has left out by None, which would count as a loss of zero
+        self._has_loss = False
         verdict = self._watch.judge(self._measured(optimizer))
         self._loss = torch.zeros_like(self._loss)
         if skipped := [
@@ -182,7 +188,6 @@ class StepGuard(Callback):
                 optimizer.zero_grad(set_to_none=True)  # without gradients no optimizer changes anything
             assert self._buffers is not None
             self._buffers.take_back(flag)
-        self._begins = True
         place = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
         self._verdicts.push(verdict, place)
 

@@ -157,6 +157,20 @@ def test_spikes_are_skipped(tmp_path):
     assert "a spike above" in event.what
 
 
+class LeavesOut(Bad):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index // 2) if index % 2 else None
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None:UserWarning")
+def test_a_batch_that_is_left_out_is_no_loss_of_zero(tmp_path):
+    right, guard = StepGuard(warmup_steps=5), StepGuard(warmup_steps=5)
+    fit(tmp_path, Bad([8], factor=100.0), right, data=batches(without=range(0, 24, 2)))
+    fit(tmp_path, LeavesOut([8], factor=100.0), guard)
+    assert [event.what for event in guard.events] == [event.what for event in right.events]
+    assert [event.step for event in right.events] == [8]
+
+
 def test_a_warning_changes_nothing(tmp_path):
     warned, plain = Bad([20], factor=1e4), Bad([20], factor=1e4)
     guard = StepGuard(on_spike="warn", warmup_steps=8)
