@@ -1,9 +1,11 @@
 """What torch knows of an optimizer and tells nobody by a public name."""
 
+from inspect import Parameter, signature
+
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["count_step", "flag_to_skip", "has_own_step"]
+__all__ = ["count_step", "flag_to_skip", "has_modes", "has_own_step", "needs_closure"]
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
@@ -21,3 +23,14 @@ def count_step(optimizer: Optimizer) -> None:
 def flag_to_skip(optimizer: Optimizer) -> Tensor | None:
     """Return the number on the device that, where it is not 0, forbids the step: GradScaler's word to fused ones."""
     return vars(optimizer).get("found_inf")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` has to be given a closure, since it computes the loss several times in a step."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` has other weights for evaluation, which its ``train`` and ``eval`` put in place."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

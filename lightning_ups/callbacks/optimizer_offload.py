@@ -129,14 +129,16 @@ class OptimizerOffload(Declaration):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # A batch that is skipped is stepped all the same, without gradients: no state comes of it.
         if self._report is None or was_skipped(pl_module, outputs, began_at=self._began_at):
             return
+        # A step without gradients, as of a batch that is left out, makes no state; and not all optimizers step at once.
         if not any(ours.steps_made for ours in self._ours):
             return
-        report, self._report = self._report, None
         host = sum(ours.host_bytes for ours in self._ours)
         device = sum(ours.device_bytes for ours in self._ours)
+        if host == 0 and not all(ours.steps_made for ours in self._ours):
+            return
+        report, self._report = self._report, None
         report.update(_PART, host_bytes=host, device_bytes=device)
         if host == 0:
             names = ", ".join(type(ours.stepper).__name__ for ours in self._ours)

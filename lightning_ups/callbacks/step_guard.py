@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.averages import averaged_copies
+from lightning_ups._compat.optimizers import needs_closure
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
 from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
@@ -150,7 +151,10 @@ class StepGuard(Callback):
         self._on_device = self.skip_on != "host" and all(map(skips_on_device, trainer.optimizers))
         self._buffers = KeptBuffers(pl_module) if "skip" in (self.on_nonfinite, self.on_spike) else None
         self._begins = True  # the next batch is the first one of a step
+        self._has_loss = False  # since the last step
         self._saved: list[tuple[int, Path]] = []
+        for optimizer in trainer.optimizers:
+            self._undo.callback(clear_skip, optimizer)  # a run may end amid a step
         if "rollback" in (self.on_nonfinite, self.on_spike):
             self._follow_saves(trainer)
         self._say_how(trainer)
@@ -164,9 +168,14 @@ class StepGuard(Callback):
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._loss = self._loss + loss.detach().float()  # of each microbatch, divided by their number
+        self._has_loss = True
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._begins = True
+        if not self._has_loss:
+            return  # of batches that training_step has left out by None, which would count as a loss of zero
+        self._has_loss = False
         verdict = self._watch.judge(self._measured(optimizer))
         self._loss = torch.zeros_like(self._loss)
         if skipped := [
@@ -179,7 +188,6 @@ class StepGuard(Callback):
                 optimizer.zero_grad(set_to_none=True)  # without gradients no optimizer changes anything
             assert self._buffers is not None
             self._buffers.take_back(flag)
-        self._begins = True
         place = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
         self._verdicts.push(verdict, place)
 
@@ -341,6 +349,12 @@ class StepGuard(Callback):
                 f"StepGuard(skip_on='device') cannot skip steps of {', '.join(unable)}."
                 " Only torch's fused optimizers read a flag on the device."
                 " Use fused=True in the optimizer, or skip_on='auto', which waits for the GPU in every step instead."
+            )
+        if "skip" in asked and (several := [type(o).__name__ for o in trainer.optimizers if needs_closure(o)]):
+            raise ValueError(
+                f"StepGuard cannot skip steps of {', '.join(several)}."
+                " It computes the loss several times within one step, and has moved the weights when a bad one comes."
+                " Use on_nonfinite='stop' and on_spike='warn', or 'rollback', which need not undo a part of a step."
             )
         if "rollback" not in asked:
             return

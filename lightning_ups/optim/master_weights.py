@@ -13,6 +13,7 @@ State dicts of the module, and of any module around it, hold the masters under t
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
+from lightning_ups._compat.optimizers import flag_to_skip, has_modes, needs_closure
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
@@ -238,7 +240,8 @@ class MasteredOptimizer(Optimizer):
             of the masters, and leaves the sum there.
 
     Raises:
-        ValueError: If ``inner`` cannot step without a closure, or lets another optimizer step groups of its own.
+        ValueError: If ``inner`` cannot step without a closure, has modes to train and to evaluate in, or lets another
+            optimizer step groups of its own.
         RuntimeError: At its first step, if ``inner`` writes to no master.
     """
 
@@ -250,8 +253,9 @@ class MasteredOptimizer(Optimizer):
         accumulate: bool = False,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
-        if (given := _closure_of(inner)) is not None and given.default is Parameter.empty:
+        if needs_closure(inner):
             raise ValueError(_evaluates_anew(inner))
+        _refuse_modes(inner)
         _refuse_groups_inside(inner, masters)
         self.inner, self.masters, self._wrapper = inner, masters, wrapper
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
@@ -408,7 +412,7 @@ class MasteredOptimizer(Optimizer):
         yield
         counted = counts != [count_writes(master) for master in given]
         self._is_known_to_write = counted or len(self.inner.state) > states or not torch.equal(least, before)
-        if not self._is_known_to_write:
+        if not self._is_known_to_write and not _is_left_out(self.inner):
             raise RuntimeError(
                 f"{type(self.inner).__name__} stepped and wrote to none of {len(given)} weights that have gradients."
                 " They are masters, which stand in the groups in place of the module's parameters; it keeps the"
@@ -458,7 +462,10 @@ class MasteredOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Leave it where it is: ``Optimizer.__init__`` and moves between devices set it."""
+        """Put other state in its place, as who begins anew does; what is given for a parameter is its master's."""
+        if self._complete and value is not self.inner.state:  # ``Optimizer.__init__`` sets it too
+            self.inner.state = defaultdict(dict, value)
+            self._adopt_state()
 
     def undo(self) -> Optimizer:
         """Return the optimizer it stands for, over the module's parameters again and with its state."""
@@ -618,6 +625,11 @@ class MasteredOptimizer(Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
 
+def _is_left_out(optimizer: Optimizer) -> bool:
+    flag = flag_to_skip(optimizer)
+    return flag is not None and bool(flag)
+
+
 def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
     return gradient is not None and gradient.layout is torch.strided
 
@@ -625,6 +637,15 @@ def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
 def _gradient_of(master: nn.Parameter) -> Tensor:
     assert master.grad is not None
     return master.grad
+
+
+def _refuse_modes(optimizer: Optimizer) -> None:
+    if has_modes(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} has other weights for evaluation, which its train() and eval() put in place."
+            " They would change the masters in its groups, and not the weights in which the module computes."
+            " Set weights='autocast' in the precision."
+        )
 
 
 def _refuse_groups_inside(optimizer: Optimizer, masters: MasterWeights) -> None:

@@ -9,6 +9,7 @@ It stands for an optimizer of any class that treats each parameter by itself, ov
 With master weights these are state too, and the largest part of it: ``OffloadedOptimizer(MasteredOptimizer(...))``.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -51,7 +52,7 @@ class OffloadedOptimizer(Optimizer):
         stepper: The optimizer that makes the steps: the one inside that with master weights.
         admission: What the trial on tiny tensors found.
         steps: Where the state lies, and how much of it.
-        steps_made: How many were made.
+        steps_made: How many were made with gradients.
 
     Raises:
         ValueError: If an argument is out of its range, or stepping in chunks is not, bit for bit, stepping as a whole.
@@ -89,6 +90,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         self._inner: Optimizer = inner
         self._coefficient: Tensor | None = None
+        self._has_other_state = False  # someone has put in what has no place on the host yet
         self.steps_made = 0
         self.stepper = inner.inner if isinstance(inner, MasteredOptimizer) else inner
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], inner.defaults)  # its hooks; groups are inner's
@@ -154,11 +156,19 @@ class OffloadedOptimizer(Optimizer):
         if not hasattr(self, "steps"):
             return {}
         self.steps.settle()
-        return _States(self.stepper.state)
+        return _States(self.stepper.state, self._note_other_state)
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Leave it where it is: ``Optimizer.__init__`` and moves between devices set it."""
+        """Put other state in its place, as who begins anew does."""
+        if not hasattr(self, "steps") or isinstance(value, _States):
+            return  # ``Optimizer.__init__`` sets it too
+        self.steps.settle()
+        self._inner.state = defaultdict(dict, value)
+        self._note_other_state()
+
+    def _note_other_state(self) -> None:
+        self._has_other_state = True
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -209,10 +219,15 @@ class OffloadedOptimizer(Optimizer):
         coefficient, self._coefficient = self._coefficient, None
         if isinstance(self._inner, MasteredOptimizer):
             self._inner.prepare_step()
+        if self._has_other_state:
+            self._has_other_state = False
+            with torch.no_grad():
+                self.steps.adopt()
         wanted = {parameter for group in self.param_groups for parameter in group["params"]}
+        has_gradients = any(self.source.gradient(parameter) is not None for parameter in wanted)
         with torch.no_grad(), hooked_once(self.stepper):
             self.steps.step(wanted, coefficient=coefficient)
-        self.steps_made += 1
+        self.steps_made += has_gradients  # without any no state comes of it
         return loss
 
     @override
@@ -246,20 +261,22 @@ class OffloadedOptimizer(Optimizer):
 class _States(MutableMapping[Any, Any]):
     """What `OffloadedOptimizer.state` shows: whose values stay on the host, whoever would move them."""
 
-    def __init__(self, states: MutableMapping[Any, Any]) -> None:
-        self._states = states
+    def __init__(self, states: MutableMapping[Any, Any], changed: Callable[[], None] = lambda: None) -> None:
+        self._states, self._changed = states, changed  # called for what has no place there yet
 
     @override
     def __getitem__(self, key: Any) -> Any:
         value = self._states[key]
-        return _State(value) if isinstance(value, MutableMapping) else value
+        return _State(value, self._changed) if isinstance(value, MutableMapping) else value
 
     @override
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(value, MutableMapping) and key in self._states:
+        kept = self._states.get(key)
+        if isinstance(value, MutableMapping) and isinstance(kept, MutableMapping) and value.keys() == kept.keys():
             self[key].update(value)
         else:
-            self._states[key] = value
+            self._states[key] = dict(value) if isinstance(value, _States) else value
+            self._changed()
 
     @override
     def __delitem__(self, key: Any) -> None:
@@ -282,11 +299,12 @@ class _State(_States):
     @override
     def __setitem__(self, key: Any, value: Any) -> None:
         kept = self._states.get(key)
-        if isinstance(kept, Tensor) and isinstance(value, Tensor) and kept.shape == value.shape and kept.dim():
+        if isinstance(kept, Tensor) and isinstance(value, Tensor) and kept.shape == value.shape:
             if value is not kept:  # Lightning moves state to the device when it has restored it: it stays here
                 kept.copy_(value)
-        else:
+        elif value is not kept:
             self._states[key] = value
+            self._changed()
 
 
 @contextmanager

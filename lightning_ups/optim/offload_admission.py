@@ -1,7 +1,6 @@
 """Finding out, on tiny tensors, whether an optimizer may be stepped in chunks: by doing it both ways."""
 
 import copy
-import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_ups._compat.optimizers import has_modes, needs_closure
 from lightning_ups._compat.tensors import local_of
 from lightning_ups.optim.offload_chunks import PART, is_large, nbytes_of
 from lightning_ups.optim.offload_layout import plain_parts
@@ -88,12 +88,18 @@ def admit(optimizer: Optimizer, ours: MakeOurs, *, in_parts: bool, device: torch
 
 
 def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         raise ValueError(
             f"{name} cannot be offloaded: its step calls the closure itself."
             " It runs forward and backward within a step, for which every parameter must be stepped at once."
             " Use an optimizer whose step needs no closure, such as AdamW."
+        )
+    if has_modes(optimizer):
+        raise ValueError(
+            f"{name} cannot be offloaded: it has other weights for evaluation, which its train() and eval() put in"
+            " place."
+            " They read its state beside the parameters, and would find it on the host."
+            " Use an optimizer with one set of weights, such as AdamW, or leave the offloading out."
         )
     if not isinstance(getattr(optimizer, "defaults", None), dict) or not isinstance(
         getattr(optimizer, "state", None), defaultdict

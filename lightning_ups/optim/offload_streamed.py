@@ -155,6 +155,7 @@ class StreamedSteps:
         streamed = [chunk for chunk in due if not chunk.resident and chunk.nbytes]
         self._make_room(max((chunk.nbytes for chunk in streamed), default=0), count=min(SLOTS, len(streamed)))
         options, settings = Options(self._inner), self._one_kernel()
+        self._take_over_numbers(due)
         self._source.writes.begin()
         ahead = iter(streamed)
         slots: dict[Chunk, _Slot] = {}
@@ -173,6 +174,14 @@ class StreamedSteps:
         stepped = [item for chunk in due for item in chunk.items if self._is_due(item, wanted)]
         self._source.writes.note(item.parameter for item in stepped if item.is_mastered)
         self._source.spent(item.parameter for item in stepped)
+
+    def _take_over_numbers(self, chunks: Collection[Chunk]) -> None:
+        # Of a parameter in parts one number is shown, the last part's, and what is written there is for all.
+        for item in (item for chunk in chunks for item in chunk.items if item.whole is not None):
+            shown = self._inner.state.get(item.key, {})
+            for name, value in item.others.items():
+                if isinstance(value, Tensor) and shown.get(name, value) is not value:
+                    value.copy_(shown[name])
 
     @property
     def in_one_kernel(self) -> bool:

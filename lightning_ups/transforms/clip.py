@@ -38,10 +38,10 @@ def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor
     """Return the norm of all ``gradients`` together, on their device, equal on every rank.
 
     It is of float64 where they all are, and of float32 otherwise. They may be whole, or sharded over one mesh or
-    several: each group is reduced over its own mesh.
+    several: each group is reduced over its own mesh. Of a sparse one the rows count that it has, each summed up first.
     """
     groups: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(_dense_part, gradients):
         # Foreach norms want one device, one mesh and one type.
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
         groups.setdefault((gradient.device, mesh, gradient.dtype), []).append(gradient)
@@ -50,6 +50,10 @@ def total_norm(gradients: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor
         return torch.zeros(())
     dtype = torch.float64 if all(norm.dtype == torch.float64 for norm in norms) else torch.float32
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type)
+
+
+def _dense_part(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:

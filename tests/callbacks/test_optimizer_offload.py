@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_ups.callbacks import OptimizerOffload
+from lightning_ups.callbacks import OptimizerOffload, StepGuard
 from lightning_ups.optim import MasteredOptimizer, OffloadedOptimizer, adamw_step
 from lightning_ups.order import Declaration, Stage, applied
 from lightning_ups.precision import BF16Precision
@@ -341,4 +341,46 @@ def test_a_first_batch_that_is_skipped_is_no_first_step(tmp_path):
     right, ours = SkipsTheFirst(), SkipsTheFirst()
     for module, callbacks in ((right, []), (ours, [OptimizerOffload(update="host")])):
         trainer(tmp_path, callbacks=callbacks, epochs=2).fit(module, loader(2))
+    assert torch.equal(torch.stack(ours.losses), torch.stack(right.losses))
+
+
+class BadAtFirst(Net):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss if index else loss * float("nan")
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_a_first_step_that_is_left_out_is_no_first_step(tmp_path, update):
+    right, ours = BadAtFirst(), BadAtFirst()
+    for module, callbacks in ((right, []), (ours, [OptimizerOffload(update=update)])):
+        trainer(tmp_path, callbacks=[StepGuard(), *callbacks], epochs=1).fit(module, loader(2))
+    assert len(ours.losses) == 4
+    assert torch.equal(torch.stack(ours.losses), torch.stack(right.losses))
+
+
+class TwoByHand(Net):
+    """The second optimizer, which alone keeps state, steps for the first time at the second batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        for optimizer in self.optimizers()[: index + 1]:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers()[: index + 1]:
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.head.parameters(), lr=0.1), torch.optim.AdamW(self.layers.parameters())]
+
+
+def test_an_optimizer_that_steps_later_counts_too(tmp_path):
+    right, ours = TwoByHand(), TwoByHand()
+    for module, callbacks in ((right, []), (ours, [callback := OptimizerOffload()])):
+        trainer(tmp_path, callbacks=callbacks, epochs=1).fit(module, loader(2))
+    assert callback._report is None
     assert torch.equal(torch.stack(ours.losses), torch.stack(right.losses))

@@ -157,6 +157,20 @@ def test_spikes_are_skipped(tmp_path):
     assert "a spike above" in event.what
 
 
+class LeavesOut(Bad):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index // 2) if index % 2 else None
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None:UserWarning")
+def test_a_batch_that_is_left_out_is_no_loss_of_zero(tmp_path):
+    right, guard = StepGuard(warmup_steps=5), StepGuard(warmup_steps=5)
+    fit(tmp_path, Bad([8], factor=100.0), right, data=batches(without=range(0, 24, 2)))
+    fit(tmp_path, LeavesOut([8], factor=100.0), guard)
+    assert [event.what for event in guard.events] == [event.what for event in right.events]
+    assert [event.step for event in right.events] == [8]
+
+
 def test_a_warning_changes_nothing(tmp_path):
     warned, plain = Bad([20], factor=1e4), Bad([20], factor=1e4)
     guard = StepGuard(on_spike="warn", warmup_steps=8)
@@ -189,6 +203,43 @@ def test_master_weights_are_guarded(tmp_path, kind):
     fit(tmp_path, without, data=batches(without=[5]), plugins=[BF16Precision()], gradient_clip_val=0.5)
     assert same(guarded, without)
     assert len(guard.events) == 1
+
+
+class Words(Bad):
+    """Looks words up, whose gradients are sparse."""
+
+    def __init__(self, bad=()):
+        super().__init__(bad, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9))
+        self.words = torch.nn.Embedding(16, 8, sparse=True)
+
+    def training_step(self, batch, index):
+        return super().training_step(batch + self.words(torch.tensor([index % 5, 7, 7, 9])), index)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("plugins", [[], [BF16Precision(weights="autocast")]], ids=["float32", "bf16"])
+def test_sparse_gradients_are_watched_and_skipped(tmp_path, plugins):
+    guarded, same_bits = Words([5]), Words([5])
+    fit(tmp_path, guarded, guard := StepGuard(), plugins=plugins)
+    assert [event.step for event in guard.events] == [5]
+    assert all(p.isfinite().all() for p in guarded.parameters())
+    fit(tmp_path, same_bits, StepGuard(gradients=False), plugins=plugins)
+    assert same(guarded, same_bits)
+
+
+MADE_BEFOREHAND = {  # have their state before the first step, and so nothing is new after one that was left out
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_BEFOREHAND)
+def test_master_weights_may_begin_with_a_bad_step(tmp_path, kind):
+    guarded, without = (Bad(bad, optimizer=MADE_BEFOREHAND[kind]) for bad in ([0], []))
+    fit(tmp_path, guarded, guard := StepGuard(), plugins=[BF16Precision()])
+    fit(tmp_path, without, data=batches(without=[0]), plugins=[BF16Precision()])
+    assert same(guarded, without)
+    assert [event.step for event in guard.events] == [0]
 
 
 def test_bad_steps_in_a_row_end_the_run(tmp_path):
@@ -353,6 +404,25 @@ def test_going_back_has_a_bound(tmp_path):
         )
 
 
+class StopsAtTheBadBatch(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 5:
+            raise KeyError("of another callback")
+
+
+def test_a_run_that_ends_amid_a_bad_step_leaves_the_optimizer_able_to_step(tmp_path):
+    module = Bad([5])
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizer
+    guard = StepGuard()
+    with pytest.raises(KeyError, match="of another callback"):
+        fit(tmp_path, module, callbacks=[StopsAtTheBadBatch(), guard])
+    before = [p.detach().clone() for p in module.parameters()]
+    module.bad = set()
+    fit(tmp_path, module)
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
 def test_saves_are_followed_only_while_fit_runs(tmp_path):
     made = fit(tmp_path, Bad(), StepGuard(on_nonfinite="rollback"), callbacks=[saving(tmp_path)])
     assert "save_checkpoint" not in vars(made.strategy)
@@ -388,6 +458,10 @@ def test_what_cannot_be_is_refused_before_the_first_step(tmp_path):
         fit(tmp_path, Manual(), StepGuard())
     with pytest.raises(ValueError, match="Use fused=True"):
         fit(tmp_path, Bad(optimizer=OPTIMIZERS["plain"]), StepGuard(skip_on="device"))
+    several = Bad(optimizer=lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=2))
+    with pytest.raises(ValueError, match=r"cannot skip steps of LBFGS.*Use on_nonfinite='stop'"):
+        fit(tmp_path, several, StepGuard())
+    fit(tmp_path, several, StepGuard(on_nonfinite="stop"))
     with pytest.raises(ValueError, match=r"Add ModelCheckpoint"):
         fit(tmp_path, Bad(), StepGuard(on_spike="rollback"))
     weights = ModelCheckpoint(dirpath=tmp_path / "weights", save_weights_only=True)

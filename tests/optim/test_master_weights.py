@@ -1,6 +1,7 @@
 import copy
 import io
 import pickle
+from collections import defaultdict
 
 import pytest
 import torch
@@ -333,6 +334,19 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused():
         MasteredOptimizer(torch.optim.LBFGS(model.parameters()), masters)
 
 
+class WithModes(AdamW):
+    def train(self): ...
+
+    def eval(self): ...
+
+
+def test_an_optimizer_with_other_weights_for_evaluation_is_refused():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"WithModes has other weights for evaluation.*weights='autocast'"):
+        MasteredOptimizer(WithModes(model.parameters()), masters)
+
+
 class Outer(torch.optim.Optimizer):
     """Lets others step, whose groups it shows or has copies of."""
 
@@ -611,6 +625,19 @@ def test_a_group_that_comes_later_is_stepped_from_then_on(way, accumulate):
     assert all(torch.equal(model[name], value) for name, value in expected.items())
     assert state["param_groups"][1]["lr"] == 3e-3
     assert state["state"].keys() == expected_state["state"].keys()
+
+
+def test_state_that_is_put_in_the_place_of_all_is_that_of_the_masters():
+    model = make_model()
+    optimizer = MasteredOptimizer(AdamW(model.parameters(), lr=1e-2), MasterWeights(model, dtype=torch.bfloat16))
+    for anew in (False, True):
+        if anew:
+            optimizer.state = defaultdict(dict)
+        model(batch(torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    optimizer.state = {p: {"step": torch.tensor(4.0)} for p in model.parameters()}
+    assert [*optimizer.state] == [*optimizer.masters.of.values()]
 
 
 def test_state_that_is_there_keeps_its_order():

@@ -1,4 +1,5 @@
 import io
+from collections import defaultdict
 
 import pytest
 import torch
@@ -393,6 +394,51 @@ def test_state_that_others_move_stays_on_the_host_and_what_they_write_counts():
     assert all(entries["step"] == 8 for entries in ours.state.values())
     with pytest.raises(TypeError, match=r"or overwrite it\.$"):
         del ours.state[next(iter(ours.state))]
+
+
+def _anew(optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def _emptied(optimizer):
+    for parameter in [*optimizer.state]:
+        optimizer.state[parameter] = {}
+
+
+def _zeroed(optimizer):
+    for entries in optimizer.state.values():
+        for name, value in entries.items():
+            entries[name] = torch.zeros_like(value)
+
+
+def _counted_as_third(optimizer):
+    for entries in optimizer.state.values():
+        entries["step"].fill_(3)
+
+
+def _made_by_hand(optimizer):
+    for key in [*optimizer.state]:
+        moments = {name: torch.full(key.shape, 0.5) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[key] = {"step": torch.tensor(7.0), **moments, "max_exp_avg_sq": torch.ones(key.shape)}
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("write", [_anew, _emptied, _zeroed, _counted_as_third, _made_by_hand])
+def test_whatever_is_written_into_the_state_counts(write, way, masters):
+    def between(step, _, optimizer):
+        if step == 2:
+            write(optimizer)
+
+    right, plain = train(OPTIMIZERS["adamw"], masters=masters, between=between)
+    result, ours = train(
+        OPTIMIZERS["adamw"],
+        masters=masters,
+        between=between,
+        wrap=lambda o: OffloadedOptimizer(o, memory=LateMemory(), **way),
+    )
+    assert_same(result, right)
+    assert_same_state(ours.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("masters", [False, True])

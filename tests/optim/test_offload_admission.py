@@ -161,6 +161,18 @@ def test_what_needs_its_closure_is_refused():
         OffloadedOptimizer(LBFGS(Net().parameters()))
 
 
+class WithModes(AdamW):
+    def train(self): ...
+
+    def eval(self): ...
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_what_has_other_weights_for_evaluation_is_refused(update):
+    with pytest.raises(ValueError, match=r"^WithModes cannot .* such as AdamW, or leave the offloading out\.$"):
+        OffloadedOptimizer(WithModes(Net().parameters()), update=update)
+
+
 class OffloadsItself(Optimizer):
     def __init__(self, params):
         self.inner = AdamW(params)

@@ -56,6 +56,19 @@ def test_the_norm_of_double_precision_has_all_its_bits():
     assert total_norm([*gradients, torch.randn(10)]).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_a_sparse_gradient_counts_as_it_would_be_dense():
+    model, expected = nn.Embedding(8, 4, sparse=True), nn.Embedding(8, 4)
+    expected.load_state_dict(model.state_dict())
+    for each in (model, expected):
+        each(torch.tensor([1, 3, 3, 5])).pow(3).sum().backward()
+    norm = total_norm([model.weight.grad, torch.ones(3)])
+    torch.testing.assert_close(norm, total_norm([expected.weight.grad, torch.ones(3)]))
+    scale_gradients([model.weight.grad], clip_coefficient(norm, max_norm=0.1))
+    scale_gradients([expected.weight.grad], clip_coefficient(norm, max_norm=0.1))
+    torch.testing.assert_close(model.weight.grad.to_dense(), expected.weight.grad)
+
+
 def test_by_value():
     model = model_with_gradients()
     clip_by_value(gradients_of(model.parameters()), limit=0.01)
