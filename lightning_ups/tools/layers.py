@@ -231,7 +231,10 @@ def _put_in_list(lists: Tree, keys: list[str], value: Any) -> bool:
     """Do what jsonargparse does: ``X=`` replaces the list, ``X+=`` appends, ``X.name=`` sets its last element."""
     key, rest = keys[1], keys[2:]
     if not rest:
-        lists[key] = [*(lists.get(key, []) if key.endswith(("+", "-")) else []), *items(value)]
+        lists[key] = [
+            *(lists.get(key, []) if key.endswith(("+", "-")) else []),
+            *items(None if value == "null" else value),
+        ]
         return True
     last = next((lists[known] for known in reversed(lists) if known.removesuffix("+") == key), None)
     if not last:
@@ -260,6 +263,7 @@ def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | 
     left: list[str] = []
     over: dict[tuple[str, str], list[str]] = {}
     for key, text, spelled in options(words):
+        _check_names_a_setting(key, [*layers, *filter(None, [preset])])
         list_, kind, setting = _parts(key)
         found = _listing(layers, list_, kind) if setting else []
         if len(found) > 1:
@@ -286,6 +290,19 @@ def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | 
             left += spelled
     added = [word for (list_, kind), more in over.items() for word in (f"--trainer.{list_}+={kind}", *more)]
     return Addressed([*added, *left], layers)
+
+
+def _check_names_a_setting(key: str, layers: Sequence[Layer]) -> None:
+    """Raise ValueError if an option names a class of a list, and none of its settings."""
+    keys = key.split(".")
+    if len(keys) != 3 or keys[0] != "trainer" or keys[1] not in LISTS:
+        return
+    list_, kind = keys[1:]
+    if kind in {class_name(item) for layer in layers for item in _listed(layer, list_)}:
+        raise ValueError(
+            f"--{key}: {kind} is a class, and no setting of one. Set one of its settings by --{key}.NAME VALUE, or take"
+            f" it out of the preset by --trainer.{list_}-={kind}; what a file lists is taken out there."
+        )
 
 
 def _parts(key: str) -> tuple[str, str, list[str]]:
