@@ -102,7 +102,8 @@ def read(source: str, *, command: str) -> Layer:
     """
     name, content, folder = _content(source)
     tree, lines = _loaded(name, content)
-    whole = True
+    # A pipe, such as <(envsubst < run.yaml), gives its text once: the parser takes what was read.
+    whole = folder is not None or name != source or "://" in source
     if isinstance(tree.get(command), dict):  # a file for several commands, with sections such as "fit:" and "test:"
         lines = {keys[1:]: line for keys, line in lines.items() if keys[:1] == (command,)}
         tree, whole = tree[command], False
@@ -132,14 +133,14 @@ def _content(source: str) -> tuple[str, str, Path | None]:
         with fsspec.open(source, "r") as file:
             return source, file.read(), None  # type: ignore[attr-defined]
     path = Path(source)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         what = f"{source!r} is a folder" if path.is_dir() else f"There is no file {source!r}"
         raise FileNotFoundError(
             f"{what}. A configuration is a file, looked for from {Path.cwd()}."
             f" {file_suggestion(source, endings=('.yaml', '.yml'))}"
         )
     try:
-        return source, path.read_text(encoding="utf-8"), path.parent
+        return source, path.read_text(encoding="utf-8"), path.parent if path.is_file() else None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{source} is no text in UTF-8: {error.reason} at byte {error.start}."
