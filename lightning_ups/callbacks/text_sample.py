@@ -46,7 +46,7 @@ class TextSample(Callback):
         check_kind("prompt", prompt, str, of="TextSample", why="It is what the text begins with.")
         check_least("num_tokens", num_tokens, 0, of="TextSample", why="It counts tokens.")
         check_kind("temperature", temperature, float, of="TextSample", why="It divides the logits.")
-        if not temperature >= 0:
+        if not 0 <= temperature <= sys.float_info.max:
             raise ValueError(
                 f"TextSample(temperature={temperature}) is out of range."
                 " It divides the logits, and the likeliest token stays the likeliest."
@@ -55,7 +55,7 @@ class TextSample(Callback):
         check_least("top_k", top_k, 1, of="TextSample", why="It counts tokens to draw from.", optional=True)
         check_seed(seed, of="TextSample", why="It is that of the draws.")
         self.prompt, self.num_tokens = prompt, num_tokens
-        self.temperature, self.top_k, self.seed = temperature, top_k, int(seed)
+        self.temperature, self.top_k, self.seed = float(temperature), top_k, int(seed)  # torch takes no long int
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

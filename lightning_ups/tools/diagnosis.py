@@ -64,6 +64,8 @@ def find_class(name: str, bases: Sequence[type]) -> type | None:
     if not module:
         # The bases first: Lightning's ReduceLROnPlateau has the name of torch's.
         return next((kind for kind in (*bases, *_below(bases)) if kind.__name__ == name), None)
+    if not _is_path(module):  # which the import would refuse in words of its own
+        return None
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError:
@@ -98,6 +100,8 @@ class _Look:
             below = [known for known in types if known.startswith(f"{name}.")]
             if name in types:
                 yield from self.value(value, types[name], where, layer)
+            elif f"{name}.enabled" in types and (value is None or isinstance(value, bool)):
+                continue  # a section that is switched on or off
             elif not below:
                 yield from self._unknown(name, types, where, layer, owner)
             elif isinstance(value, dict):
@@ -123,6 +127,8 @@ class _Look:
             yield f"{place}{owner.__name__} has no setting {name!r}. {takes}" + (
                 f" Did you mean {near!r}?" if near else ""
             )
+        else:
+            yield f"{place}{owner.__name__} names no setting {name!r}, but takes others. Give it under dict_kwargs."
 
     def value(self, value: Any, hint: Any, keys: Keys, layer: Layer) -> Iterator[str]:
         """Yield the faults of a value of a known type."""
@@ -185,9 +191,9 @@ class _Look:
             )
             return
         module, _, attribute = name.rpartition(".")
-        path = name.removesuffix(".py").replace("/", ".")  # of a file
-        meant = _of_module(path, bases)
-        if not module or path != name or meant:
+        path = ".".join(filter(None, re.split("[./:]", name.removesuffix(".py"))))  # of a file, or with a slip
+        meant = _of_module(path, bases) or (path != name and find_class(path, bases) and f"Did you mean {path!r}?")
+        if not _is_path(module) or path != name or meant:
             example = f"{path}.CLASS" if path != name or module else f"package.module.{name}"
             concrete = [kind for kind in _below(bases) if not inspect.isabstract(kind)]
             names = {kind.__name__ for kind in concrete if offered(f"{kind.__module__}.{kind.__name__}")}
@@ -383,6 +389,10 @@ def _of_module(name: str, bases: Sequence[type]) -> str | None:
 
 def _is_own(kind: Any, module: Any, bases: Sequence[type]) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple(bases)) and kind.__module__ == module.__name__
+
+
+def _is_path(module: str) -> bool:
+    return all(module.split("."))  # "./net" and "net." have a part that is empty
 
 
 def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:

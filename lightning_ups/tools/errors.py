@@ -22,8 +22,8 @@ _CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the
 _OURS = Path(__file__).parents[1]
 _REFUSAL = "MisconfigurationException"  # of Lightning: raised for what is asked of it, and not for what went wrong
 # Functions of Lightning that raise another error for what is asked of it: a metric for EarlyStopping that nothing logs,
-# the best checkpoint where none is kept.
-_REFUSING = ("_validate_condition_metric", "_parse_ckpt_path")
+# the best checkpoint where none is kept, a validation after more batches than there are.
+_REFUSING = ("_validate_condition_metric", "_parse_ckpt_path", "setup_data")
 _SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
 _FILE_SYSTEMS = {"os", "pathlib", "fsspec"}
 _CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}

@@ -102,7 +102,8 @@ def read(source: str, *, command: str) -> Layer:
     """
     name, content, folder = _content(source)
     tree, lines = _loaded(name, content)
-    whole = True
+    # A pipe, such as <(envsubst < run.yaml), gives its text once: the parser takes what was read.
+    whole = folder is not None or name != source or "://" in source
     if isinstance(tree.get(command), dict):  # a file for several commands, with sections such as "fit:" and "test:"
         lines = {keys[1:]: line for keys, line in lines.items() if keys[:1] == (command,)}
         tree, whole = tree[command], False
@@ -132,14 +133,14 @@ def _content(source: str) -> tuple[str, str, Path | None]:
         with fsspec.open(source, "r") as file:
             return source, file.read(), None  # type: ignore[attr-defined]
     path = Path(source)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         what = f"{source!r} is a folder" if path.is_dir() else f"There is no file {source!r}"
         raise FileNotFoundError(
             f"{what}. A configuration is a file, looked for from {Path.cwd()}."
             f" {file_suggestion(source, endings=('.yaml', '.yml'))}"
         )
     try:
-        return source, path.read_text(encoding="utf-8"), path.parent
+        return source, path.read_text(encoding="utf-8"), path.parent if path.is_file() else None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{source} is no text in UTF-8: {error.reason} at byte {error.start}."
@@ -231,7 +232,10 @@ def _put_in_list(lists: Tree, keys: list[str], value: Any) -> bool:
     """Do what jsonargparse does: ``X=`` replaces the list, ``X+=`` appends, ``X.name=`` sets its last element."""
     key, rest = keys[1], keys[2:]
     if not rest:
-        lists[key] = [*(lists.get(key, []) if key.endswith(("+", "-")) else []), *items(value)]
+        lists[key] = [
+            *(lists.get(key, []) if key.endswith(("+", "-")) else []),
+            *items(None if value == "null" else value),
+        ]
         return True
     last = next((lists[known] for known in reversed(lists) if known.removesuffix("+") == key), None)
     if not last:
@@ -260,6 +264,7 @@ def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | 
     left: list[str] = []
     over: dict[tuple[str, str], list[str]] = {}
     for key, text, spelled in options(words):
+        _check_names_a_setting(key, [*layers, *filter(None, [preset])])
         list_, kind, setting = _parts(key)
         found = _listing(layers, list_, kind) if setting else []
         if len(found) > 1:
@@ -286,6 +291,19 @@ def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | 
             left += spelled
     added = [word for (list_, kind), more in over.items() for word in (f"--trainer.{list_}+={kind}", *more)]
     return Addressed([*added, *left], layers)
+
+
+def _check_names_a_setting(key: str, layers: Sequence[Layer]) -> None:
+    """Raise ValueError if an option names a class of a list, and none of its settings."""
+    keys = key.split(".")
+    if len(keys) != 3 or keys[0] != "trainer" or keys[1] not in LISTS:
+        return
+    list_, kind = keys[1:]
+    if kind in {class_name(item) for layer in layers for item in _listed(layer, list_)}:
+        raise ValueError(
+            f"--{key}: {kind} is a class, and no setting of one. Set one of its settings by --{key}.NAME VALUE, or take"
+            f" it out of the preset by --trainer.{list_}-={kind}; what a file lists is taken out there."
+        )
 
 
 def _parts(key: str) -> tuple[str, str, list[str]]:

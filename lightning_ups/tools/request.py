@@ -1,6 +1,6 @@
 """A command line, read before it is parsed: its layers, its preset, and what the user overrides of that."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = ["Request", "ask", "preset_of_device"]
 _CLASSES = ("model", "data", "optimizer", "lr_scheduler", "trainer.strategy", "trainer.logger", "trainer.profiler")
 _SLOTS = (CheckpointIO, ClusterEnvironment, LayerSync)
 _BASES = (Callback, Precision, *_SLOTS, Strategy, Logger)
+_WITH_LISTS = tuple(f"{name}{sign}" for name in LISTS for sign in ("", "+", "-"))
 _OFF = {"false": False, "null": False, "none": False, "true": True}
 
 
@@ -63,6 +64,7 @@ def ask(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
     files = {source: read(source, command=command) for source in sources}
     typed, _ = option_layer(kept, classes=_CLASSES)
     for layer in (*files.values(), typed):
+        _check_sections(layer, slots)
         _check_init_args(layer.tree, (), layer)
     name, said = _preset([*files.values(), typed], named)
     preset = preset_layer(name) if name is not None else None
@@ -153,6 +155,8 @@ def _tidied(layer: Layer, slots: Mapping[str, type]) -> Layer:
         if slot in layer.tree and (layer.tree[slot] is None or isinstance(layer.tree[slot], bool)):
             layer.tree[slot] = {"enabled": bool(layer.tree[slot])}
     trainer = layer.tree.get("trainer")
+    if trainer is None:  # as when all below it is commented out
+        layer.tree.pop("trainer", None)
     if not isinstance(trainer, dict):
         return layer
     if isinstance(strategy := trainer.get("strategy"), str) and _is_class_of_strategy(strategy):
@@ -175,6 +179,27 @@ def _without_empty(tree: Any) -> None:
         tree = [*tree.values()]
     for inner in tree if isinstance(tree, list) else ():
         _without_empty(inner)
+
+
+def _check_sections(layer: Layer, slots: Collection[str]) -> None:
+    """Raise ValueError if a section holds no settings, though text may be a file's name, or a list what is no class."""
+    for key in ("trainer", *slots):
+        value = layer.tree.get(key)
+        if not (value is None or isinstance(value, dict | str) or (key in slots and isinstance(value, bool))):
+            raise ValueError(
+                f"{layer.place(key)}: {key} is {value!r}. It holds settings, each with its name."
+                " Write them below it, NAME: VALUE, without dashes."
+            )
+    trainer = layer.tree.get("trainer")
+    if not isinstance(trainer, dict):
+        return
+    for key in _WITH_LISTS:
+        for index, item in enumerate(items(trainer.get(key))):
+            if not isinstance(item, dict | str):
+                raise ValueError(
+                    f"{layer.place('trainer', key, index)}: trainer.{key}[{index}] is {item!r}. It takes a class."
+                    " Give one by its name or by class_path, or take this out of the list."
+                )
 
 
 def _check_init_args(tree: Any, keys: tuple[str | int, ...], layer: Layer) -> None:

@@ -66,6 +66,10 @@ def test_hands_on_how_to_draw(tmp_path):
     assert module.options == {"num_tokens": 2, "temperature": 0.5, "top_k": 7, "seed": 3}
 
 
+def test_a_temperature_of_many_digits_is_handed_on_as_a_float():
+    assert type(TextSample(temperature=10**30).temperature) is float
+
+
 def test_evaluates_and_leaves_every_mode_as_it_was(tmp_path):
     module = fit(tmp_path, TextSample())
     assert module.modes == (False, False)
@@ -107,6 +111,7 @@ def test_compiles_nothing_for_the_growing_text(tmp_path):
         ("num_tokens", -1, "Use 0 or more."),
         ("temperature", -0.1, "or 0 to always take the likeliest."),
         ("temperature", float("nan"), "or 0 to always take the likeliest."),
+        ("temperature", 10**400, "or 0 to always take the likeliest."),
         ("top_k", 0, "Use 1 or more, or None."),
         ("seed", 2**64, "Use a number of 64 bits"),
     ],

@@ -138,6 +138,13 @@ def test_a_module_or_a_file_in_place_of_a_class(faults, name):
     assert fault.endswith("Did you mean 'tests.cli_toys.Toy'?")
 
 
+@pytest.mark.parametrize("name", ["./tests.cli_toys.Toy", "tests..cli_toys.Toy", "tests.cli_toys:Toy"])
+def test_a_slip_in_the_path_of_a_class(faults, name):
+    (fault,) = faults(f"model:\n  class_path: {name}\n")
+    assert fault.startswith(f"run.yaml:2: no LightningModule is known as {name!r}.")
+    assert fault.endswith("Did you mean 'tests.cli_toys.Toy'?")
+
+
 def test_a_file_that_no_import_finds(faults):
     (fault,) = faults("model:\n  class_path: gone/net.py\n")
     assert fault.endswith("named with its module, as in 'gone.net.CLASS'. Run where it can be imported.")
@@ -172,6 +179,15 @@ def test_settings_of_an_element(faults):
     assert faults(text + "        save_top_k: all\n") == [
         "run.yaml:8: trainer.callbacks[1].init_args.save_top_k is 'all'. It takes int."
     ]
+
+
+def test_a_setting_that_a_class_takes_among_others(faults, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "takes_others.py").write_text(
+        "from lightning.pytorch import Callback\n\n\nclass Own(Callback):\n    def __init__(self, **others): ...\n"
+    )
+    (fault,) = faults(f"{MODEL}trainer:\n  callbacks:\n  - class_path: takes_others.Own\n    init_args: {{size: 3}}\n")
+    assert fault == "run.yaml:6: Own names no setting 'size', but takes others. Give it under dict_kwargs."
 
 
 def test_an_element_that_needs_a_setting(faults):

@@ -169,6 +169,12 @@ def test_options_about_lists():
     assert spared == ["--trainer.callbacks.help=A"]
 
 
+def test_an_option_that_empties_a_list():
+    layer, spared = option_layer(["--trainer.callbacks=null"], classes=())
+    assert layer.tree == {"trainer": {"callbacks": []}}
+    assert spared == []
+
+
 def test_an_option_about_an_element_of_a_file_stays():
     layer, spared = option_layer(["--trainer.callbacks.x=1"], classes=CLASSES)
     assert layer.tree == {}
@@ -246,3 +252,11 @@ def test_an_option_about_none_or_two(listed_, cure):
     layers, _ = listed({"callbacks": listed_})
     with pytest.raises(ValueError, match=cure):
         addressed(["--trainer.callbacks.Compile.mode=default"], layers, preset=None)
+
+
+def test_an_option_that_names_a_class_and_no_setting():
+    layers, preset = listed({"max_epochs": 1}, preset={"callbacks": ["lightning_ups.callbacks.Compile"]})
+    with pytest.raises(ValueError, match=r"Compile is a class, .* --trainer\.callbacks-=Compile"):
+        addressed(["--trainer.callbacks.Compile=false"], layers, preset=preset)
+    words = ["--trainer.callbacks.T_max=3"]  # a setting of the last one that is typed
+    assert addressed(words, layers, preset=preset).words == words

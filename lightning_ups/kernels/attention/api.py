@@ -187,9 +187,9 @@ def _validate(
 
 
 def _validate_numbers(*, window: int | None, softcap: float | None, scale: float | None) -> None:
-    if isinstance(window, (bool, float)):
+    if isinstance(window, (bool, float, str)):
         raise TypeError(
-            f"window={window} is a {type(window).__name__}."
+            f"window={window!r} is a {type(window).__name__}."
             " It is a number of keys, so that True would leave one to see."
             " Use a whole number, or None."
         )
@@ -199,9 +199,9 @@ def _validate_numbers(*, window: int | None, softcap: float | None, scale: float
             " Kernels take a number, and give no gradient of it."
             " Multiply the queries by a scale that is learned, or use item() of one that is not."
         )
-    if scale is not None and not scale > 0:
+    if scale is not None and not 0 < scale < math.inf:
         raise ValueError(
-            f"scale={scale} is not above 0."
+            f"scale={scale} is not above 0, or not finite."
             " Kernels find the largest score of a row before they scale it, and make it not a number."
             " Use a scale above 0, or None for dim ** -0.5; a sign can be put into the queries."
         )

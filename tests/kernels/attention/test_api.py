@@ -97,6 +97,7 @@ Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
         ((Q, K, K), {"backend": "fa5"}, "Use one of 'auto', 'reference'"),
         ((Q, K, K), {"scale": -0.5}, "Use a scale above 0"),
         ((Q, K, K), {"scale": 0.0}, "Use a scale above 0"),
+        ((Q, K, K), {"scale": float("inf")}, "Use a scale above 0"),
         ((Q, K, K), {"softcap": -30.0}, "Use a softcap above 0"),
         ((Q, K, K), {"softcap": float("inf")}, "Use a softcap above 0"),
         ((Q, K, K), {"backend": ["math"]}, "Use one of 'auto', 'reference'"),
@@ -107,6 +108,11 @@ Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
 def test_what_does_not_fit_is_refused(tensors, options, cure):
     with pytest.raises(ValueError, match=cure):
         attention(*tensors, **options)
+
+
+def test_a_window_in_quotes_is_refused():
+    with pytest.raises(TypeError, match="window='3' is a str"):
+        attention(Q, K, K, window="3")
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "math"])
