@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import nn_module
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 from torch.utils import _pytree as pytree
@@ -35,6 +39,7 @@ __all__ = [
     "backends",
     "backward_compiled_with_forward",
     "cache_hits",
+    "comparing_forwards_by_function",
     "compilations_since",
     "compiled_by_itself",
     "compiled_since",
@@ -243,6 +248,52 @@ def telling_guards_first() -> Iterator[None]:
 
 
 _TELLING: list[None] = []  # as long as there are contexts open
+
+
+@contextmanager
+def comparing_forwards_by_function() -> Iterator[None]:
+    """Let Dynamo know a forward that an instance has by its function, while the context is open.
+
+    It does so where that is a method, and takes any other callable for one of a kind: modules within equal blocks,
+    whose forwards have one function and are bound to one module each, would have a graph for each block.
+    """
+    guard: Callable[..., Any] | None = getattr(nn_module, _GUARD_FORWARD, None)
+    if guard is None:
+        yield
+        return
+    if not _COMPARING:
+        setattr(nn_module, _GUARD_FORWARD, _guarding_the_function(guard))
+    _COMPARING.append(None)
+    try:
+        yield
+    finally:  # of two runs the first may end first
+        _COMPARING.pop()
+        if not _COMPARING:
+            setattr(nn_module, _GUARD_FORWARD, getattr(nn_module, _GUARD_FORWARD).__wrapped__)
+
+
+_COMPARING: list[None] = []  # as long as there are contexts open
+
+
+def _guarding_the_function(guard: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(guard)
+    def guard_the_function(source: Any, module: torch.nn.Module) -> None:
+        forward = vars(module).get("forward")
+        if (
+            source is None
+            or type(forward) is MethodType
+            or not isinstance(getattr(forward, "__func__", None), FunctionType)
+        ):
+            guard(source, module)
+            return
+        place = AttrSource(source, "forward")
+        install_guard(place.make_guard(GuardBuilder.TYPE_MATCH))
+        install_guard(AttrSource(place, "__func__").make_guard(GuardBuilder.CLOSURE_MATCH))
+
+    return guard_the_function
+
+
+_GUARD_FORWARD = "guard_to_detect_forward_monkeypatching"
 
 
 def _sorted_by_what_they_tell(get: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ __all__ = [
     "flattened",
     "follow_requires_grad",
     "gather_with_root",
+    "gathered_with",
     "held_parameters",
     "initialise",
     "move_own_tensors",
@@ -51,6 +52,29 @@ __all__ = [
 def sharding_policy(module: FSDPModule) -> MixedPrecisionPolicy:
     """Return the policy that ``module`` was given to ``fully_shard`` with."""
     return module._get_fsdp_state()._mp_policy
+
+
+@contextmanager
+def gathered_with(outer: nn.Module, inner: FSDPModule) -> Iterator[None]:
+    """Let ``inner``, a module in ``outer``, be gathered and freed when ``outer`` is called, while the context is open.
+
+    Code within ``outer`` that is compiled would be cut where the hooks of ``inner`` are.
+    """
+    state = inner._get_fsdp_state()
+    _call_state_with(outer, state)
+    try:
+        yield
+    finally:
+        _call_state_with(cast("nn.Module", inner), state)
+
+
+def _call_state_with(module: nn.Module, state: Any) -> None:
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(
+        _unseen(state._pre_forward), prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = module.register_forward_hook(_unseen(state._post_forward))
 
 
 def cast_when_recomputed(module: FSDPModule) -> None:
@@ -101,7 +125,11 @@ def _gather_unseen(state: Any) -> None:
         (module._forward_pre_hooks, state._pre_forward_hook_handle, state._pre_forward),
         (module._forward_hooks, state._post_forward_hook_handle, state._post_forward),
     ):
-        hooks[handle.id] = hidden_from_dynamo(unseen_by_selection(hook))
+        hooks[handle.id] = _unseen(hook)
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hidden_from_dynamo(unseen_by_selection(hook))
 
 
 def _type_of_frozen(group: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from lightning_ups._compat import dynamo
+from lightning_ups.transforms.alike_hooks import hooks_of
 from lightning_ups.transforms.compile_trial import Caller, with_trial
 from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import outputs_owned
@@ -185,10 +186,11 @@ def structure(module: nn.Module) -> Hashable:
     gives up after eight. Hence classes, parameters, and attributes such as a rate or a switch are compared. Integers
     are not: the index of a layer is mostly there for the cache, and differs between blocks that are equal otherwise.
     Nor is what only gives weights their first values, such as a spread that falls with depth.
-    The forward of ``module`` itself is left out: frames have it as ``inner``, and it may be replaced meanwhile.
+    The forward of ``module`` itself is left out: frames have it as ``inner``, and it may be replaced meanwhile. So are
+    its own hooks, which run around what is compiled.
     """
     return tuple(
-        (name, type(m), _tensors(m), _forward(m) if name else None, *_attributes(m))
+        (name, type(m), _tensors(m), *((_forward(m), hooks_of(m)) if name else ()), *_attributes(m))
         for name, m in module.named_modules()
     )
 

@@ -1,15 +1,17 @@
 """Parameters that are written to by hand where that would be lost, as codebooks that follow what they code."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_ups._compat.fsdp import held_parameters, replaced, written_to
+from lightning_ups.transforms.gathered_together import gathered_when_called
 
 __all__ = ["HandWrites", "refuse_replaced"]
 
@@ -32,10 +34,9 @@ class HandWrites:
     def watching(self) -> Iterator[None]:
         """Look at what each module inside the model gathered, after its forward, until the end of the context."""
         with ExitStack() as hooks:
-            for module in self._root.modules():  # type: ignore[attr-defined]
-                if isinstance(module, FSDPModule) and module is not self._root:
-                    # Before torch's own hook, which frees what was gathered.
-                    hooks.callback(module.register_forward_hook(self._after_forward, prepend=True).remove)  # type: ignore[attr-defined]
+            for module, gathered in gathered_when_called(self._root).items():
+                look = partial(self._after_forward, gathered)  # before torch's own hook, which frees them
+                hooks.callback(module.register_forward_hook(look, prepend=True).remove)
             yield
 
     def look(self) -> None:
@@ -66,9 +67,9 @@ class HandWrites:
                 " write to it in on_train_batch_end, where it is a shard, or train with strategy='ddp'."
             )
 
-    def _after_forward(self, module: nn.Module, *_: Any) -> None:
-        assert isinstance(module, FSDPModule)
-        self._look_at(module)
+    def _after_forward(self, gathered: Sequence[FSDPModule], *_: Any) -> None:
+        for module in gathered:
+            self._look_at(module)
 
     def _look_at(self, module: FSDPModule) -> None:
         for handle, differs in written_to(module):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_ups._compat.fsdp import gather_with_root, held_parameters
+from lightning_ups.transforms.compile import is_compiled
 from lightning_ups.transforms.mesh import TENSOR
 
 __all__ = ["OutsideReads"]
@@ -42,7 +43,8 @@ class OutsideReads(TorchFunctionMode):
     else reads too, as a tied head by ``F.linear``, would be a shard then, or its gradient would come too late. The
     model's own group is whole from the start of a step until the end of its backward, so it takes such a weight over.
 
-    Inside blocks it looks away, so that compiled code does not see it. Every rank must read alike.
+    Inside blocks it looks away, and so it does in what is compiled, whose compiler would see it. Every rank must read
+    alike.
 
     Args:
         root: The sharded model, within a step.
@@ -68,10 +70,13 @@ class OutsideReads(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Watch what runs, until the end of the context."""
         with ExitStack() as hooks:
+            compiled = [m for m in self._root.modules() if m is not self._root and is_compiled(m)]  # type: ignore[attr-defined]
+            within = {inner for module in compiled for inner in module.modules() if inner is not module}
             for module in self._root.modules():  # type: ignore[attr-defined]
-                if isinstance(module, FSDPModule) and module is not self._root:
-                    self.idle.add(module)
-                    self._follow(module, hooks)
+                if module is not self._root and (isinstance(module, FSDPModule) or module in compiled):
+                    self.idle |= _sharded_in(module)
+                    if module not in within:
+                        self._follow(module, hooks, looks_away=module in compiled or len(_sharded_in(module)) == 1)
             with self:
                 yield
 
@@ -162,26 +167,30 @@ class OutsideReads(TorchFunctionMode):
             if gathered is not None:  # made when it is first gathered
                 self._homes[gathered] = (home, name, handle)
 
-    def _follow(self, module: Any, hooks: ExitStack) -> None:
-        inside = any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
+    def _follow(self, module: Any, hooks: ExitStack, *, looks_away: bool) -> None:
+        called = _sharded_in(module) if looks_away else {module}
 
         def enter(*_: Any) -> None:
             if self._paused:
                 return
-            self.idle.discard(module)
+            self.idle -= called
             self._running.append(module)
-            if not inside:
+            if looks_away:
                 self.__exit__(None, None, None)
 
         def leave(*_: Any) -> None:
             if self._paused:
                 return
-            if not inside:
+            if looks_away:
                 self.__enter__()
             self._running.remove(module)
 
         hooks.callback(module.register_forward_pre_hook(enter).remove)
         hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+
+def _sharded_in(module: Any) -> set[Any]:
+    return {inner for inner in module.modules() if isinstance(inner, FSDPModule)}
 
 
 def _asks(func: Callable[..., Any]) -> bool:

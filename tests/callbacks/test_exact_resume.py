@@ -377,11 +377,23 @@ def test_a_batch_whose_step_was_not_made_is_trained_on_again(tmp_path, loader, h
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"val_check_interval": 2}, "it leaves out a validation that follows the step"),
-        ({}, "it leaves out a validation that follows the step"),  # at the end of an epoch
-        ({"val_check_interval": 0.5, "kind": FollowsMetric}, "it leaves out a step of the schedule"),
-        ({"val": None, "reload_dataloaders_every_n_epochs": 1}, "it makes the loaders .* at other times"),
-        ({"val": None, "reload_dataloaders_every_n_epochs": 2}, "it makes the loaders .* at other times"),
+        ({"val_check_interval": 2}, "Lightning leaves out a validation that follows the step.*Save after another step"),
+        (
+            {},
+            "Lightning leaves out a validation that follows the step.*Save after another step",
+        ),  # at the end of an epoch
+        (
+            {"val_check_interval": 0.5, "kind": FollowsMetric},
+            "Lightning leaves out the next step of the schedule.*Use a schedule",
+        ),
+        (
+            {"val": None, "reload_dataloaders_every_n_epochs": 1},
+            "Lightning makes the loaders .* at other times.*Leave reload",
+        ),
+        (
+            {"val": None, "reload_dataloaders_every_n_epochs": 2},
+            "Lightning makes the loaders .* at other times.*Leave reload",
+        ),
     ],
     ids=str,
 )
@@ -390,6 +402,26 @@ def test_what_lightning_leaves_out_of_a_resumed_run_is_told(tmp_path, options, r
     options = {"val": DataLoader(Rows(6), batch_size=2), "max_epochs": 1, **options}
     with pytest.warns(UserWarning, match=f"A resumed run may differ.*{reason}"):
         run(tmp_path, stock(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"kind": FollowsMetric}, "Use a schedule"), ({"reload_dataloaders_every_n_epochs": 2}, "Leave reload")],
+    ids=["schedule", "loaders"],
+)
+def test_what_no_checkpoint_could_make_exact_is_refused_before_the_first_step(tmp_path, options, reason):
+    options = {"val": DataLoader(Rows(6), batch_size=2), "max_epochs": 1, **options}
+    unsaved = [ExactResume(on_unreplayable="refuse"), CountedSteps()]
+    with pytest.raises(ValueError, match=rf"A resumed run may differ.*{reason}.*, or set on_unreplayable='warn'\.$"):
+        run(tmp_path, stock(), callbacks=unsaved, **options)
+    assert unsaved[1].steps == 0
+
+
+class CountedSteps(Callback):
+    steps = 0
+
+    def on_train_batch_start(self, *_):
+        self.steps += 1
 
 
 @pytest.mark.filterwarnings("ignore:A resumed run may")

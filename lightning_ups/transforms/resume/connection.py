@@ -1,7 +1,6 @@
 """Connecting a `Resumption` to the fit loop of a trainer."""
 
 import warnings
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -46,7 +45,13 @@ class Connection:
 
     def state(self) -> dict[str, Any]:
         """Return the state of all ranks on the first, and nothing elsewhere. Every rank takes part."""
-        self._resumption.name(*_left_out(self._trainer))
+        if is_before_validation(self._trainer):
+            reason = "Lightning leaves out a validation that follows the step after which it was saved"
+            self._resumption.name(reason, cure="Save after another step, or when validation is over.")
+        if reloads_unlike(self._trainer):
+            self._name_reloads()
+        if follows_metric(self._trainer):
+            self._name_schedule()
         own = self._resumption.state(
             Progress(
                 taken=batches_taken(self._trainer),
@@ -68,7 +73,16 @@ class Connection:
         self._resumption.load(state["ranks"], process=dist.get_rank() if dist.is_initialized() else 0)
 
     def begin(self) -> None:
-        """Note that training begins."""
+        """Note that training begins.
+
+        Raises:
+            ValueError: If a run from any checkpoint of this one could not be exact, and that is to be refused.
+        """
+        if self._resumption.refuses:  # a warning waits for a checkpoint
+            if reloads_unlike(self._trainer):
+                self._name_reloads()
+            if follows_metric(self._trainer):
+                self._name_schedule()
         if self._resumption.begin():
             begin_epoch_anew(self._trainer)
 
@@ -83,6 +97,14 @@ class Connection:
             cast("list[Any]", warnings.filters).remove(self._silence)
         self._silence = None
         self._resumption.release()
+
+    def _name_schedule(self) -> None:
+        reason = "Lightning leaves out the next step of the schedule that follows a metric"
+        self._resumption.name(reason, cure="Use a schedule that follows the number of steps or epochs.")
+
+    def _name_reloads(self) -> None:
+        reason = "Lightning makes the loaders that are made anew every so many epochs at other times"
+        self._resumption.name(reason, cure="Leave reload_dataloaders_every_n_epochs at 0.")
 
     def _follow(self, loaders: list[Any]) -> list[Any]:
         loaded, over = self._trainer.fit_loop.epoch_loop.restarting, is_epoch_over(self._trainer)
@@ -103,13 +125,3 @@ class Connection:
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         if warnings.filters[0] not in before:  # the user may have the same one
             self._silence = warnings.filters[0]
-
-
-def _left_out(trainer: Any) -> Iterator[str]:
-    # What Lightning does otherwise in a resumed run.
-    if is_before_validation(trainer):
-        yield "it leaves out a validation that follows the step after which it was saved"
-    if follows_metric(trainer):
-        yield "it leaves out a step of the schedule that follows a metric"
-    if reloads_unlike(trainer):
-        yield "it makes the loaders that are made anew every so many epochs at other times"

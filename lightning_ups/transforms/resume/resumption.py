@@ -14,6 +14,7 @@ __all__ = ["RESUME_KEY", "OnUnreplayable", "Progress", "Resumption"]
 
 RESUME_KEY = "lightning_ups.resume"  # in a checkpoint
 OnUnreplayable = Literal["warn", "refuse"]
+_CURE = "Let the loader have a state_dict, or draw random numbers from the sample's index."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ class Resumption:
             self._at_end = at_end
             self.name(
                 "the checkpoint holds no position of the data, which is read from its beginning: it was saved without"
-                " exact resuming, or by Trainer.save_checkpoint after fit and not during it, as ModelCheckpoint saves"
+                " exact resuming, or by Trainer.save_checkpoint after fit and not during it, as ModelCheckpoint saves",
+                cure="Let ModelCheckpoint save in a run that has this.",
             )
         if saved is not None:
             self._take_up(saved)
@@ -144,9 +146,13 @@ class Resumption:
         """
         self.review()
         if progress.within_step:
-            self.name("a step that a checkpoint is saved amid, as after an error, is made again")
+            reason = "a step that a checkpoint is saved amid, as after an error, is made again"
+            self.name(reason, cure="Save when a step is over, as ModelCheckpoint does.")
         if progress.accumulating:
-            self.name("gradients of this accumulation so far are not in a checkpoint")
+            reason = "gradients of this accumulation so far are not in a checkpoint"
+            self.name(
+                reason, cure="Save when its optimizer step is made, as ModelCheckpoint(every_n_train_steps=...) does."
+            )
         over = progress.epoch_over
         return {
             "rank": self._rank,
@@ -224,7 +230,12 @@ class Resumption:
         """Warn of, or refuse, what cannot be replayed and was not named yet."""
         self.name(*(reason for loader in self._loaders for reason in loader.unreplayable()))
 
-    def name(self, *reasons: str) -> None:
+    @property
+    def refuses(self) -> bool:
+        """Whether what cannot be replayed is an error."""
+        return self._policy == "refuse"
+
+    def name(self, *reasons: str, cure: str = _CURE) -> None:
         """Warn of, or refuse, ``reasons`` why a resumed run may differ from one that was not interrupted."""
         new = [reason for reason in dict.fromkeys(reasons) if reason not in self._named]
         if not new:
@@ -234,8 +245,7 @@ class Resumption:
             f"A resumed run may differ from one that was not interrupted: {'; '.join(new)}."
             " What is not in a checkpoint, and cannot be drawn again, cannot be replayed."
         )
-        cure = "Let the loader have a state_dict, or draw random numbers from the sample's index."
-        if self._policy == "refuse":
+        if self.refuses:
             raise ValueError(f"{text} {cure[:-1]}, or set on_unreplayable='warn'.")
         if not dist.is_initialized() or dist.get_rank() == 0:
             warnings.warn(f"{text} {cure}", UserWarning, stacklevel=2)
