@@ -60,8 +60,7 @@ class TrainingReport(Callback):
         if pictures:
             can_draw()
         self.pictures = has("matplotlib") if pictures is None else pictures
-        if pictures is None and not self.pictures:
-            rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
+        self._tells = pictures is None and not self.pictures
         self.path: Path | None = None
         self._history = History()
         self._folder = ""
@@ -79,6 +78,8 @@ class TrainingReport(Callback):
             return
         self._folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks: every rank has to
         self._history, self._began, self.path = History(), datetime.now(), None
+        if self._tells:  # in a run that writes a page, and not in one that only looks
+            rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
         if trainer.is_global_zero and trainer.loggers:
             self._listen(trainer)
 

@@ -77,8 +77,8 @@ def shortened(error: BaseException) -> str | None:
     that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
     a setting is wrong then, and the traceback would show only Lightning. It is the same with what Lightning calls a
     misconfiguration, such as a test without a ``test_step`` or a metric that EarlyStopping waits for in vain, with a
-    folder that Lightning cannot make, and with an error of lightning_ups in a process that was spawned, of which the
-    text is all there is.
+    folder that Lightning cannot make, with a checkpoint whose weights are not the model's, and with an error of
+    lightning_ups in a process that was spawned, of which the text is all there is.
     """
     root = unwrapped(error)
     if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
@@ -101,6 +101,13 @@ def shortened(error: BaseException) -> str | None:
         return _text(f"{_made(frames)} refuses a setting of the configuration. It says: {root}")
     if raised_by == "lightning" and _is_refusal(root, frames):
         return _text(f"Lightning refuses this run. It says: {root}")
+    if raised_by == "torch" and (differences := _differences(root, frames)):
+        more = f"; and {len(differences) - 1} more" if differences[1:] else ""
+        return _text(
+            f"The checkpoint does not fit the model: {differences[0]}{more}."
+            " Its weights are those of a model with other settings, or of another class."
+            " Give the model the settings of the run that saved it, or another --ckpt_path."
+        )
     return None
 
 
@@ -173,6 +180,14 @@ def _not_made(root: OSError, frames: list[tuple[FrameType, int]]) -> str | None:
 def _is_refusal(root: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
     refused = type(root).__name__ == _REFUSAL or frames[-1][0].f_code.co_name in _REFUSING
     return refused and {_package(frame) for frame, _ in frames} <= {*_CONSTRUCTORS, "torch"}
+
+
+def _differences(root: BaseException, frames: list[tuple[FrameType, int]]) -> list[str]:
+    """Return how the weights of a checkpoint differ from the model's, if it was Lightning that loaded them."""
+    said = str(root).splitlines()
+    loads = frames[-1][0].f_code.co_name == "load_state_dict" and "Error(s) in loading state_dict" in "".join(said[:1])
+    known = {_package(frame) for frame, _ in frames} <= {*_CONSTRUCTORS, "torch"}
+    return [" ".join(line.split()).rstrip(". ") for line in said[1:]] if loads and known else []
 
 
 def _made(frames: list[tuple[FrameType, int]]) -> str:

@@ -153,9 +153,14 @@ def advice_on_mixed_types(cure: str, *, in_float32: bool = False) -> Iterator[No
         yield
     except (RuntimeError, TypeError, ValueError) as error:
         if any(words in str(error).lower() for words in _OF_TYPES):
-            error.add_note(
-                "The module computes with weights of low precision, without autocast, and met a tensor of another type."
+            why = (
+                "met an operator that does not take it. Some, as Fourier transforms, know no such type."
+                if any(words in str(error).lower() for words in ("unsupported dtype", "not implemented for"))
+                else "met a tensor of another type."
                 " Code that mixes float32 tensors of its own into a forward needs autocast."
+            )
+            error.add_note(
+                f"The module computes with weights of low precision, without autocast, and {why}"
                 f" {cure}{f', or {float32_for(error)}' if in_float32 else ''}."
             )
         raise

@@ -8,6 +8,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 
 from lightning_ups.callbacks import ActivationCheckpoint
@@ -80,6 +81,19 @@ def test_a_users_constructor_between_keeps_the_traceback():
     exec_globals = {"__name__": "lightning.pytorch.cli", "Mine": Mine}
     exec("def instantiate_classes(): Mine()", exec_globals)
     assert shortened(without_this_frame(caught(exec_globals["instantiate_classes"]))) is None
+
+
+def test_a_checkpoint_that_does_not_fit_is_short_and_weights_that_code_of_the_user_loads_are_not():
+    def load():
+        nn.Linear(2, 2).load_state_dict({f"of_{i}": torch.zeros(()) for i in "abcde"})
+
+    error = caught(load)
+    assert shortened(error) is None, "a frame of the user's lies between"
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    text = " ".join(shortened(error).split())
+    assert text.startswith("error: The checkpoint does not fit the model: Missing key(s) in state_dict: ")
+    assert "; and 1 more. Its weights" in text
+    assert shortened(caught(nn.Linear(2, 2).load_state_dict, 3)) is None
 
 
 def test_what_lightning_calls_a_misconfiguration_is_short():

@@ -69,12 +69,20 @@ def test_a_module_of_torch_is_named_where_no_other_runs():
     assert float32_for(RuntimeError()).startswith("let that part compute in float32, with in_float32=[...] in the")
 
 
+def test_two_types_are_told_as_that():
+    with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=True):
+        linear(torch.ones(1, 2), torch.ones(2, 2, dtype=torch.bfloat16))
+    (note,) = error.value.__notes__
+    assert "met a tensor of another type. Code that mixes" in note
+    assert "an operator" not in note
+
+
 @pytest.mark.parametrize("in_float32", [False, True])
 def test_under_master_weights_a_note_says_where_it_comes_from_and_the_cure(in_float32):
     with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=in_float32):
         Net()(torch.ones(2, 8, dtype=torch.bfloat16))
     (note,) = error.value.__notes__
-    assert "met a tensor of another type" in note
+    assert "met an operator that does not take it" in note
     assert note.endswith(" Cast them, or " + float32_for(error.value) + "." if in_float32 else " Cast them.")
     with pytest.raises(RuntimeError) as error, advice_on_mixed_types("Cast them", in_float32=in_float32):
         raise RuntimeError("stop here")
