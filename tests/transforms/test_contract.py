@@ -253,6 +253,7 @@ EXCEPTIONS = {
     "cut_for_one_device": "of a twin on fake tensors, which is thrown away",
     "engine_attention": "is `replaced_forward` with kernels of Transformer Engine, which run on a GPU alone",
     "explaining_torch_func": "changes nothing but the words of an error",
+    "gather_with_blocks": "moves hooks of FSDP in a module that stays sharded, and back: `test_gathered_together`",
     "keep_gathered": "sets when FSDP frees what it gathered, of a module that stays sharded",
     "layers_of": "watches one run, and has taken its hooks off when it returns",
     "load": "fills weights from a checkpoint, for good",
