@@ -225,54 +225,49 @@ def _first_line(text: str) -> str:
     return " ".join(text.strip().partition("\n")[0].partition("  # ")[0].split())
 
 
-@contextmanager
-def telling_guards_first() -> Iterator[None]:
+def telling_guards_first() -> AbstractContextManager[None]:
     """Let Dynamo keep, of the guards for which it compiles again, the one that tells most, while the context is open.
 
     It has one for each graph that is there, and keeps that of the newest. Where a function is called by turns with
     inputs that need gradients and with others, the newest is the graph of the other turn, whose guard tells that only.
     """
-    get: Callable[..., Any] | None = getattr(convert_frame, _GET_GUARDS, None)
-    if get is None:
-        yield
-        return
-    if not _TELLING:
-        setattr(convert_frame, _GET_GUARDS, _sorted_by_what_they_tell(get))
-    _TELLING.append(None)
-    try:
-        yield
-    finally:  # of two runs the first may end first
-        _TELLING.pop()
-        if not _TELLING:
-            setattr(convert_frame, _GET_GUARDS, getattr(convert_frame, _GET_GUARDS).__wrapped__)
+    return _wrapped(convert_frame, _GET_GUARDS, _sorted_by_what_they_tell, _TELLING)
 
 
-_TELLING: list[None] = []  # as long as there are contexts open
-
-
-@contextmanager
-def comparing_forwards_by_function() -> Iterator[None]:
+def comparing_forwards_by_function() -> AbstractContextManager[None]:
     """Let Dynamo know a forward that an instance has by its function, while the context is open.
 
     It does so where that is a method, and takes any other callable for one of a kind: modules within equal blocks,
     whose forwards have one function and are bound to one module each, would have a graph for each block.
     """
-    guard: Callable[..., Any] | None = getattr(nn_module, _GUARD_FORWARD, None)
-    if guard is None:
+    return _wrapped(nn_module, _GUARD_FORWARD, _guarding_the_function, _COMPARING)
+
+
+_TELLING: list[None] = []  # an entry for each context that is open
+_COMPARING: list[None] = []
+
+
+@contextmanager
+def _wrapped(
+    place: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], contexts: list[None]
+) -> Iterator[None]:
+    """Let ``place`` have what ``wrap`` makes of its function ``name`` while any of ``contexts`` is open.
+
+    What ``wrap`` returns has the function as ``__wrapped__``. A torch that has no such function keeps that.
+    """
+    function: Callable[..., Any] | None = getattr(place, name, None)
+    if function is None:
         yield
         return
-    if not _COMPARING:
-        setattr(nn_module, _GUARD_FORWARD, _guarding_the_function(guard))
-    _COMPARING.append(None)
+    if not contexts:
+        setattr(place, name, wrap(function))
+    contexts.append(None)
     try:
         yield
     finally:  # of two runs the first may end first
-        _COMPARING.pop()
-        if not _COMPARING:
-            setattr(nn_module, _GUARD_FORWARD, getattr(nn_module, _GUARD_FORWARD).__wrapped__)
-
-
-_COMPARING: list[None] = []  # as long as there are contexts open
+        contexts.pop()
+        if not contexts:
+            setattr(place, name, getattr(place, name).__wrapped__)
 
 
 def _guarding_the_function(guard: Callable[..., Any]) -> Callable[..., Any]:

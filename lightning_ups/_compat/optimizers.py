@@ -5,7 +5,7 @@ from inspect import Parameter, signature
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["count_step", "flag_to_skip", "has_modes", "has_own_step", "needs_closure"]
+__all__ = ["closure_of", "count_step", "flag_to_skip", "has_modes", "has_own_step", "needs_closure"]
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
@@ -25,9 +25,14 @@ def flag_to_skip(optimizer: Optimizer) -> Tensor | None:
     return vars(optimizer).get("found_inf")
 
 
+def closure_of(optimizer: Optimizer) -> Parameter | None:
+    """Return the argument by which the step of ``optimizer`` takes a closure, or None if it takes none."""
+    return signature(type(optimizer).step).parameters.get("closure")
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` has to be given a closure, since it computes the loss several times in a step."""
-    closure = signature(type(optimizer).step).parameters.get("closure")
+    closure = closure_of(optimizer)
     return closure is not None and closure.default is Parameter.empty
 
 

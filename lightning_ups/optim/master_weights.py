@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from inspect import Parameter, signature
 from typing import Any, TypeGuard, overload
 
 import torch
@@ -31,7 +30,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
-from lightning_ups._compat.optimizers import flag_to_skip, has_modes, needs_closure
+from lightning_ups._compat.optimizers import closure_of, flag_to_skip, has_modes, needs_closure
 from lightning_ups._compat.tensors import count_writes
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
@@ -389,7 +388,7 @@ class MasteredOptimizer(Optimizer):
     def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
         self._hand_over_gradients()
         with nullcontext() if self._is_known_to_write else self._seen_to_write():
-            if closure is None or _closure_of(self.inner) is None:
+            if closure is None or closure_of(self.inner) is None:
                 self.inner.step()
             else:
                 self.inner.step(closure)
@@ -668,10 +667,6 @@ def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
             held = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else (value,)
             found += [each for each in held if isinstance(each, Optimizer) and all(each is not one for one in found)]
     return found[1:]
-
-
-def _closure_of(optimizer: Optimizer) -> Parameter | None:
-    return signature(type(optimizer).step).parameters.get("closure")
 
 
 def _once(loss: Any, optimizer: Optimizer) -> Callable[[], Any]:

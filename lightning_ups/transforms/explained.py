@@ -155,7 +155,7 @@ def advice_on_mixed_types(cure: str, *, in_float32: bool = False) -> Iterator[No
         if any(words in str(error).lower() for words in _OF_TYPES):
             why = (
                 "met an operator that does not take it. Some, as Fourier transforms, know no such type."
-                if any(words in str(error).lower() for words in ("unsupported dtype", "not implemented for"))
+                if any(words in str(error).lower() for words in _OF_NO_KERNEL)
                 else "met a tensor of another type."
                 " Code that mixes float32 tensors of its own into a forward needs autocast."
             )

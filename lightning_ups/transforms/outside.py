@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ups._compat.fsdp import gather_with_root, held_parameters
 from lightning_ups.transforms.compile import is_compiled
+from lightning_ups.transforms.gathered_together import sharded_in
 from lightning_ups.transforms.mesh import TENSOR
 
 __all__ = ["OutsideReads"]
@@ -70,13 +71,13 @@ class OutsideReads(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Watch what runs, until the end of the context."""
         with ExitStack() as hooks:
-            compiled = [m for m in self._root.modules() if m is not self._root and is_compiled(m)]  # type: ignore[attr-defined]
+            below = [module for module in self._root.modules() if module is not self._root]  # type: ignore[attr-defined]
+            compiled = {module for module in below if is_compiled(module)}
             within = {inner for module in compiled for inner in module.modules() if inner is not module}
-            for module in self._root.modules():  # type: ignore[attr-defined]
-                if module is not self._root and (isinstance(module, FSDPModule) or module in compiled):
-                    self.idle |= _sharded_in(module)
-                    if module not in within:
-                        self._follow(module, hooks, looks_away=module in compiled or len(_sharded_in(module)) == 1)
+            self.idle |= {module for module in below if isinstance(module, FSDPModule)}
+            for module in below:
+                if module not in within and (isinstance(module, FSDPModule) or module in compiled):
+                    self._follow(module, hooks, looks_away=module in compiled or len(sharded_in(module)) == 1)
             with self:
                 yield
 
@@ -168,7 +169,7 @@ class OutsideReads(TorchFunctionMode):
                 self._homes[gathered] = (home, name, handle)
 
     def _follow(self, module: Any, hooks: ExitStack, *, looks_away: bool) -> None:
-        called = _sharded_in(module) if looks_away else {module}
+        called = {*sharded_in(module)} if looks_away else {module}
 
         def enter(*_: Any) -> None:
             if self._paused:
@@ -187,10 +188,6 @@ class OutsideReads(TorchFunctionMode):
 
         hooks.callback(module.register_forward_pre_hook(enter).remove)
         hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
-
-
-def _sharded_in(module: Any) -> set[Any]:
-    return {inner for inner in module.modules() if isinstance(inner, FSDPModule)}
 
 
 def _asks(func: Callable[..., Any]) -> bool:

@@ -48,10 +48,7 @@ class Connection:
         if is_before_validation(self._trainer):
             reason = "Lightning leaves out a validation that follows the step after which it was saved"
             self._resumption.name(reason, cure="Save after another step, or when validation is over.")
-        if reloads_unlike(self._trainer):
-            self._name_reloads()
-        if follows_metric(self._trainer):
-            self._name_schedule()
+        self._name_what_lightning_changes()
         own = self._resumption.state(
             Progress(
                 taken=batches_taken(self._trainer),
@@ -79,10 +76,7 @@ class Connection:
             ValueError: If a run from any checkpoint of this one could not be exact, and that is to be refused.
         """
         if self._resumption.refuses:  # a warning waits for a checkpoint
-            if reloads_unlike(self._trainer):
-                self._name_reloads()
-            if follows_metric(self._trainer):
-                self._name_schedule()
+            self._name_what_lightning_changes()
         if self._resumption.begin():
             begin_epoch_anew(self._trainer)
 
@@ -98,13 +92,13 @@ class Connection:
         self._silence = None
         self._resumption.release()
 
-    def _name_schedule(self) -> None:
-        reason = "Lightning leaves out the next step of the schedule that follows a metric"
-        self._resumption.name(reason, cure="Use a schedule that follows the number of steps or epochs.")
-
-    def _name_reloads(self) -> None:
-        reason = "Lightning makes the loaders that are made anew every so many epochs at other times"
-        self._resumption.name(reason, cure="Leave reload_dataloaders_every_n_epochs at 0.")
+    def _name_what_lightning_changes(self) -> None:
+        if reloads_unlike(self._trainer):
+            reason = "Lightning makes the loaders that are made anew every so many epochs at other times"
+            self._resumption.name(reason, cure="Leave reload_dataloaders_every_n_epochs at 0.")
+        if follows_metric(self._trainer):
+            reason = "Lightning leaves out the next step of the schedule that follows a metric"
+            self._resumption.name(reason, cure="Use a schedule that follows the number of steps or epochs.")
 
     def _follow(self, loaders: list[Any]) -> list[Any]:
         loaded, over = self._trainer.fit_loop.epoch_loop.restarting, is_epoch_over(self._trainer)
