@@ -453,7 +453,7 @@ def mixed(*, tiny: bool) -> tuple[Any, Any]:
 
 def narrow(*, tiny: bool) -> tuple[Any, Any]:
     """Return a model whose blocks are so narrow that casts should take longer than products save."""
-    width, rows, batch = (16, 4, 4) if tiny else (256, 512, 64)
+    width, rows, batch = (16, 4, 4) if tiny else (256, 512, 512)
     return _classifier(partial(_feeds, 12, width), classes=10, width=width), _rows(batch, rows, width)
 
 
