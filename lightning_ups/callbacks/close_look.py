@@ -26,7 +26,12 @@ class CloseLook:
 
     Args:
         done: Is called with what was seen, when it is over.
+
+    Attributes:
+        steps: How many it takes.
     """
+
+    steps = _WATCHED + _SETTLING + _LOOKED_AT
 
     def __init__(self, done: Callable[[Inspection], None]) -> None:
         self._done, self._ended = done, 0
@@ -44,7 +49,7 @@ class CloseLook:
             self._kernels.start()
         if self._ended == _WATCHED + _SETTLING and self._kernels is not None:
             self._kernels.mark()
-        if self._ended < _WATCHED + _SETTLING + _LOOKED_AT:
+        if self._ended < self.steps:
             return self
         if self._kernels is not None:
             self._kernels.mark()

@@ -15,7 +15,7 @@ from lightning_ups._compat.te import engine, why_not
 from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.precision.arguments import check_head, check_tokens
-from lightning_ups.tools.trial import StepClock, Trial
+from lightning_ups.tools.trial import Trial, WorkClock
 from lightning_ups.transforms import float8_mx
 from lightning_ups.transforms.advise import Advice, best_recipe
 from lightning_ups.transforms.advise_engine import ENGINE, engine_layers, engine_recipe, is_engine, read_first
@@ -65,6 +65,11 @@ def show(trial: Trial, **asked: Any) -> int:
     if best.step_ms is not None:
         share = best.products_ms / best.step_ms
         print(f"a step in bfloat16 takes {best.step_ms:.1f} ms, and these products {share:.0%} of it")
+    if best.idle is not None:
+        print(
+            f"the device does something in {best.busy_ms:.1f} ms of it and waits for the host in the rest:"
+            " less work for it changes little; larger batches do, quicker data, Compile, and its mode auto"
+        )
     for advice in choices:
         print(f"{advice.recipe:20} {advice.verdict()}")
     print(*_cure(best, _settings(trial, best, head=asked.get("head", False), tokens=asked.get("tokens"))), sep="\n")
@@ -146,10 +151,11 @@ def advise(
         times = times.joined(obtain_table(products_of(layers), [name], device=device, path=table, timer=timer))
     if table is None:
         print(f"times are kept in {cache_path(where(device))}")
-    step_ms = _step_ms(trial, steps)
+    clock = _step(trial, steps) if steps > WARMUP else None
+    known = {} if clock is None else {"step_ms": clock.step_ms, "busy_ms": clock.busy_ms}
     microbatches = trial.settings.get("accumulate_grad_batches") or 1
     return [
-        Advice(recipe=name, layers=layers, table=times, step_ms=step_ms, microbatches=microbatches)
+        Advice(recipe=name, layers=layers, table=times, microbatches=microbatches, **known)
         for name, layers in considered.items()
     ]
 
@@ -280,13 +286,12 @@ def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:
     return selection
 
 
-def _step_ms(trial: Trial, steps: int) -> float | None:
-    if steps <= WARMUP:
-        return None
-    clock, policy = StepClock(warmup=WARMUP), policy_of(trial.precision)
+def _step(trial: Trial, steps: int) -> WorkClock:
+    """Return the clock that saw some steps in bfloat16."""
+    clock, policy = WorkClock(warmup=WARMUP, steps=steps), policy_of(trial.precision)
     precision = BF16Precision(weights=_weights(trial), in_float32=() if policy is None else policy.in_float32)
-    trial.fit(clock, steps=steps, precision=precision)
-    return clock.step_ms
+    trial.fit(clock, steps=clock.steps, precision=precision)
+    return clock
 
 
 def _shares(layers: Sequence[Layer]) -> Iterator[dict[str, str]]:

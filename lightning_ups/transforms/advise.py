@@ -10,6 +10,7 @@ __all__ = ["Advice", "best_recipe"]
 
 MARGIN = 0.03  # a product must be faster by this share: times of two runs differ by about as much
 WORTH = 0.01  # of the step, or of the products where no step was timed; below it nothing is converted
+BUSY = 0.9  # of a step: a device that does less waits for the host, and finds nothing in less work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class Advice:
         table: Times of these products.
         step_ms: What a whole step in bfloat16 takes; None: not known.
         microbatches: How many there are in a step.
+        busy_ms: In how much of a step the device does something; None: not known.
     """
 
     recipe: str
@@ -29,6 +31,7 @@ class Advice:
     table: Table
     step_ms: float | None = None
     microbatches: int = 1
+    busy_ms: float | None = None
 
     def milliseconds(self, layer: Layer, recipe: str) -> float:
         """Return what the products of ``layer`` take in a microbatch."""
@@ -73,6 +76,13 @@ class Advice:
             return None
         return self.step_ms / max(self.step_ms - self.saved_ms(layers), 1e-9) - 1
 
+    @property
+    def idle(self) -> float | None:
+        """The share of a step in which the device waits for the host, if it is one that matters."""
+        if self.step_ms is None or self.busy_ms is None or self.busy_ms >= BUSY * self.step_ms:
+            return None
+        return 1 - self.busy_ms / self.step_ms
+
     def verdict(self) -> str:
         """Return what to do, in one sentence."""
         winners = self.winners
@@ -84,14 +94,18 @@ class Advice:
         return f"convert {which} layers by {self.recipe}: {self._said(winners)}{alternative}{self._doubt()}"
 
     def _doubt(self) -> str:
-        """Return what to add to a verdict by times that were taken while others used the device."""
+        """Return what to add to a verdict that may not come true: by a device that waits, or that others used."""
         products = [*products_of(self.layers)]
         found = {p: t.doubt for p in products for t in self._both(p) if t.doubt}
+        waits = (
+            "" if self.idle is None else f" (if the device had not to wait, as it does for {self.idle:.0%} of a step)"
+        )
         if not found:
-            return ""
+            return waits
         said = ", ".join(dict.fromkeys(found.values()))
         return (
-            f" (the device was busy: of {len(found)} of {len(products)} products, {said}; time again when it is idle)"
+            f"{waits} (the device was busy: of {len(found)} of {len(products)} products, {said};"
+            " time again when it is idle)"
         )
 
     def _both(self, product: Product) -> list[Times]:

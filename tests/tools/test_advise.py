@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
@@ -42,6 +44,11 @@ def trial(module=None, **settings):
     return Trial(module=module, data=Data(), settings=settings, callbacks=[], run=run_of(module, settings, []), seed=3)
 
 
+def takes(monkeypatch, *, step_ms, busy_ms=None):
+    """Let a step of any trial take so long, of which its device works for so long."""
+    monkeypatch.setattr(advise, "_step", lambda *_: SimpleNamespace(step_ms=step_ms, busy_ms=busy_ms))
+
+
 def timer(product, recipe):
     """Wide outputs win, by tensorwise more than by rowwise."""
     factors = {"bfloat16": 1.0, "tensorwise": 0.5, "rowwise": 0.8}
@@ -51,8 +58,8 @@ def timer(product, recipe):
 
 
 def test_the_table_the_share_and_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(advise, "_step_ms", lambda trial, steps: 32.0)
-    assert show(trial(), recipes=["tensorwise", "rowwise"], timer=timer) == 0
+    takes(monkeypatch, step_ms=32.0)
+    assert show(trial(), recipes=["tensorwise", "rowwise"], timer=timer, steps=20) == 0
     out = capsys.readouterr().out
     assert "4 x 16 x 32" in out
     assert "0.500 + 0.500 + 1.000 ms, x2.00" in out
@@ -61,6 +68,16 @@ def test_the_table_the_share_and_what_to_do(capsys, monkeypatch):
     assert "tensorwise           convert 2 of 4 layers by tensorwise: +14.3% steps a second" in out
     assert "rowwise              convert 2 of 4 layers by rowwise: +5.3% steps a second" in out
     assert "init_args: {recipe: tensorwise, filter: auto}" in out
+    assert "waits" not in out
+
+
+def test_a_device_that_waits_for_the_host_is_told(capsys, monkeypatch):
+    takes(monkeypatch, step_ms=32.0, busy_ms=24.0)
+    assert show(trial(), recipes=["tensorwise"], timer=timer, steps=20) == 0
+    out = capsys.readouterr().out
+    assert "the device does something in 24.0 ms of it and waits for the host in the rest" in out
+    assert "+14.3% steps a second; with all of them" in out
+    assert "(if the device had not to wait, as it does for 25% of a step)" in out
 
 
 def test_the_layers_of_a_float8_precision_are_those_considered(capsys):
@@ -180,7 +197,7 @@ def test_a_precision_without_a_choice_of_weights_is_timed_as_masters_and_writes_
     used = []
     monkeypatch.setattr(Trial, "fit", lambda self, *_, precision, **__: used.append(precision.weights))
     with pytest.raises(ValueError, match="No step was timed"):
-        advise._step_ms(asked, 30)
+        advise.advise(asked, recipes=["tensorwise"], steps=30, timer=timer)
     assert used == ["masters"]
 
 
@@ -284,9 +301,9 @@ def engine_trial(*callbacks):
 
 
 def test_transformer_engine_is_considered_where_the_run_has_it(capsys, monkeypatch):
-    monkeypatch.setattr(advise, "_step_ms", lambda trial, steps: 64.0)
+    takes(monkeypatch, step_ms=64.0)
     with fake_te.installed():
-        assert show(engine_trial(), timer=engine_timer) == 0
+        assert show(engine_trial(), timer=engine_timer, steps=20) == 0
     out = capsys.readouterr().out
     assert "32 x 32 x 64 by swiglu and back after RMSNorm" in out
     assert "model.layers.*.ffn" in out

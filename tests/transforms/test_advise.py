@@ -66,6 +66,17 @@ def test_what_saves_too_little_of_the_step_is_left_alone():
     assert advice(wide=(1.0, 0.9), step_ms=15.0).winners
 
 
+def test_what_a_device_that_waits_would_gain_is_told_as_that():
+    said = advice(step_ms=40.0).verdict()
+    for busy_ms, waits in (
+        (None, ""),
+        (36.1, ""),
+        (30.0, " (if the device had not to wait, as it does for 25% of a step)"),
+    ):
+        assert advice(step_ms=40.0, busy_ms=busy_ms).verdict() == said + waits
+    assert advice(busy_ms=1.0).idle is None
+
+
 def test_the_recipe_that_saves_most():
     slow, fast = advice(wide=(10.0, 8.0), recipe="rowwise"), advice(wide=(10.0, 5.0))
     assert best_recipe([slow, fast]) is fast
