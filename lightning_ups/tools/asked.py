@@ -123,9 +123,11 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
     """Return the run of ``module`` with the arguments of a Trainer, which is not made.
 
     Raises:
-        ValueError: If two plugins are given for one slot, a strategy is unknown, or no device takes part.
+        ValueError: If two plugins are given for one slot, a strategy is unknown, no device takes part, or what is
+            counted in batches or epochs is counted in none.
     """
     check_slots(trainer)
+    _check_counts(trainer)
     check_accelerator(trainer["accelerator"], here=False)
     accelerator = _accelerator(trainer["accelerator"])
     num_devices, num_nodes = _num_devices(trainer["devices"], accelerator), trainer["num_nodes"]
@@ -141,6 +143,18 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
         detects_anomalies=bool(trainer.get("detect_anomaly")),
         loggers=tuple(items(trainer.get("logger"))),
     )
+
+
+def _check_counts(trainer: Mapping[str, Any]) -> None:
+    for name, counted, cure in (
+        ("accumulate_grad_batches", "how many batches make an optimizer step", "1"),
+        ("val_check_interval", "after how many batches to validate", "1.0, for the end of an epoch"),
+        ("check_val_every_n_epoch", "after how many epochs to validate", "1"),
+    ):
+        value = trainer.get(name)
+        if type(value) is int and value < 1:  # the Trainer would divide by it, amid the fit
+            never = "" if counted.endswith("step") else " To validate never, set limit_val_batches to 0."
+            raise ValueError(f"trainer.{name} is {value}. It says {counted}. Use {cure}, or more.{never}")
 
 
 def check_slots(trainer: Mapping[str, Any]) -> None:

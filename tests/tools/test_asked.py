@@ -60,6 +60,15 @@ def test_no_number_of_devices(devices):
         run(devices=devices)
 
 
+@pytest.mark.parametrize("name", ["accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"])
+def test_no_number_of_batches_or_epochs(name):
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=rf"trainer\.{name} is {value}\. It says.*Use 1.*or more\."):
+            run(**{name: value})
+    for value in (None, 1, 0.5):
+        run(**{name: value})
+
+
 def test_auto_is_the_device_of_this_machine():
     assert run(accelerator="auto").accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
 
