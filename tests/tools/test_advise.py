@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
@@ -112,6 +114,13 @@ def test_dry_lists_the_products_on_any_machine(capsys):
         ["4", "x", "16", "x", "32", "2", "50%", "blocks.*.1"],
         ["4", "x", "32", "x", "16", "2", "50%", "blocks.*.3"],
     ]
+
+
+@pytest.mark.parametrize("asked", [{"table": Path("h200.json")}, {"steps": 15}])
+def test_dry_refuses_what_it_would_not_look_at(asked):
+    (name,) = asked
+    with pytest.raises(ValueError, match=rf"--dry would not look at --{name}.*Leave one of the two out"):
+        show(trial(), dry=True, **asked)
 
 
 class Looking(Wide):
