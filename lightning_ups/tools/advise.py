@@ -109,13 +109,20 @@ def advise(
 
     Raises:
         RuntimeError: If there is no GPU, and neither a table nor ``dry``.
-        ValueError: If no layer fits, the step cannot run without values, or ``steps`` are too few.
+        ValueError: If no layer fits, the step cannot run without values, ``steps`` are too few, or ``dry`` is asked
+            for beside what it would not look at.
     """
     if steps is not None and steps != 0 and steps <= WARMUP:
         raise ValueError(
             f"advise was told to time a step by {steps} steps."
             f" The first {WARMUP} compile, and are not timed."
             f" Give --steps {STEPS} or so, or --steps 0 to do without the time of a whole step."
+        )
+    if dry and (idle := "table" if table else "steps" if steps else None):
+        raise ValueError(
+            f"--dry would not look at --{idle}."
+            " It lists the products of a step, and neither times them nor asks what a step takes."
+            " Leave one of the two out."
         )
     check_tokens(tokens, said=f"--tokens {tokens}")
     device = torch.device("cuda", 0) if trial.run.accelerator == "cuda" else torch.device("cpu")

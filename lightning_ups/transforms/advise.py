@@ -87,8 +87,7 @@ class Advice:
         """Return what to do, in one sentence."""
         winners = self.winners
         if not winners:
-            change = self._said(self.layers)
-            return f"leave bfloat16: {self.recipe} would change the speed by {change} with all layers{self._doubt()}"
+            return f"leave bfloat16: all layers by {self.recipe} would mean {self._said(self.layers)}{self._doubt()}"
         which = "all" if len(winners) == len(self.layers) else f"{len(winners)} of {len(self.layers)}"
         alternative = "" if which == "all" else f"; with all of them {self._said(self.layers)}"
         return f"convert {which} layers by {self.recipe}: {self._said(winners)}{alternative}{self._doubt()}"

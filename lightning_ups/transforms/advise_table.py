@@ -73,7 +73,7 @@ class Table:
             ValueError: If the file is not one of these.
         """
         try:
-            text = Path(path).read_text()
+            content = Path(path).read_bytes()
         except OSError as error:
             raise FileNotFoundError(
                 f"The table of float8 times at {path} cannot be read: {error.strerror}."
@@ -81,15 +81,15 @@ class Table:
                 " Give the path of one, or leave it out, on a GPU, to time what is missing."
             ) from error
         try:
-            tree: Any = json.loads(text)
+            tree: Any = json.loads(content)
             if tree["format"] != _FORMAT:
                 raise ValueError(tree["format"])
             times = {
-                _product(row["shape"]): {name: Times(**parts) for name, parts in row["times"].items()}
+                _product(row["shape"]): {name: _times(parts) for name, parts in row["times"].items()}
                 for row in tree["products"]
             }
             return cls(tree["place"], times)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a table of float8 times."
                 f" It is written by `advise` on a GPU, and this file has another content ({error!r})."
@@ -118,12 +118,22 @@ class Table:
         names = [BFLOAT16, *recipes]
         return [(p, name) for p in products for name in names if name not in self.times.get(p, {})]
 
+    def recipes_of(self, products: Iterable[Product]) -> list[str]:
+        """Return the recipes by which all ``products`` are timed, as in bfloat16."""
+        timed = [self.times.get(p, {}) for p in products]
+        return [name for name in timed[0] if name != BFLOAT16 and all({name, BFLOAT16} <= by.keys() for by in timed)]
+
     def fill(self, products: Iterable[Product], recipes: Iterable[str], timer: Timer) -> int:
         """Time what is missing, and return how much that was."""
         missing = self.missing(products, recipes)
         for product, name in missing:
             self.times.setdefault(product, {})[name] = timer(product, name)
         return len(missing)
+
+
+def _times(parts: Mapping[str, Any]) -> Times:
+    forward, dgrad, wgrad = (float(parts[name]) for name in ("forward_ms", "dgrad_ms", "wgrad_ms"))
+    return Times(forward_ms=forward, dgrad_ms=dgrad, wgrad_ms=wgrad)
 
 
 def _parts(times: Times) -> dict[str, float]:
@@ -173,7 +183,7 @@ def obtain_table(
         raise ValueError(
             f"{path} has no time of {missing[0][0]} by {missing[0][1]}, and {len(missing) - 1} others."
             f" A table has the shapes of the model for which it was made; this one is of {table.place.get('device')}."
-            " Leave the path out, on a GPU, to time what is missing."
+            f" Leave the path out, on a GPU, to time what is missing{_or_of(table.recipes_of(products))}."
         )
     if missing and timer is None:
         raise RuntimeError(
@@ -185,6 +195,10 @@ def obtain_table(
         table.fill(products, recipes, timer)
         table.write(cached)
     return table
+
+
+def _or_of(recipes: Sequence[str]) -> str:
+    return f"; or ask for a recipe that it has: {', '.join(recipes)}" if recipes else ""
 
 
 def where(device: torch.device) -> dict[str, str]:

@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,13 @@ def test_dry_lists_the_products_on_any_machine(capsys):
         ["4", "x", "16", "x", "32", "2", "50%", "blocks.*.1"],
         ["4", "x", "32", "x", "16", "2", "50%", "blocks.*.3"],
     ]
+
+
+@pytest.mark.parametrize("asked", [{"table": Path("h200.json")}, {"steps": 15}])
+def test_dry_refuses_what_it_would_not_look_at(asked):
+    (name,) = asked
+    with pytest.raises(ValueError, match=rf"--dry would not look at --{name}.*Leave one of the two out"):
+        show(trial(), dry=True, **asked)
 
 
 class Looking(Wide):

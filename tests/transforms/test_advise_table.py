@@ -92,10 +92,38 @@ def test_a_table_of_another_place_serves_if_it_has_the_shapes(tmp_path):
         obtain_table([SMALL], ["tensorwise"], device=CPU, path=path, timer=timer([]))
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": "other"}', json.dumps([1])])
-def test_a_file_that_is_no_table_is_named(tmp_path, text):
+def test_a_table_of_other_recipes_says_which(tmp_path):
+    path = tmp_path / "h200.json"
+    table = Table({"device": "NVIDIA H200"})
+    table.fill([SMALL, LARGE], ["tensorwise"], timer([]))
+    table.write(path)
+    with pytest.raises(
+        ValueError, match=r"no time of 64 x 32 x 32 by rowwise, .* or ask for a recipe that it has: ten"
+    ):
+        obtain_table([SMALL, LARGE], ["rowwise"], device=CPU, path=path)
+
+
+def written(times):
+    return json.dumps(
+        {"format": "lightning_ups float8 table 1", "place": {}, "products": [{"shape": [64, 32, 32], "times": times}]}
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        '{"format": "other"}',
+        json.dumps([1]),
+        b"PK\x03\x04\xd9\xff",  # such as a checkpoint
+        written([1]),
+        written({BFLOAT16: {"forward_ms": "1 ms", "dgrad_ms": 1, "wgrad_ms": 1}}),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(tmp_path, content):
     path = tmp_path / "table.json"
-    path.write_text(text)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"table.json is not a table of float8 times.*give another path"):
         Table.read(path)
 
