@@ -25,7 +25,7 @@ from lightning_ups.transforms.advise_agree import agreed
 from lightning_ups.transforms.advise_shapes import check_ran, layers_of, layers_with_rows, products_of
 from lightning_ups.transforms.advise_table import Timer, obtain_table
 from lightning_ups.transforms.advise_timer import timer_on
-from lightning_ups.transforms.blocks import as_patterns, roots
+from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.float8 import (
     Float8Conversion,
     Recipe,
@@ -37,10 +37,10 @@ from lightning_ups.transforms.float8 import (
     float8_linears,
     why_none_fits,
 )
-from lightning_ups.transforms.float8_autocast import refused_autocast
 from lightning_ups.transforms.float8_gather import Scales
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import TENSOR
+from lightning_ups.transforms.refused_autocast import refused_autocast
 from lightning_ups.transforms.shard import is_sharded
 
 __all__ = ["Float8Precision"]
@@ -210,9 +210,7 @@ class Float8Precision(PolicyPrecision):
 
     def _hold_in_fit(self, module: nn.Module) -> None:
         if self._sharded or self.weights == "masters":
-            cure = "Take the autocast out" + ("." if self._sharded else ", or set weights='autocast' in the precision.")
-            outermost = [root for _, root in roots(module)]
-            self._undo.enter_context(refused_autocast(outermost, by="Float8Precision", cure=cure))
+            self._undo.enter_context(refused_autocast(module, by="Float8Precision", choice=not self._sharded))
         by_kernels = HAS_KERNELS and not self.emulate and self._tensor_size == 1
         self._undo.enter_context(compiler_settings(self.recipe, by_kernels=by_kernels))
 

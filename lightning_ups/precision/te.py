@@ -41,6 +41,7 @@ from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import DATA, TENSOR
 from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.recompute import checkpointing_by
+from lightning_ups.transforms.refused_autocast import refused_autocast
 from lightning_ups.transforms.shard import is_sharded
 from lightning_ups.transforms.te import MULTIPLE, Fuse, TEConversion, convert_to_te
 from lightning_ups.transforms.te_attention import EngineAttention, engine_attention
@@ -211,6 +212,8 @@ class TEPrecision(PolicyPrecision):
             attention=self.fp8_attention,
         )
         self._undo.enter_context(checkpointing_by(checkpoint_by(self._made)))
+        if self._sharded or self.weights == "masters":
+            self._undo.enter_context(refused_autocast(module, by="TEPrecision", choice=not self._sharded))
         if self.fp8_attention:
             attention = engine_attention(find_blocks(module), self._made, name=self.recipe)
             self._attention = self._undo.enter_context(attention)

@@ -1,6 +1,6 @@
 """Refusing an autocast of the user's around what a precision has given its types already."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,22 +8,25 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ups.transforms.blocks import roots
+
 __all__ = ["refused_autocast"]
 
 
 @contextmanager
-def refused_autocast(modules: Iterable[nn.Module], *, by: str, cure: str) -> Iterator[None]:
-    """Let a forward of one of ``modules`` raise if autocast is on, as long as this is open. One of a copy does not.
+def refused_autocast(module: nn.Module, *, by: str, choice: bool) -> Iterator[None]:
+    """Let a forward within ``module`` raise if autocast is on, as long as this is open. One of a copy does not.
 
     Args:
-        modules: Outermost modules: their hooks run outside of compiled code.
-        by: Whose types an autocast would change.
-        cure: What to do instead.
+        module: Whose outermost parts are watched: their hooks run outside of compiled code.
+        by: The precision whose types an autocast would change.
+        choice: Whether that precision can cast by autocast itself.
     """
+    cure = "Take the autocast out" + (", or set weights='autocast' in the precision." if choice else ".")
     checks = []
-    for module in modules:
+    for _, root in roots(module):
         check = _Check(by, cure)
-        check.handle = module.register_forward_pre_hook(check)
+        check.handle = root.register_forward_pre_hook(check)
         checks.append(check)
     try:
         yield
