@@ -228,6 +228,12 @@ REFUSALS = (
         holds=lambda run: run.training and _without_random_numbers(run) is not None,
     ),
     Refusal(
+        what=lambda run: f"Compile(backend={_unsplitting(run)!r}) is given with {_needing_split(run)[0]}.",
+        why="What is to be kept for backward is chosen when a graph is split, and that backend splits none.",
+        cure="Use backend='aot_eager' or the default, or a setting that works without compilation.",
+        holds=lambda run: run.training and bool(_needing_split(run)) and _unsplitting(run) is not None,
+    ),
+    Refusal(
         what=lambda run: f"torch.compile({type(run.module).__name__}) was given to the Trainer, and Compile() as well.",
         why="The second compilation would be inside the first, and only one of them could be reported or undone.",
         cure="Pass the module as it is, and keep the callback.",
@@ -436,8 +442,17 @@ def _without_random_numbers(run: Run) -> str | None:
     """Return the backend that does not keep what is drawn in a graph that is recomputed, if there is such a graph."""
     if not any(step.stage is Stage.RECOMPUTE and not step.needs_compile for step in run.declarations):
         return None
+    return _unsplitting(run)
+
+
+def _unsplitting(run: Run) -> str | None:
+    """Return the backend that runs graphs as they are, and makes none of a forward and its backward, if it is given."""
     backends = [getattr(getattr(step, "compiler", None), "backend", None) for step in run.declarations]
     return next((each for each in backends if each in ("eager", "eager_noexcept", "eager_debug")), None)
+
+
+def _needing_split(run: Run) -> list[str]:
+    return [type(step).__name__ for step in run.declarations if step.stage is Stage.RECOMPUTE and step.needs_compile]
 
 
 def _compilation_off() -> str | None:

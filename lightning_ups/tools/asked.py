@@ -62,19 +62,23 @@ class Asked:
         """Return the class of a part and the settings that differ from its defaults; None for a section left alone."""
         name = type(part).__name__
         section = self.slots.get(name)
-        settings = self.config.get(section, {}) if section else self._init_args(name)
+        settings = self.config.get(section, {}) if section else self._init_args(part)
         parameters = inspect.signature(type(part)).parameters
         told = {key: value for key, value in settings.items() if key in parameters and value != parameters[key].default}
         if section and not told:
             return None
         return f"{name}({', '.join(f'{key}={value}' for key, value in told.items())})"
 
-    def _init_args(self, name: str) -> Mapping[str, Any]:
-        trainer = self.config["trainer"]
-        for spec in (*items(trainer["callbacks"]), *items(trainer["plugins"]), trainer["strategy"]):
-            if isinstance(spec, dict) and spec["class_path"].rpartition(".")[2] == name:
-                return spec.get("init_args") or {}
-        return {}
+    def _init_args(self, part: object) -> Mapping[str, Any]:
+        trainer, name = self.config["trainer"], type(part).__name__
+        given = [
+            spec.get("init_args") or {}
+            for spec in (*items(trainer["callbacks"]), *items(trainer["plugins"]), trainer["strategy"])
+            if isinstance(spec, dict) and spec["class_path"].rpartition(".")[2] == name
+        ]
+        alike = [each for each in self.run.declarations if type(each).__name__ == name]
+        position = next((index for index, each in enumerate(alike) if each is part), 0)
+        return given[position] if position < len(given) else {}
 
 
 def build(make: Callable[[], Any]) -> tuple[Any, list[str]]:

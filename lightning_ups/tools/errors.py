@@ -6,6 +6,7 @@ import dis
 import linecache
 import os
 import re
+import select
 import signal
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 __all__ = ["explained", "shortened", "unwrapped"]
 
@@ -37,7 +39,9 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
         debug: Show the whole traceback all the same.
     """
     try:
-        return run()
+        code = run()
+        print(end="", flush=True)  # here, where it is caught if no one reads it
+        return code
     except KeyboardInterrupt:
         return _interrupted()
     except SystemExit as stop:
@@ -45,6 +49,8 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
             return _interrupted()
         raise
     except Exception as error:  # the one place where all are caught, and none is lost
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+            return _unread()
         message = shortened(error)
         if message is None and not debug and (root := unwrapped(error)) is not error:
             raise root from root.__cause__
@@ -63,6 +69,22 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
 def _interrupted() -> int:
     print("Interrupted.", file=sys.stderr)
     return 128 + signal.SIGINT
+
+
+def _is_unread(output: IO[str] | None) -> bool:
+    """Return whether ``output`` is a pipe whose reader has ended, as ``| head -1`` does."""
+    try:
+        pipe = select.poll()
+        pipe.register(output.fileno() if output else -1, 0)
+    except (OSError, ValueError):  # no file of the system's
+        return False
+    return any(event & select.POLLERR for _, event in pipe.poll(0))
+
+
+def _unread() -> int:
+    print("Stopped: what read the output has ended.", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it fails at exit otherwise
+    return 128 + signal.SIGPIPE
 
 
 def _rank() -> str:

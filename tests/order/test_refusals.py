@@ -182,6 +182,10 @@ REFUSED = {
         run(callbacks=(Compile(backend="eager"), ActivationCheckpoint())),
         r"Compile\(backend='eager'\) is given with ActivationCheckpoint.*Use backend='aot_eager' or the default",
     ),
+    "a budget where no graph is split": (
+        run(callbacks=(Compile(backend="eager"), ActivationCheckpoint(memory_budget=0.5))),
+        r"Compile\(backend='eager'\) is given with ActivationCheckpoint.*splits none.*Use backend='aot_eager'",
+    ),
     "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
     "Transformer Engine, delayed": (
         run(precision=TEPrecision(recipe="delayed"), callbacks=(Compile(),)),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
@@ -207,6 +209,14 @@ def test_labels_show_what_differs_from_the_defaults():
     found = asked({"trainer": DEFAULTS | {"callbacks": [spec]}}, {})
     assert found.label(ActivationCheckpoint()) == "ActivationCheckpoint(save=nothing)"
     assert found.label(Toy()) == "Toy()"
+
+
+def test_each_of_two_of_one_class_has_its_own_label():
+    path = "lightning_ups.callbacks.ActivationCheckpoint"
+    specs = [{"class_path": path, "init_args": {"every_k": 3}}, {"class_path": path, "init_args": {"every_k": 2}}]
+    parts = (ActivationCheckpoint(every_k=3), ActivationCheckpoint(every_k=2))
+    found = replace(asked({"trainer": DEFAULTS | {"callbacks": specs}}, {}), run=run(callbacks=[*parts]))
+    assert [*map(found.label, parts)] == ["ActivationCheckpoint(every_k=3)", "ActivationCheckpoint(every_k=2)"]
 
 
 def test_a_section_left_alone_has_no_label():
