@@ -150,15 +150,15 @@ def run_of(module: LightningModule, trainer: Mapping[str, Any], callbacks: Seque
 
 
 def _check_counts(trainer: Mapping[str, Any]) -> None:
+    never = " To validate never, set limit_val_batches to 0."
     for name, counted, cure in (
-        ("accumulate_grad_batches", "how many batches make an optimizer step", "1"),
-        ("val_check_interval", "after how many batches to validate", "1.0, for the end of an epoch"),
-        ("check_val_every_n_epoch", "after how many epochs to validate", "1"),
+        ("accumulate_grad_batches", "how many batches make an optimizer step", "1, or more."),
+        ("val_check_interval", "after how many batches to validate", f"1.0, for the end of an epoch, or more.{never}"),
+        ("check_val_every_n_epoch", "after how many epochs to validate", f"1, or more.{never}"),
     ):
         value = trainer.get(name)
         if type(value) is int and value < 1:  # the Trainer would divide by it, amid the fit
-            never = "" if counted.endswith("step") else " To validate never, set limit_val_batches to 0."
-            raise ValueError(f"trainer.{name} is {value}. It says {counted}. Use {cure}, or more.{never}")
+            raise ValueError(f"trainer.{name} is {value}. It says {counted}. Use {cure}")
 
 
 def check_slots(trainer: Mapping[str, Any]) -> None:
