@@ -1,6 +1,7 @@
 """Attention on this GPU: is every backend right, how fast is it, and how far behind the best is `auto`.
 
     python benchmarks/attention.py --out DIR [--install] [--minutes 7.8] [--without-fa4]
+    python benchmarks/attention.py --out DIR --held-out [--minutes 3]
 
 Parts run in processes of their own, each with a share of the time that is left, so that one that fails costs only
 itself: the ``correct`` ones, all at once, compare outputs and gradients with the reference in float64; ``128`` to
@@ -14,6 +15,9 @@ takes the place of the same shapes there, and others stay if they were measured 
 way. Shapes held out are fresh: none of them was known when the way of choosing was last changed; a change that looks at
 them has to take others. The whole report is DIR/attention.txt, its short form is printed. Both are written anew after
 each part; ``--minutes 0`` writes them from the measurements that DIR has.
+
+``--held-out`` times the held-out shapes alone, and asks what `auto` takes by the table that the package has: what its
+users get.
 
 A GPU on which FlashAttention-4 cannot be loaded, or is right nowhere, ends it: the table would lack what it is made
 for. ``--without-fa4`` makes it all the same.
@@ -39,7 +43,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -67,6 +71,7 @@ SHARES = {**dict.fromkeys(CHECKED, 0.24), "128": 0.2, "64": 0.19, "256": 0.19, "
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 TOGETHER = (tuple(CHECKED), ("128",), ("64",), ("256",), ("masked",), ("32",))
+HELD_OUT = {"128, held out": 0.34, "64, held out": 0.33, "256, held out": 0.33}  # with --held-out, instead
 TIMED: tuple[KernelName, ...] = ("cudnn", "flash", "fa3", "fa4") if ON_GPU else ("math", "flash")
 ROUNDS = 3
 END_S = 18  # of a part's time, in which it starts, and ends what it has begun
@@ -152,7 +157,8 @@ def main() -> None:
     parser.add_argument("--install", action="store_true", help="put the table into the package")
     parser.add_argument("--minutes", type=float, default=7.8)
     parser.add_argument("--without-fa4", action="store_true", help="go on where FlashAttention-4 cannot be had")
-    parser.add_argument("--part", choices=SHARES, help=argparse.SUPPRESS)
+    parser.add_argument("--held-out", action="store_true", help="time what is held out, for the package's table")
+    parser.add_argument("--part", choices=SHARES | HELD_OUT, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=100.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     log = options.out / "attention.jsonl"
@@ -165,11 +171,13 @@ def main() -> None:
     if options.minutes:
         if log.exists():
             print(f"going on from {len(measured(log))} measurements of an earlier call", flush=True)
-        for _ in run_all(seconds=options.minutes * 60, folder=options.out):
-            keep(options.out, install=options.install, show=False)
-            if ON_GPU and not options.without_fa4 and (failed := fa4_is_wrong(measured(log))):
+        for _ in run_all(seconds=options.minutes * 60, folder=options.out, held_out=options.held_out):
+            keep(options.out, install=options.install, show=False, held_out=options.held_out)
+            if not ON_GPU or options.without_fa4 or options.held_out:
+                continue
+            if failed := fa4_is_wrong(measured(log)):
                 raise SystemExit(failed)
-    keep(options.out, install=options.install, show=True)
+    keep(options.out, install=options.install, show=True, held_out=options.held_out)
 
 
 def refused(options: argparse.Namespace) -> str | None:
@@ -179,6 +187,10 @@ def refused(options: argparse.Namespace) -> str | None:
         return f"--minutes {options.minutes:g} measures nothing, and there are no measurements in --out to report on."
     if options.install and (options.without_fa4 or (options.minutes and not ON_GPU)):
         return "--install is for a table of a GPU with FlashAttention-4. Leave it or --without-fa4 out, and see --help."
+    if options.held_out and options.install:
+        return "--install is for a whole table, and --held-out times what is in none. Leave one of them out."
+    if options.held_out and not in_package(device()["device"]).exists():
+        return f"--held-out asks the package's table, and it has none of {device()['device']}. Leave it out."
     if not options.minutes:
         return None
     if ON_GPU and not options.without_fa4 and (missing := missing_package("fa4")):
@@ -238,8 +250,13 @@ def identity(line: dict[str, Any]) -> str:
     return json.dumps([line.get(name) for name in names])
 
 
-def keep(folder: Path, *, install: bool, show: bool) -> None:
-    """Write the table and the report of what was measured by now."""
+def in_package(name: str) -> Path:
+    """Return where the package has the table of a device, if it has one."""
+    return Path(selection.__file__).parent / "measured" / f"{name.replace(' ', '_')}.json"
+
+
+def keep(folder: Path, *, install: bool, show: bool, held_out: bool = False) -> None:
+    """Write the table and the report of what was measured by now; with ``held_out`` there is no table to write."""
     log = folder / "attention.jsonl"
     machine = [line for line in read(log) if line["part"] == "device"][-1:]
     lines = [*machine, *measured(log)]
@@ -247,15 +264,17 @@ def keep(folder: Path, *, install: bool, show: bool) -> None:
         print("nothing was measured: log.txt has the reason", flush=True)
         return
     table = make_table(lines)
-    held = held_out(lines, table)
+    held = not_in_table(lines, table)
     name = table["device"].replace(" ", "_")
-    (folder / f"{name}.json").write_text(dump(table))
     (folder / f"{name}_held_out.json").write_text(dump(held))
+    if not held_out:
+        (folder / f"{name}.json").write_text(dump(table))
     if install:
-        put(Path(selection.__file__).parent / "measured" / f"{name}.json", table)
+        put(in_package(name), table)
         put(TESTS / f"{name}_held_out.json", held)
+    judged = json.loads(in_package(name).read_text()) if held_out else table
     with (folder / "attention.txt").open("w") as file:
-        report(lines, table, file, show=show)
+        report(lines, table, file, show=show, judged=judged, parts=HELD_OUT if held_out else SHARES)
 
 
 def put(path: Path, content: dict[str, Any]) -> None:
@@ -288,12 +307,13 @@ def stays(row: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) ->
     return ("host" in before) == ("host" in after) or min(row["training"].values()) > LONG_MS
 
 
-def run_all(*, seconds: float, folder: Path) -> Iterator[None]:
+def run_all(*, seconds: float, folder: Path, held_out: bool = False) -> Iterator[None]:
     """Run each part in a process of its own, which writes its measurements itself, and stop at every end of some."""
     log, end = folder / "attention.jsonl", time.monotonic() + seconds
-    for number, together in enumerate(TOGETHER):
+    shares, turns = (HELD_OUT, [(part,) for part in HELD_OUT]) if held_out else (SHARES, TOGETHER)
+    for number, together in enumerate(turns):
         # What a part leaves of its share is for those after it.
-        share = SHARES[together[0]] / sum(SHARES[later[0]] for later in TOGETHER[number:])
+        share = shares[together[0]] / sum(shares[later[0]] for later in turns[number:])
         until = time.monotonic() + share * (end - time.monotonic())
         for _ in range(TRIES):
             todo, before = [part for part in together if missing(part, log)], len(read(log))
@@ -332,7 +352,10 @@ def planned(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, 
     """Yield what a part consists of, as the head of a line and what measures the rest of it."""
     if part in CHECKED:
         return correct(CHECKED[part])
-    return masked() if part == "masked" else timed(shapes(int(part)))
+    if part == "masked":
+        return masked()
+    width, _, held = part.partition(", ")
+    return timed([shape for shape in shapes(int(width)) if shape.held or not held])
 
 
 def missing(part: str, log: Path) -> list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
@@ -606,7 +629,7 @@ def row(line: dict[str, Any]) -> dict[str, Any]:
     return {name: line[name] for name in Row._fields}
 
 
-def held_out(lines: Sequence[dict[str, Any]], table: dict[str, Any]) -> dict[str, Any]:
+def not_in_table(lines: Sequence[dict[str, Any]], table: dict[str, Any]) -> dict[str, Any]:
     """Return what `auto` is tested with."""
     timed = [line for line in lines if line.get("training")]
     masks = [{**row(line), "mask": line["mask"]} for line in timed if line["part"] == "masked"]
@@ -626,13 +649,13 @@ def dump(table: dict[str, Any]) -> str:
 
 
 class Regret:
-    """By which part what `auto` takes by a table is slower than the best that was measured."""
+    """By which part what `auto` takes by a table is slower than the best that was measured, with ``host`` there."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, host: Mapping[str, Mapping[str, float]]) -> None:
         self._expected: dict[str, Expected] = {
             part: selection.expected_of(table, trains=part == "training") for part in ("training", "forward")
         }
-        self._host = table.host
+        self._host = host
         self._regions: dict[tuple[Any, ...], Regions] = {}
 
     def __call__(self, line: dict[str, Any], part: str) -> tuple[str, float]:
@@ -666,8 +689,16 @@ def teraflops(line: dict[str, Any], milliseconds: float, part: str) -> float:
     return products * (3.5 if part == "training" else 1) / milliseconds / 1e9
 
 
-def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextIO, *, show: bool) -> None:
-    """Write correctness, speed and regret to ``file``, and ``show`` them without the rows where all is well."""
+def report(
+    lines: Sequence[dict[str, Any]],
+    content: dict[str, Any],
+    file: TextIO,
+    *,
+    show: bool,
+    judged: dict[str, Any],
+    parts: Iterable[str],
+) -> None:
+    """Write correctness, speed and the regret of the table ``judged``; ``show`` it, less rows where all is well."""
 
     def write(text: str, *, short: bool = True) -> None:
         file.write(text + "\n")
@@ -688,7 +719,7 @@ def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextI
     for part, times in content.get("host", {}).items():
         told = "  ".join(f"{name} {time * 1e3:.0f}" for name, time in times.items())
         write(f"host, {part}: microseconds to queue a call: {told}")
-    regret = Regret(parse_table(json.loads(json.dumps(content))))
+    regret = Regret(parse_table(json.loads(json.dumps(judged))), content.get("host", {}))
     for part in ("training", "forward"):
         write(f"\n{part}: TFLOP/s by backend; auto's choice and regret (* is held out)")
         worst: dict[bool, float] = {False: 0.0, True: 0.0}
@@ -715,7 +746,7 @@ def report(lines: Sequence[dict[str, Any]], content: dict[str, Any], file: TextI
             shape = {name: line[name] for name in ("head_dim", "kv_heads", "seq", "batch") if name in line}
             write(f"  failed: {line['part']} {shape} {failed}")
     done = {identity(line) for line in lines}
-    for part in SHARES:
+    for part in parts:
         plan = [identity(head) for head, _ in planned(part)]
         if left := [one for one in plan if one not in done]:
             write(f"part {part}: {len(left)} of {len(plan)} not measured; the same command goes on from here")

@@ -9,7 +9,8 @@ losses of the steps in between are compared. The first checkpoint is deleted in 
     python benchmarks/checkpoint_blocking.py --folder /dev/shm --output benchmarks/results/DATE_checkpoint_blocking
     python benchmarks/checkpoint_blocking.py --size 8B --ways async --no-resume --steps 6 --folder /dev/shm
 
-Each way has its share of --budget; the second line stages what 4 GPUs hold of 8 B weights, 24 GB each.
+Each way has its share of --budget; the second line stages what 4 GPUs hold of 8 B weights, 24 GB each. With
+``--layers 14`` two GPUs hold and stage as much each, of a model that is half as deep.
 """
 
 import argparse
@@ -24,16 +25,19 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cases import add_to, earlier, keep, left_on_device, prepare, unmet_gpus
 from processes import Interrupted, finished
 
+if TYPE_CHECKING:
+    from lightning_ups.models.gpt import GPTConfig
+
 SAVES = 3
 RAW = 2**28  # bytes that a thread writes to learn what the machine can do
-BYTES = {"tiny": 10**8, "150M": 2 * 10**9, "1B": 19 * 10**9, "8B": 97 * 10**9}  # of a checkpoint, 12 for each weight
 
 
 def main() -> None:
@@ -41,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("checkpoint_blocking"))
     parser.add_argument("--size", choices=["tiny", "150M", "1B", "8B"], default="1B")
+    parser.add_argument("--layers", type=int, help="blocks of the model, where not as many as --size has")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
@@ -97,13 +102,28 @@ def _unmet(asked: argparse.Namespace) -> str | None:
     folder = asked.folder or Path(tempfile.gettempdir())
     if not folder.is_dir():
         return f"--folder {folder} does not exist: name one that does, such as /dev/shm"
-    needed, free = 2 * BYTES[asked.size], shutil.disk_usage(folder).free
+    needed, free = 2 * _bytes(asked), shutil.disk_usage(folder).free
     if free < needed:
         return (
             f"two checkpoints need {needed / 1e9:.0f} GB in {folder}, which has {free / 1e9:.0f} free:"
-            " name another --folder, or a smaller --size"
+            " name another --folder, a smaller --size or fewer --layers"
         )
     return None
+
+
+def _shape(asked: argparse.Namespace) -> "GPTConfig":
+    """Return the shape of the model."""
+    from lightning_ups.models.gpt import SIZES
+
+    config = SIZES[asked.size]
+    return replace(config, num_layers=config.num_layers if asked.layers is None else asked.layers)
+
+
+def _bytes(asked: argparse.Namespace) -> int:
+    """Return how large a checkpoint is: a weight and two moments of it, in float32."""
+    config = _shape(asked)
+    in_products = config.flops_per_token(0) // 6
+    return 12 * (in_products + config.vocab_size * config.dim)
 
 
 def _in_processes(asked: argparse.Namespace, way: str, *, timeout: float) -> tuple[dict[str, Any], Interrupted | None]:
@@ -113,6 +133,7 @@ def _in_processes(asked: argparse.Namespace, way: str, *, timeout: float) -> tup
     with tempfile.TemporaryDirectory(dir=asked.folder, ignore_cleanup_errors=True) as folder:
         command = [sys.executable, __file__, "--way", way, "--size", asked.size, "--seq", str(asked.seq)]
         command += ["--accelerator", asked.accelerator, "--folder", folder, "--steps", str(asked.steps)]
+        command += [] if asked.layers is None else ["--layers", str(asked.layers)]
         command += [] if asked.resume else ["--no-resume"]
         try:
             output = finished(command, timeout=timeout, ranks=number)
@@ -274,6 +295,7 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
         torch.manual_seed(0)
         tokens = torch.randint(256, (256, asked.seq + 1))
         module = GPTModule(size=asked.size, warmup_steps=1, schedule="constant")
+        module.config = _shape(asked)
         gc.collect()  # what the first run held is not in the way of the second
         with left_on_device(module):
             rows: Any = list(tokens)
@@ -293,6 +315,7 @@ def _measure(asked: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if asked.accelerator == "gpu" else "cpu",
         "torch": version("torch"),
         "size": asked.size,
+        "layers": _shape(asked).num_layers,
         "cores": len(os.sched_getaffinity(0)),
         "checkpoint_gigabytes": round(sum(file.stat().st_size for file in folder.iterdir()) / 1e9, 3),
         "saves": saves,

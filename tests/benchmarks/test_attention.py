@@ -299,3 +299,34 @@ def test_nothing_measured_is_no_table(attention, monkeypatch, tmp_path, capsys):
     run(attention, monkeypatch, tmp_path)
     assert "nothing was measured" in capsys.readouterr().out
     assert "no device" in (tmp_path / "log.txt").read_text()
+
+
+def test_what_is_held_out_is_timed_for_the_table_of_the_package(attention, monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"--held-out asks the package's table, and it has none of cpu"):
+        run(attention, monkeypatch, tmp_path / "none", "--held-out")
+    monkeypatch.setattr(attention, "ON_GPU", True)
+    with pytest.raises(SystemExit, match="Leave one of them out"):
+        run(attention, monkeypatch, tmp_path / "none", "--held-out", "--install")
+    monkeypatch.setattr(attention, "ON_GPU", False)
+    assert not (tmp_path / "none").exists()
+    shape = {"head_dim": 64, "heads": 4, "kv_heads": 2, "seq": 48, "batch": 1, "causal": True}
+    times = {"flash": 1.0, "math": 2.0}  # for which flash is taken
+    content = {"device": "cpu", "capability": [0, 0], "versions": {}, "date": "2026-11-25"}
+    monkeypatch.setattr(attention, "in_package", lambda _: tmp_path / "package.json")
+    rows = [{**shape, "seq": seq, "forward": times, "training": times} for seq in (16, 64)]
+    (tmp_path / "package.json").write_text(json.dumps({**content, "rows": rows}))
+    before = (tmp_path / "package.json").read_text()
+    monkeypatch.setattr(attention, "queueing", lambda _: 0.0)
+    monkeypatch.setattr(attention, "rounds", lambda calls, _: {name: 3.0 - (name == "math") for name in calls})
+    out = tmp_path / "out"
+    run(attention, monkeypatch, out, "--held-out")
+    timed = [line for line in measurements(out) if line["part"] == "speed"]
+    assert [line["head_dim"] for line in timed] == [128, 64, 256]
+    assert all(line["held"] for line in timed)
+    assert (tmp_path / "package.json").read_text() == before
+    assert {path.name for path in out.iterdir()} == {
+        "attention.jsonl", "attention.txt", "cpu_held_out.json", "log.txt"
+    }  # fmt: skip
+    said = capsys.readouterr().out
+    assert "largest regret, training: 0.0% in the table, 50.0% held out, NOT within 3% of the best" in said
+    assert "not measured" not in said, "nothing else is missed"

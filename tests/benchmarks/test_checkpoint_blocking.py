@@ -15,7 +15,8 @@ def blocking(import_benchmark):
     [
         ([], "this needs 1 GPU, and this machine has 0: --accelerator cpu"),
         (["--accelerator", "cpu", "--folder", "/not/there"], "--folder /not/there does not exist"),
-        (["--accelerator", "cpu"], "two checkpoints need 38 GB in"),
+        (["--accelerator", "cpu"], "two checkpoints need 36 GB in"),
+        (["--accelerator", "cpu", "--size", "8B", "--layers", "14"], "two checkpoints need 98 GB in"),
         (["--accelerator", "cpu", "--steps", "3"], "--steps 3 are not 3 times as many as lie between saves: give 6"),
         (["--accelerator", "cpu", "--steps", "8"], "--steps 8 are not 3 times as many as lie between saves: give 6"),
     ],
@@ -95,12 +96,26 @@ def test_each_way_has_its_share_of_the_time(blocking, monkeypatch, tmp_path, cap
 def test_both_ways_save_and_resume(run_benchmark, tmp_path):
     kept = tmp_path / "checkpoints"
     kept.mkdir()
-    words = ["--size", "tiny", "--seq", "32", "--accelerator", "cpu", "--folder", str(kept), "--steps", "9"]
+    words = [
+        "--size",
+        "tiny",
+        "--layers",
+        "2",
+        "--seq",
+        "32",
+        "--accelerator",
+        "cpu",
+        "--folder",
+        str(kept),
+        "--steps",
+        "9",
+    ]
     done = run_benchmark("checkpoint_blocking", "--output", "out", *words)
     found = json.loads((tmp_path / "out" / "result.json").read_text())
     assert [one["way"] for one in found] == ["async", "sync"], done.stdout + done.stderr
     for one in found:
         assert len(one["saves"]) == 3
+        assert one["layers"] == 2
         assert all(save["blocked_s"] > 0 and save["waited_s"] >= 0 for save in one["saves"])
         assert one["resumed_steps"] == 3
         assert one["largest_relative_difference_of_losses"] == 0
