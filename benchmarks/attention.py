@@ -118,8 +118,8 @@ def _shapes(head_dim: int) -> Iterator[Shape]:
     for seq in (1024, 2048, 4096, 8192):
         yield Shape(head_dim, 32, 8, seq, 32768 // seq)
     held = [
-        (20, 4, 1280, 8), (36, 12, 1792, 6), (56, 8, 3584, 3), (20, 20, 14336, 1), (48, 48, 2560, 3),
-        (24, 24, 1280, 3), (40, 8, 5120, 3), (28, 4, 10240, 2), (16, 2, 20480, 1),
+        (24, 8, 1664, 8), (40, 20, 2304, 5), (64, 8, 3328, 3), (12, 12, 11264, 2), (36, 36, 1920, 4),
+        (16, 2, 1408, 4), (48, 12, 6656, 2), (24, 6, 9216, 3), (40, 5, 24576, 1),
     ]  # fmt: skip
     for heads, kv_heads, seq, batch in held[:4]:
         yield Shape(head_dim, heads, kv_heads, seq, batch, held=True)
@@ -135,14 +135,17 @@ def _shapes(head_dim: int) -> Iterator[Shape]:
     # Where backends are near each other, and other counts of heads.
     for heads, kv_heads, seq, batch in (
         (32, 8, 1536, 2), (32, 8, 1536, 16), (32, 32, 1536, 8), (32, 4, 1536, 16), (32, 8, 12288, 2), (32, 4, 12288, 2),
-        (16, 16, 3072, 4), (32, 8, 4096, 2), (32, 8, 6144, 4), (64, 8, 8192, 1),
+        (16, 16, 3072, 4), (32, 8, 4096, 2), (32, 8, 6144, 4), (64, 8, 8192, 1), (20, 4, 1280, 8), (36, 12, 1792, 6),
+        (56, 8, 3584, 3), (20, 20, 14336, 1), (48, 48, 2560, 3), (24, 24, 1280, 3), (40, 8, 5120, 3), (28, 4, 10240, 2),
+        (16, 2, 20480, 1),
     ):  # fmt: skip
         yield Shape(head_dim, heads, kv_heads, seq, batch)
     for heads, kv_heads, seq, batch in held[4:]:
         yield Shape(head_dim, heads, kv_heads, seq, batch, held=True)
     for seq in (1024, 2048, 4096, 8192, 16384):
         yield Shape(head_dim, 32, 8, seq, 16384 // seq, causal=False)
-    yield Shape(head_dim, 40, 8, 3072, 3, causal=False, held=True)
+    yield Shape(head_dim, 40, 8, 3072, 3, causal=False)
+    yield Shape(head_dim, 56, 14, 2816, 3, causal=False, held=True)
 
 
 SHAPE = ("mask", *Row._fields[:6])  # what of a row says what was measured
@@ -189,8 +192,10 @@ def refused(options: argparse.Namespace) -> str | None:
         return "--install is for a table of a GPU with FlashAttention-4. Leave it or --without-fa4 out, and see --help."
     if options.held_out and options.install:
         return "--install is for a whole table, and --held-out times what is in none. Leave one of them out."
-    if options.held_out and not in_package(device()["device"]).exists():
-        return f"--held-out asks the package's table, and it has none of {device()['device']}. Leave it out."
+    if options.held_out:
+        on = next((line["device"] for line in read(log) if line["part"] == "device"), device()["device"])
+        if not in_package(on).exists():
+            return f"--held-out asks the package's table, and it has none of {on}. Leave it out."
     if not options.minutes:
         return None
     if ON_GPU and not options.without_fa4 and (missing := missing_package("fa4")):

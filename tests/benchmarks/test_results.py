@@ -22,6 +22,9 @@ UNSHARDED = {"way": "FSDP2, eager", "cache": "cold"}
 EIGHT, BY_HAND, AHEAD = (
     {"name": f"8B {way}, batch 2"} for way in ("ours", "stock ModelParallel, by hand", "ours, prefetch 2")
 )
+EIGHT_ON_TWO, BY_HAND_ON_TWO = (
+    {"name": f"8B {way}, 2 GPUs, batch 1"} for way in ("ours", "stock ModelParallel, by hand")
+)
 EAGER, BLOCKS, MODEL, MATMULS, NOTHING = (
     {"case": case} for case in ("eager", "compile", "compile model", "compile + matmuls", "compile + nothing")
 )
@@ -34,6 +37,10 @@ PAIRS = {  # by what a row of the page has, and no other
     "][11]": (EIGHT, BY_HAND),
     "][12]": (OURS, BARE),
     "][18]": (OURS, {"side": "bare, torch alone"}),
+    "][19]": (OURS, {"side": "stock"}),
+    "][20]": (OURS, TITAN),
+    "][21]": (SIMPLE, FSDP2),
+    "][22]": (EIGHT_ON_TWO, BY_HAND_ON_TWO),
     "the quickstart": ({"case": "trainer 1"}, {"case": "bare 1"}),
 }
 
@@ -354,7 +361,9 @@ def test_the_mean_that_is_told_beside_a_median():
     ("page", "name", "sides"),
     [
         ("fsdp2", "2026-11-22_fsdp2_8B", (EIGHT, BY_HAND, AHEAD)),
+        ("fsdp2", "2026-11-25_fsdp2_8B-2", (EIGHT_ON_TWO, BY_HAND_ON_TWO)),
         ("simple_fsdp", "2026-11-22_simple_fsdp_1B-2", (SIMPLE, UNSHARDED)),
+        ("simple_fsdp", "2026-11-25_simple_fsdp_8B-2", (SIMPLE, FSDP2, UNSHARDED)),
         ("simple_fsdp", "2026-11-22_simple_fsdp_1B-2_beside_compiled", (SIMPLE, FSDP2)),
     ],
 )

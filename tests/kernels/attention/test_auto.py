@@ -81,18 +81,18 @@ def kind_of_row(measured, *, trains):
     return Kind("cuda", torch.bfloat16, *heads, *dim, measured.causal, trains=trains)
 
 
-def behind(measured, *, trains):
-    """Return by which part the backend that is chosen is slower than the fastest one, its host counted."""
+def times_of(measured, *, trains):
+    """Return what each backend takes, its host counted."""
     part = "training" if trains else "forward"
-    host = H200.host.get(part, {})
-    times = {name: max(time, host.get(name, 0.0)) for name, time in getattr(measured, part).items()}
+    host = H200.host[part]
+    return {name: max(time, host[name]) for name, time in getattr(measured, part).items()}
+
+
+def behind(measured, *, trains):
+    """Return by which part the backend that is chosen is slower than the fastest one."""
+    times = times_of(measured, trains=trains)
     chosen = choose(kind_of_row(measured, trains=trains), batch=measured.batch, seq=measured.seq)
     return times[chosen] / min(times.values()) - 1
-
-
-# FlashAttention-4 was waiting for its host when these were measured, 1.0 to 1.6 ms at shapes that are alike. Here it
-# took 1.18 ms and cuDNN 1.29; at another shape for which cuDNN took 1.28, it took 1.49.
-BEYOND = {(True, 128, 32, 32, 1536, 8): 0.091}
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "forward"])
@@ -100,8 +100,7 @@ BEYOND = {(True, 128, 32, 32, 1536, 8): 0.091}
 def test_no_measured_shape_gets_a_backend_far_behind_the_fastest(h200, rows, trains):
     assert len(rows) >= 12
     regret = {(trains, *measured[:5]): behind(measured, trains=trains) for measured in rows}
-    far = {shape: round(part, 3) for shape, part in regret.items() if part > 0.03}
-    assert far == {shape: part for shape, part in BEYOND.items() if shape in regret}
+    assert {shape: round(part, 3) for shape, part in regret.items() if part > 0.03} == {}
     assert sum(regret.values()) / len(regret) < 0.005
 
 
@@ -123,6 +122,8 @@ def test_windows_and_documents_are_told_by_the_pairs_that_are_seen(h200, trains)
         if chosen in times:  # cuDNN was not timed beside these; it takes the plain causal ones
             worst[mask, measured["head_dim"]] = times[chosen] / min(times.values()) - 1
     assert len(worst) >= 4
+    # FlashAttention-4 waited for its host here, which took 0.9 ms longer then: 1.69 ms for FlashAttention-2's 1.63.
+    assert worst.pop(("documents of 1111", 64)) < 0.05
     assert max(worst.values()) < 0.03
 
 
@@ -188,7 +189,7 @@ def test_without_flash_attention_4_it_is_the_fastest_of_the_others(fresh_h200):
     forget()
     kinds = [kind_of_row(measured, trains=True) for measured in H200.rows]
     chosen = [choose(kind, batch=row.batch, seq=row.seq) for kind, row in zip(kinds, H200.rows, strict=True)]
-    wanted = [min(("cudnn", "flash"), key=measured.training.__getitem__) for measured in H200.rows]
+    wanted = [min(("cudnn", "flash"), key=times_of(measured, trains=True).__getitem__) for measured in H200.rows]
     assert chosen == wanted
     assert set(chosen) == {"cudnn", "flash"}
 
