@@ -251,8 +251,9 @@ class Checkpoints:
         return self._module.trainer
 
     def _found(self, path: Path) -> Path:
-        # `last` is a link or is written over and over: a kill may have come while the newest was being written.
-        if (path.is_symlink() or path.stem.startswith("last")) and not path.resolve().is_file():
+        # `last` is a link or is written over and over: a kill may have come while the newest was being written. Which
+        # one a job that is requeued resumes from, Lightning chooses by its number.
+        if (path.is_symlink() or path.stem.startswith(("last", _REQUEUED))) and not path.resolve().is_file():
             try:
                 return resolve(path)
             except FileNotFoundError:
