@@ -450,6 +450,8 @@ class ShardingStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check(Run.of(trainer))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.checkpoints.check_places()
         self._compared.clear()
         precision = self.precision_plugin = under_sharding(
             self.precision_plugin, mesh=self.device_mesh, in_graph=self.whole_graph

@@ -497,6 +497,35 @@ def test_what_slurm_requeues_is_whole_before_the_job_ends(ranks, tmp_path):
     assert ranks(requeued, tmp_path) == [True]
 
 
+def refused_place(path, place, options):
+    model = Net()
+    saver = ModelCheckpoint(place, **options)
+    run = run_of(path, strategy=FSDP2Strategy(), epochs=1, callbacks=[saver])
+    try:
+        run.fit(model, loader(4))
+    except (ValueError, RuntimeError) as error:
+        return len(model.losses), str(error)
+    return len(model.losses), None
+
+
+@pytest.mark.parametrize(
+    ("place", "cure"),
+    [("file", "or make it writable."), ("file/below", "or make it writable."), ("memory://bucket", "copy from it.")],
+)
+def test_a_place_where_nothing_can_be_saved_is_refused_before_the_first_step(ranks, tmp_path, place, cure):
+    (tmp_path / "file").touch()
+    place = place if "://" in place else tmp_path / place
+    steps, message = ranks(refused_place, tmp_path, place, {})
+    assert steps == 0
+    assert str(place) in message
+    assert message.endswith(cure)
+
+
+def test_a_place_where_nothing_will_be_saved_is_not(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    assert ranks(refused_place, tmp_path, tmp_path / "file", {"save_top_k": 0}) == (1, None)
+
+
 class Signalled(Noisy):
     """Each rank gets SLURM's signal in the midst of its own step."""
 
