@@ -1,9 +1,10 @@
-"""Stopping all ranks together on SIGTERM, without a broadcast and a wait in every step; and when they go apart.
+"""All ranks heed a signal at the same step, without a broadcast and a wait in every step; and learn if they go apart.
 
 Lightning 2.6.6 broadcasts rank 0's flag before each batch and reads it with ``.item()``, which waits for the device,
 and its handler broadcasts once more, from within the signal, on whatever rank got it. Here a flag on the CPU is
 reduced over gloo in the background, every few steps, and read when the next one is due, so that all ranks read the
-same at the same step. A number that must be the same on all ranks goes the same way.
+same at the same step. A number that must be the same on all ranks goes the same way, and so does SLURM's warning that
+the job will end: Lightning saves and requeues within the handler, while the other ranks are in another collective.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +16,15 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_ups._compat.fit_loop import in_accumulation
+
 __all__ = ["SigtermPoll"]
 
 _GROUPS: dict[Any, Any] = {}  # one for each process group of the world: a Trainer more need not open another
 
 
 class SigtermPoll:
-    """Polls, over all ranks, whether any of them got SIGTERM.
+    """Polls, over all ranks, whether any of them got SIGTERM, or the signal upon which SLURM's job is requeued.
 
     Args:
         trainer: Whose loop and signal handler are changed.
@@ -40,7 +43,10 @@ class SigtermPoll:
     ) -> None:
         self._trainer, self._every, self._mark, self._differ = trainer, every, mark, differ
         self._asked, self._count = False, 0
-        self._flags = torch.zeros(3, dtype=torch.int64)  # asked; and of the mark the largest, and minus the smallest
+        self._to_requeue = 0  # the signal that asked this rank for it, until all know
+        self._requeues = 0  # the same when all know
+        # Asked to stop, to requeue; and of the mark the largest, and minus the smallest.
+        self._flags = torch.zeros(4, dtype=torch.int64)
         self._pending: Any = None
 
     @contextmanager
@@ -52,15 +58,16 @@ class SigtermPoll:
         loop, connector = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
         loop._broadcast_sigterm_tensor = self.poll  # type: ignore[method-assign]
         connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
+        connector._slurm_sigusr_handler_fn = self._note_requeue  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn
+            del loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn
             if self._pending is not None:
                 self._pending = None
 
     def poll(self) -> None:
-        """Count a step, and stop the run if at the last poll any rank had been asked to.
+        """Count a step; save, requeue or stop the run if at the last poll any rank had been asked to.
 
         Raises:
             SIGTERMException: On every rank, at the same step.
@@ -68,12 +75,18 @@ class SigtermPoll:
         if self._trainer.world_size == 1:
             return
         self._count += 1
-        if self._count % self._every:
-            return
-        if self._pending is not None and self._read():
+        is_due = self._count % self._every == 0
+        stops = is_due and self._pending is not None and self._read()
+        if self._requeues and (stops or not in_accumulation(self._trainer)):  # its gradients are in no checkpoint
+            signum = self._requeues
+            self._to_requeue = self._requeues = 0  # the job got one signal, at this rank perhaps after the last poll
+            connector = self._trainer._signal_connector
+            type(connector)._slurm_sigusr_handler_fn(connector, signum, None)  # type: ignore[arg-type]
+        if stops:
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
-        self._send()
+        if is_due:
+            self._send()
 
     def compare(self) -> None:
         """Wait until it is known that the mark is the same on all ranks now. Every rank must call it."""
@@ -83,13 +96,15 @@ class SigtermPoll:
 
     def _send(self) -> None:
         mark = self._mark()
-        self._flags = torch.tensor([int(self._asked), mark, -mark], dtype=torch.int64)
+        self._flags = torch.tensor([int(self._asked), self._to_requeue, mark, -mark], dtype=torch.int64)
+        self._to_requeue = 0
         self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=_cpu_group(), async_op=True)
 
     def _read(self) -> bool:
         """Return whether any rank was asked to stop; it had some steps to arrive."""
         self._pending.wait()
-        asked, largest, smallest = self._flags.tolist()  # on the CPU
+        asked, requeues, largest, smallest = self._flags.tolist()  # on the CPU
+        self._requeues = self._requeues or requeues
         if largest != -smallest:
             self._differ()
         return bool(asked)
@@ -100,6 +115,9 @@ class SigtermPoll:
         if not self._asked and (launcher := self._trainer.strategy.launcher) is not None:
             launcher.kill(signum)
         self._asked = True
+
+    def _note_requeue(self, signum: Any, _: Any) -> None:
+        self._to_requeue = int(signum)
 
 
 def _cpu_group() -> Any:

@@ -95,11 +95,12 @@ class StdlibText(LightningDataModule):
         self.train_tokens, self.val_tokens = self._read(self.train_files), self._read(self.val_files)
         shorter = min(len(self.train_tokens), len(self.val_tokens))
         if shorter <= self.seq_len:
+            more = ", or a smaller seq_len or hold_out_one_in" if names else ""
             raise RuntimeError(
                 f"{self.root} has {len(names)} source files, and training or validation would get {shorter} bytes of"
                 f" them, which is less than a crop of {self.seq_len + 1}."
                 " Some Pythons come without the source of their standard library, or with it inside a zip file."
-                " Give a folder of Python files: StdlibText(root=...)."
+                f" Give a folder of Python files: StdlibText(root=...){more}."
             )
 
     @property
@@ -153,7 +154,9 @@ def _source_files(root: Path) -> list[str]:
     for folder, inner, files in os.walk(root):
         inner[:] = [name for name in inner if name not in _LEFT_OUT]  # `os.walk` goes where this list says
         sources = (name for name in files if name.endswith(".py") and not name.startswith(_LEFT_OUT_FILES))
-        names += [(Path(folder) / name).relative_to(root).as_posix() for name in sources]
+        # An editor's mark on a file that it has open is a link to nothing.
+        paths = (path for name in sources if (path := Path(folder) / name).is_file())
+        names += [path.relative_to(root).as_posix() for path in paths]
     return sorted(names)
 
 

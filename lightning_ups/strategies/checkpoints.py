@@ -26,6 +26,7 @@ from lightning_ups.transforms.checkpoint import (
     numbered,
     resolve,
     save_sharded,
+    unwritable,
 )
 from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
 
@@ -100,6 +101,27 @@ class Checkpoints:
     def saver(self) -> Saver:
         """Writes the sharded checkpoints; its ``observe`` may be set."""
         return self._saver
+
+    def check_places(self) -> None:
+        """Refuse, before training, callbacks whose checkpoints could not be saved where they belong.
+
+        Raises:
+            ValueError: On every rank.
+        """
+        places = {self._local(place, None): None for place in self._places()}
+        reasons = {place: reason for place in places if (reason := unwritable(place))}
+        for place, reason in self._strategy.broadcast(reasons).items():
+            raise ValueError(
+                f"No checkpoint could be saved in {place}: {reason}."
+                " The first save would fail, and with it what was trained until then."
+                " Give ModelCheckpoint another dirpath or the Trainer another default_root_dir, or make it writable."
+            )
+
+    def _places(self) -> Iterator[str]:
+        for callback in [] if self._trainer.fast_dev_run else self._trainer.checkpoint_callbacks:  # type: ignore[attr-defined]
+            saves = getattr(callback, "save_top_k", None) != 0 or getattr(callback, "save_last", None)
+            if saves and (place := getattr(callback, "dirpath", None)):
+                yield place
 
     def follow(self, trainer: Trainer) -> None:
         """Follow the training data, so that a run resumes within an epoch; a callback may have taken that over."""
@@ -251,8 +273,9 @@ class Checkpoints:
         return self._module.trainer
 
     def _found(self, path: Path) -> Path:
-        # `last` is a link or is written over and over: a kill may have come while the newest was being written.
-        if (path.is_symlink() or path.stem.startswith("last")) and not path.resolve().is_file():
+        # `last` is a link or is written over and over: a kill may have come while the newest was being written. Which
+        # one a job that is requeued resumes from, Lightning chooses by its number.
+        if (path.is_symlink() or path.stem.startswith(("last", _REQUEUED))) and not path.resolve().is_file():
             try:
                 return resolve(path)
             except FileNotFoundError:

@@ -348,6 +348,7 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._check_processes()
         sizes = MeshSizes.of(
             self.num_nodes * self.num_processes,
             replicate=None if self.sharding == "none" else self.replicate_size,
@@ -368,6 +369,20 @@ class ShardingStrategy(ModelParallelStrategy):
         self._device_mesh = build_mesh(self.root_device.type, sizes)
         self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may ask for it
         self._change_loops(self.lightning_module.trainer)
+
+    def _check_processes(self) -> None:
+        """Refuse, in each process, any other number of them: they would wait for those that are not there."""
+        assert self.cluster_environment is not None
+        started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        if started != wanted:
+            raise ValueError(
+                f"With Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}),"
+                f" {type(self.cluster_environment).__name__} counts {started} processes where {wanted} are asked for."
+                " Each device needs one, and sees all devices of its node: with srun, --gpus-per-node shows them to"
+                " it, and --gpus-per-task only one."
+                f" Give devices and num_nodes whose product is {started}, or start {wanted} processes."
+            )
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
 
     def _refuse_unlike(self) -> None:
         raise RuntimeError(
@@ -435,6 +450,8 @@ class ShardingStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check(Run.of(trainer))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.checkpoints.check_places()
         self._compared.clear()
         precision = self.precision_plugin = under_sharding(
             self.precision_plugin, mesh=self.device_mesh, in_graph=self.whole_graph

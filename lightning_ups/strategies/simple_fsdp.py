@@ -191,7 +191,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
             are those that it would have had.
         initialise_on: Where the values of a module that is built on the meta device are drawn: ``"cpu"`` gives those of
             a module built in place, ``"device"`` is faster.
-        sigterm_every: Steps between two questions whether any device got SIGTERM; all stop within twice as many.
+        sigterm_every: Steps between two questions whether any device got SIGTERM, or the signal upon which SLURM's job
+            is saved and requeued; all heed it within twice as many.
         process_group_backend: None: NCCL for GPUs and gloo for CPUs, both.
         timeout_minutes: After which a collective that hangs is an error.
         high_priority_communication: Let NCCL's kernels go before others.

@@ -45,6 +45,49 @@ def test_nobody_asked_nobody_stops(ranks, tmp_path):
     assert steps == [(19, False), (19, False)]
 
 
+class Requeues(SimpleNamespace):
+    def _slurm_sigusr_handler_fn(self, signum, _):
+        self.said.append((self.batches.current.processed, signum))
+
+
+def requeued(tmp_path, steps, every, accumulate):
+    """Return at which steps ranks save that get their signals at ``steps``."""
+    batches = SimpleNamespace(current=SimpleNamespace(processed=0))
+    connector = Requeues(said=[], batches=batches)
+    fit_loop = SimpleNamespace(
+        epoch_loop=SimpleNamespace(batch_progress=batches),
+        _should_accumulate=lambda: batches.current.processed % accumulate != 0,
+    )
+    fake = SimpleNamespace(
+        world_size=2, fit_loop=fit_loop, _signal_connector=connector, strategy=SimpleNamespace(launcher=None)
+    )
+    with SigtermPoll(fake, every=every).installed():
+        for step in range(20):
+            batches.current.processed = step
+            if step == steps[dist.get_rank()]:
+                connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+                assert not connector.said  # others are elsewhere
+            fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    both = [None] * 2
+    dist.all_gather_object(both, connector.said)
+    return both, [name for name in vars(connector) if name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "accumulate", "saved"),
+    [
+        ((3, 3), 1, 7),  # sent by the poll before step 3, and read by that before step 7
+        ((3, 5), 1, 7),
+        ((None, 4), 1, 11),
+        ((3, 3), 5, 10),  # the step of an accumulation is over
+    ],
+)
+def test_every_rank_is_requeued_once_and_at_the_same_step(ranks, tmp_path, steps, accumulate, saved):
+    both, left = ranks(requeued, tmp_path, steps, 4, accumulate)
+    assert both == [[(saved, signal.SIGUSR1)]] * 2
+    assert left == []
+
+
 def test_one_process_keeps_lightnings_own_way(tmp_path):
     lightning = trainer(tmp_path)
     with SigtermPoll(lightning, every=1).installed():

@@ -106,6 +106,20 @@ def test_a_python_without_source_is_told(tmp_path):
         made(tmp_path)
 
 
+def test_files_that_are_all_on_one_side_are_told_with_the_numbers_to_change(tmp_path):
+    folder(tmp_path)
+    with pytest.raises(RuntimeError, match=r"StdlibText\(root=\.\.\.\), or a smaller seq_len or hold_out_one_in\.$"):
+        made(tmp_path, hold_out_one_in=10**6)
+
+
+def test_what_is_named_like_a_source_file_and_is_none_is_left_out(tmp_path):
+    names = folder(tmp_path)
+    (tmp_path / ".#open.py").symlink_to("somebody@a.machine:1234")  # as an editor marks a file that it has open
+    (tmp_path / "folder.py").mkdir()
+    data = made(tmp_path)
+    assert sorted(data.train_files + data.val_files) == sorted(names)
+
+
 # --- entropy
 
 

@@ -1,10 +1,12 @@
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,7 +23,7 @@ from lightning_ups.order import PolicyPrecision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.checkpoint import is_complete, lanes, newest
 from tests.ranks import Ranks
-from tests.toys import Net, loader
+from tests.toys import Net, data, loader
 from tests.transforms.checkpoint.test_lanes import interrupts
 from tests.transforms.checkpoint.test_saver import by_slow_buffers, fill_disk
 
@@ -492,6 +495,86 @@ def requeued(path):
 
 def test_what_slurm_requeues_is_whole_before_the_job_ends(ranks, tmp_path):
     assert ranks(requeued, tmp_path) == [True]
+
+
+def refused_place(path, place, options):
+    model = Net()
+    saver = ModelCheckpoint(place, **options)
+    run = run_of(path, strategy=FSDP2Strategy(), epochs=1, callbacks=[saver])
+    try:
+        run.fit(model, loader(4))
+    except (ValueError, RuntimeError) as error:
+        return len(model.losses), str(error)
+    return len(model.losses), None
+
+
+@pytest.mark.parametrize(
+    ("place", "cure"),
+    [("file", "or make it writable."), ("file/below", "or make it writable."), ("memory://bucket", "copy from it.")],
+)
+def test_a_place_where_nothing_can_be_saved_is_refused_before_the_first_step(ranks, tmp_path, place, cure):
+    (tmp_path / "file").touch()
+    place = place if "://" in place else tmp_path / place
+    steps, message = ranks(refused_place, tmp_path, place, {})
+    assert steps == 0
+    assert str(place) in message
+    assert message.endswith(cure)
+
+
+def test_a_place_where_nothing_will_be_saved_is_not(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    assert ranks(refused_place, tmp_path, tmp_path / "file", {"save_top_k": 0}) == (1, None)
+
+
+class Signalled(Noisy):
+    """Each rank gets SLURM's signal in the midst of its own step."""
+
+    def __init__(self, steps=()):
+        super().__init__()
+        self.steps = steps
+
+    def training_step(self, batch, index):
+        if self.steps and len(self.losses) == self.steps[dist.get_rank()]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, index)
+
+
+def requeued_amid_steps(path, steps):
+    warnings.simplefilter("ignore")
+    command = path / "bin" / "scontrol"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\necho "$@" >> {path}/requeued\n')
+    command.chmod(0o755)
+    slurm = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1, "JOB_ID": 77, "JOB_NAME": "train", "NODEID": 0}
+    rank = {"PROCID": dist.get_rank(), "LOCALID": dist.get_rank()}
+    variables = {f"SLURM_{name}": str(value) for name, value in {**slurm, **rank}.items()}
+    variables["PATH"] = f"{command.parent}:{os.environ['PATH']}"
+
+    def losses(model, seed):
+        torch.manual_seed(seed)
+        run = run_of(path, strategy=FSDP2Strategy(), epochs=6, plugins=[SLURMEnvironment()], enable_checkpointing=False)
+        run.fit(model, DataLoader(data(), batch_size=2, shuffle=True))
+        return [loss.item() for loss in model.losses]
+
+    dist.barrier()
+    with patch.dict(os.environ, variables):
+        whole = losses(Signalled(steps), 7)
+        begun = path / "hpc_ckpt_2.ckpt"  # by a job that was ended amid it
+        if dist.get_rank() == 0:
+            begun.mkdir()
+            (begun / "incomplete").touch()
+        dist.barrier()
+        resumed = losses(Signalled(), 8)
+    return whole, resumed, is_complete(path / "hpc_ckpt_1.ckpt"), (path / "requeued").read_text()
+
+
+@pytest.mark.timeout(120)
+def test_slurms_signal_amid_different_steps_saves_at_one_and_the_job_goes_on_from_there(ranks, tmp_path):
+    whole, resumed, is_whole, requeues = ranks(requeued_amid_steps, tmp_path, (1, 3))
+    assert is_whole
+    assert requeues == "requeue 77\n"
+    assert 2 < len(resumed) < len(whole)
+    assert resumed == whole[-len(resumed) :]
 
 
 def train_gpt(path, folder, options, batch_size, ckpt_path):

@@ -57,6 +57,27 @@ def test_one_that_is_given_among_callbacks_says_where_it_belongs(tmp_path, strat
 
 @pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.parametrize(
+    ("tasks", "nodes", "options", "cure"),
+    [
+        (2, 1, {"devices": 1}, r"counts 2 processes where 1 .* product is 2, or start 1 processes\.$"),
+        (1, 1, {"devices": 2}, r"counts 1 processes where 2 .* product is 1, or start 2 processes\.$"),
+        (2, 1, {"devices": 2, "num_nodes": 2}, r"product is 2, or start 4 processes\.$"),
+        (2, 2, {"devices": 2}, "devices=1"),  # in Lightning's words
+    ],
+)
+def test_processes_that_srun_started_are_those_that_the_trainer_asks_for(
+    tmp_path, monkeypatch, strategy, tasks, nodes, options, cure
+):
+    slurm = {"NTASKS": tasks, "NTASKS_PER_NODE": tasks // nodes, "NNODES": nodes, "JOB_ID": 7, "JOB_NAME": "train"}
+    last = {"PROCID": tasks - 1, "LOCALID": tasks // nodes - 1, "NODEID": nodes - 1}
+    for name, value in {**slurm, **last}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    with pytest.raises(ValueError, match=cure):
+        trainer(tmp_path, strategy=strategy(), **options).fit(Net(), loader())
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize(
     ("name", "value", "cure"),
     [
         *((name, "no", "Use True or False.") for name in ("meta_device", "async_save", "weights_only")),

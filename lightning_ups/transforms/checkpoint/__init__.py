@@ -2,7 +2,7 @@
 
 from lightning_ups.transforms.checkpoint.consolidation import SavedWeights, consolidated, rest_of, write_safetensors
 from lightning_ups.transforms.checkpoint.description import MODELS, described
-from lightning_ups.transforms.checkpoint.folder import is_complete, newest, remove
+from lightning_ups.transforms.checkpoint.folder import is_complete, newest, remove, unwritable
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
 from lightning_ups.transforms.checkpoint.saver import Phase, Saver, SaveTimes
 from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded
@@ -27,5 +27,6 @@ __all__ = [
     "resolve",
     "rest_of",
     "save_sharded",
+    "unwritable",
     "write_safetensors",
 ]

@@ -37,6 +37,7 @@ __all__ = [
     "remove",
     "system_error",
     "take_place",
+    "unwritable",
     "write_file",
 ]
 
@@ -52,6 +53,14 @@ class Draft:
 
     path: Path
     folder: Path
+
+
+def unwritable(path: Path) -> str | None:
+    """Return why no folder can be made at ``path`` or written to, or None, as far as can be told without doing it."""
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 def begin(path: Path) -> Draft:

@@ -54,7 +54,8 @@ def resolve(path: Path) -> Path:
     beside = folder.newest(path.parent)
     what = "is not whole: the process that wrote it died, or its disk was full" if path.exists() else "does not exist"
     why = "A folder counts as a checkpoint once it holds its marker, which is written last."
-    cure = f"Use {str(beside)!r}, the newest whole one beside it." if beside else "No whole one is beside it."
+    none = "No whole one is beside it" + ("; what is left of this one can be deleted." if path.exists() else ".")
+    cure = f"Use {str(beside)!r}, the newest whole one beside it." if beside else none
     raise FileNotFoundError(f"The checkpoint {path} {what}. {why} {cure}")
 
 

@@ -168,3 +168,14 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
         folder.write_file(tmp_path / "a", {"x": lambda: 0})
     assert torch.load(tmp_path / "a") == {"x": 1}
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_where_no_folder_can_be_made_is_known_without_making_one(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert folder.unwritable(tmp_path / "new" / "newer") is None
+    assert folder.unwritable(Path("new")) is None
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert folder.unwritable(place) == f"{tmp_path / 'file'} is a file"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that is mounted to be read
+    assert folder.unwritable(tmp_path / "new") == f"{tmp_path} cannot be written to"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
