@@ -11,7 +11,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["automatic_specs", "class_settings", "setting_types", "stand_in_for_pytorch_lightning", "trainer_of"]
+__all__ = [
+    "automatic_specs",
+    "class_settings",
+    "setting_types",
+    "stand_in_for_pytorch_lightning",
+    "trainer_of",
+    "variables",
+]
 
 _NO_SETTING = {"_HelpAction", "_ActionHelpClassPath", "_ActionPrintConfig", "_ActionConfigLoad"}
 _STAND_INS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
@@ -49,6 +56,13 @@ def setting_types(parser: Any) -> dict[str, Any]:
         for action in parser._actions
         if type(action).__name__ not in _NO_SETTING and not isinstance(action, ActionConfigFile)
     }
+
+
+def variables(parser: Any) -> dict[str, str]:
+    """Return each key that a parser of jsonargparse looks for in the environment, if it does, and its variable."""
+    from jsonargparse._formatters import get_env_var
+
+    return {action.dest: get_env_var(parser, action) for action in parser._actions} if parser.default_env else {}
 
 
 def class_settings(kind: type) -> dict[str, Any]:

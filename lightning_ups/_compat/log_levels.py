@@ -1,10 +1,11 @@
-"""How much a library's logger says."""
+"""How much libraries say."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["only_from"]
+__all__ = ["only_errors", "only_from"]
 
 
 @contextmanager
@@ -17,3 +18,15 @@ def only_from(level: int, logger: str) -> Iterator[None]:
         yield
     finally:
         named.setLevel(before)
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Let nobody warn, and no logger say what is less than an error, while the context is open."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)

@@ -4,15 +4,15 @@ A name is that of ``torch.ops``, with dots: ``aten.mm`` stands for every overloa
 ``aten.mm.default`` for one.
 """
 
-from collections.abc import Iterable
-from difflib import get_close_matches
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
-__all__ = ["Operator", "costly_ops", "is_composite", "operators", "register_costly_op"]
+__all__ = ["Operator", "alike", "costly_ops", "is_composite", "operators", "register_costly_op", "uncalled"]
 
 Operator = OpOverload | HigherOrderOperator
 
@@ -88,6 +88,29 @@ def is_composite(op: Operator) -> bool:
     return has_kernel("CompositeImplicitAutograd") and not any(
         map(has_kernel, ("CPU", "CUDA", "CompositeExplicitAutograd"))
     )
+
+
+def uncalled(names: Iterable[str], called: set[Operator]) -> list[str]:
+    """Return those of ``names`` that stand for no operator in ``called``."""
+    return [name for name in names if called.isdisjoint(_overloads(name))]
+
+
+def alike(names: Sequence[str], called: Iterable[Operator]) -> list[str]:
+    """Return which of ``called`` may be meant by ``names``, nearest first: for a costly one the costly, or near names.
+
+    Raises:
+        ValueError: If there is no operator of a name.
+    """
+    known, wanted = {_name(op) for op in called}, {_name(op) for op in operators(names)}
+    found = set[str]()
+    for name in wanted:
+        near = () if name in _COSTLY else get_close_matches(name, known)
+        found.update(near or known & _COSTLY.keys())
+    return sorted(found, key=lambda each: (-max(SequenceMatcher(a=each, b=name).ratio() for name in wanted), each))
+
+
+def _name(op: Operator) -> str:
+    return str(op.overloadpacket) if isinstance(op, OpOverload) else f"{op.namespace}.{op.name()}"
 
 
 def _overloads(name: str) -> list[Operator]:

@@ -1,13 +1,48 @@
-"""AOTAutograd's split of a graph into forward and backward, where it loses count of what it passes between the two."""
+"""AOTAutograd's split of a graph into forward and backward: who asks what it costs, and what it loses count of."""
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
-__all__ = ["random_states_in_place"]
+from lightning_ups._compat.autograd import outside_modes, saves_seen_by
+from lightning_ups._compat.log_levels import only_errors
+
+__all__ = ["heeds_memory_budget", "random_states_in_place"]
+
+
+@cache
+def heeds_memory_budget(backend: str) -> bool | None:
+    """Return whether what is kept for backward by ``backend`` depends on the memory budget; None if it does not run.
+
+    A small graph is compiled to see, except by inductor, of which it is known and which takes seconds.
+    """
+    if backend == "inductor":
+        return True
+    try:
+        with only_errors():
+            return _saved_bytes(backend, budget=0.0) < _saved_bytes(backend, budget=1.0)
+    except Exception:  # noqa: BLE001  (the first step compiles too, and tells what it is)
+        return None
+
+
+def _saved_bytes(backend: str, *, budget: float) -> int:
+    from torch._functorch import config  # slow to import, and nothing that --help needs
+
+    from lightning_ups._compat.dynamo import backend_compiler
+
+    graph = fx.symbolic_trace(lambda x: ((x @ x).sin(),))
+    saved: list[torch.Tensor] = []
+    with config.patch(activation_memory_budget=budget), outside_modes(), torch.enable_grad():
+        x = torch.ones(8, 8, device="cpu", requires_grad=True)
+        run = backend_compiler(backend, mode="default", dynamic=None)(graph, [x])
+        with saves_seen_by(saved.append):
+            run(x)
+    return sum(tensor.nbytes for tensor in saved)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 
+from lightning_ups._compat.partitioner import heeds_memory_budget
 from lightning_ups.order.policy import STOCK_POLICIES, policy_of
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
@@ -228,10 +229,10 @@ REFUSALS = (
         holds=lambda run: run.training and _without_random_numbers(run) is not None,
     ),
     Refusal(
-        what=lambda run: f"Compile(backend={_unsplitting(run)!r}) is given with {_needing_split(run)[0]}.",
-        why="What is to be kept for backward is chosen when a graph is split, and that backend splits none.",
-        cure="Use backend='aot_eager' or the default, or a setting that works without compilation.",
-        holds=lambda run: run.training and bool(_needing_split(run)) and _unsplitting(run) is not None,
+        what=lambda run: "Compile(backend={1!r}) is given with {0}(memory_budget=...).".format(*_unbudgeted(run)[0]),
+        why="The budget counts where a graph is split by cost, and that backend splits none, or in another way.",
+        cure="Use the default backend or 'aot_eager', or say what is kept by save='matmuls' or another.",
+        holds=lambda run: run.training and bool(_unbudgeted(run)),
     ),
     Refusal(
         what=lambda run: f"torch.compile({type(run.module).__name__}) was given to the Trainer, and Compile() as well.",
@@ -442,17 +443,18 @@ def _without_random_numbers(run: Run) -> str | None:
     """Return the backend that does not keep what is drawn in a graph that is recomputed, if there is such a graph."""
     if not any(step.stage is Stage.RECOMPUTE and not step.needs_compile for step in run.declarations):
         return None
-    return _unsplitting(run)
+    return next((each for each in _backends(run) if each in ("eager", "eager_noexcept", "eager_debug")), None)
 
 
-def _unsplitting(run: Run) -> str | None:
-    """Return the backend that runs graphs as they are, and makes none of a forward and its backward, if it is given."""
-    backends = [getattr(getattr(step, "compiler", None), "backend", None) for step in run.declarations]
-    return next((each for each in backends if each in ("eager", "eager_noexcept", "eager_debug")), None)
+def _unbudgeted(run: Run) -> list[tuple[str, str]]:
+    """Return (who asks for a memory budget, backend on which it has no effect)."""
+    asking = [type(step).__name__ for step in run.declarations if getattr(step, "memory_budget", None) is not None]
+    return [(each, backend) for each in asking for backend in _backends(run) if heeds_memory_budget(backend) is False]
 
 
-def _needing_split(run: Run) -> list[str]:
-    return [type(step).__name__ for step in run.declarations if step.stage is Stage.RECOMPUTE and step.needs_compile]
+def _backends(run: Run) -> list[str]:
+    compilers = [getattr(step, "compiler", None) for step in run.declarations]
+    return [compiler.backend for compiler in compilers if compiler is not None]
 
 
 def _compilation_off() -> str | None:

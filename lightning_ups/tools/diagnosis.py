@@ -26,7 +26,7 @@ from lightning_ups._compat.lightning import class_settings
 from lightning_ups.tools.layers import Keys, Layer, Tree, items
 from lightning_ups.tools.spelling import nearest, suggestion
 
-__all__ = ["diagnosis", "find_class", "offered", "stray"]
+__all__ = ["diagnosis", "find_class", "ignored", "offered", "stray"]
 
 _ROOMS = ("callbacks", "data", "models", "precision", "strategies")  # whose classes are for configurations
 
@@ -44,9 +44,19 @@ def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exceptio
         required: Keys that must be given.
     """
     look = _Look(types, layers)
-    faults = [fault for layer in layers for fault in look.section(layer.tree, types, (), layer)]
+    sought = (look.hollow, look.section)
+    faults = [fault for layer in layers for seek in sought for fault in seek(layer.tree, types, (), layer)]
     faults = faults or look.missing(required)
     return "\n".join(dict.fromkeys(faults)) or _said_by_parser(str(error))
+
+
+def ignored(types: Mapping[str, Any], layers: Sequence[Layer]) -> list[str]:
+    """Return where a configuration that the parser takes has an empty mapping for a setting that does not exist.
+
+    The parser passes over these, though it refuses any other value there. The arguments are those of `diagnosis`.
+    """
+    look = _Look(types, layers)
+    return list(dict.fromkeys(fault for layer in layers for fault in look.hollow(layer.tree, types, (), layer)))
 
 
 def stray(word: str) -> str:
@@ -110,6 +120,41 @@ class _Look:
                 yield from self.section(value, types, where, layer, inside=f"{name}.", owner=owner)
             else:
                 yield f"{layer.place(*where)}: {_dotted(where)} is {value!r}. It holds settings, such as {below[0]}."
+
+    def hollow(
+        self,
+        tree: Tree,
+        types: Mapping[str, Any],
+        keys: Keys,
+        layer: Layer,
+        *,
+        inside: str = "",
+        owner: type | None = None,
+    ) -> Iterator[str]:
+        """Yield the settings that do not exist and have nothing but empty mappings; the arguments are as above."""
+        for key, value in tree.items():
+            name, where = f"{inside}{key}".removesuffix("+"), (*keys, key)
+            if not _has_hollow(value):
+                continue
+            if name in types:
+                yield from self._hollow_spec(value, _classes(types[name]), where, layer)
+            elif any(known.startswith(f"{name}.") for known in types):
+                if not layer.lines and [*value] == ["init_args"]:
+                    value = value["init_args"]
+                yield from self.hollow(value, types, where, layer, inside=f"{name}.", owner=owner)
+            elif _is_hollow(value):
+                yield from self._unknown(name, types, where, layer, owner)
+
+    def _hollow_spec(self, value: Any, bases: Sequence[type], keys: Keys, layer: Layer) -> Iterator[str]:
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                yield from self._hollow_spec(item, bases, (*keys, index), layer)
+        elif isinstance(value, dict) and bases:
+            name = value.get("class_path") or self._class_path(keys)
+            given = value.get("init_args")
+            kind = find_class(name, bases) if isinstance(name, str) else None
+            if kind is not None and isinstance(given, dict):
+                yield from self.hollow(given, class_settings(kind), (*keys, "init_args"), layer, owner=kind)
 
     def _unknown(
         self, name: str, types: Mapping[str, Any], keys: Keys, layer: Layer, owner: type | None
@@ -250,6 +295,15 @@ class _Look:
                     f" Give it under init_args, or by --{key}.{lacking[0]} VALUE."
                 )
         return faults
+
+
+def _is_hollow(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_hollow, value.values()))
+
+
+def _has_hollow(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value == {} or any(map(_has_hollow, inner))
 
 
 def _ends(name: str) -> list[int]:

@@ -1,5 +1,6 @@
 """A command line, read before it is parsed: its layers, its preset, and what the user overrides of that."""
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from lightning_ups.tools.diagnosis import find_class, stray
 from lightning_ups.tools.layers import LISTS, Layer, Tree, addressed, items, option_layer, options, preset_layer, read
 from lightning_ups.tools.merge import over_preset
 
-__all__ = ["Request", "ask", "preset_of_device"]
+__all__ = ["Request", "ask", "environment_layers", "preset_of_device"]
 
 _CLASSES = ("model", "data", "optimizer", "lr_scheduler", "trainer.strategy", "trainer.logger", "trainer.profiler")
 _SLOTS = (CheckpointIO, ClusterEnvironment, LayerSync)
@@ -94,6 +95,34 @@ def ask(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
         preset=name,
         said=[*said, *overridden],
     )
+
+
+def environment_layers(variables: Mapping[str, str], *, command: str) -> list[Layer]:
+    """Return what the environment says, a layer for each variable that is set.
+
+    Args:
+        variables: The variable of each key.
+        command: For which a file is read.
+
+    Raises:
+        ValueError: If a variable names a file that is no configuration.
+        FileNotFoundError: If it names a file that is not there.
+    """
+    layers = []
+    for key, variable in variables.items():
+        if (text := os.environ.get(variable)) is None:
+            continue
+        try:
+            layer = (
+                read(text, command=command)
+                if key == "config"
+                else option_layer([f"--{key}={text}"], classes=_CLASSES)[0]
+            )
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"{variable}: {error}") from error
+        name = f"{variable}: {layer.name}" if key == "config" else variable
+        layers.append(replace(layer, name=name))
+    return layers
 
 
 def preset_of_device(accelerator: str) -> tuple[str | None, str]:

@@ -8,13 +8,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.autograd import cached_by_selection, saves_seen_by, storages, writes_seen_by
+from lightning_ups._compat.ops import Operator
 
-__all__ = ["TRACED", "TRACED_IDLE", "Kept", "Measurement"]
+__all__ = ["CALLED_TRACED", "TRACED", "TRACED_IDLE", "Kept", "Measurement"]
 
 Storages = dict[Any, int]  # bytes by memory, so that what many tensors share counts once
 
 TRACED: set[Callable[..., Any]] = set()  # the recomputed forwards that Dynamo has seen
 TRACED_IDLE: set[Callable[..., Any]] = set()  # those that it has seen where nothing needed a gradient
+CALLED_TRACED: dict[Callable[..., Any], set[Operator]] = {}  # what these call, where results of operators are chosen
 
 
 class Kept:
@@ -29,8 +31,15 @@ class Kept:
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.measured: set[nn.Module] = set()
         self.idle: set[nn.Module] = set()  # ran, and had nothing to keep: all is frozen, or gradients are off
+        self.watches = False  # for what eager blocks call: at the cost of a call for each operator
+        self.called_eagerly: set[Operator] = set()
         self._without: Storages = {}
         self._with: Storages = {}
+
+    @property
+    def called(self) -> set[Operator]:
+        """The operators that blocks called where results of operators are chosen: eager ones while it ``watches``."""
+        return self.called_eagerly.union(*(CALLED_TRACED.get(forward, ()) for forward in self.forwards.values()))
 
     @property
     def num_ran(self) -> int:

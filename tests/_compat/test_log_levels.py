@@ -1,8 +1,9 @@
 import logging
+import warnings
 
 import pytest
 
-from lightning_ups._compat.log_levels import only_from
+from lightning_ups._compat.log_levels import only_errors, only_from
 
 
 def test_less_is_left_out_for_a_while():
@@ -20,3 +21,15 @@ def test_the_level_comes_back_after_an_error():
     with pytest.raises(KeyError), only_from(logging.ERROR, "somebody"):
         raise KeyError
     assert logger.level == logging.INFO
+
+
+def test_only_errors_are_heard_while_the_context_is_open(caplog, recwarn):
+    logger = logging.getLogger("of.a.library")
+    logger.setLevel(logging.DEBUG)
+    with only_errors():
+        warnings.warn("not now", stacklevel=1)
+        logger.warning("nor this")
+        logger.error("but this")
+    logger.warning("and this")
+    assert [record.message for record in caplog.records] == ["but this", "and this"]
+    assert not recwarn.list

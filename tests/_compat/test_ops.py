@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_ups._compat.ops import costly_ops, is_composite, operators, register_costly_op
+from lightning_ups._compat.ops import alike, costly_ops, is_composite, operators, register_costly_op, uncalled
 
 
 def test_costly_ops_are_the_products_and_attention_of_this_torch():
@@ -35,6 +35,28 @@ def test_an_unknown_operator_names_near_ones_that_run(name, near):
 @pytest.mark.parametrize("name", ["aten.linear", "aten.matmul", "aten.scaled_dot_product_attention", "aten.layer_norm"])
 def test_what_is_made_of_others_is_composite(name):
     assert all(map(is_composite, operators([name])))
+
+
+def test_a_name_is_called_if_one_of_its_overloads_is():
+    called = {torch.ops.aten.add.Tensor, torch.ops.higher_order.flex_attention}
+    names = ["aten.add", "aten.add.Tensor", "aten.add.Scalar", "aten.mm", "higher_order.flex_attention"]
+    assert uncalled(names, called) == ["aten.add.Scalar", "aten.mm"]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["aten.mm"], ["aten.addmm", "aten._scaled_dot_product_flash_attention_for_cpu"]),  # and not aten.mul
+        (["aten._scaled_dot_product_flash_attention", "aten.mm"], ["aten._scaled_dot_product_flash_attention_for_cpu"]),
+        (["aten.gelu_backward"], ["aten.gelu"]),
+        (["aten.sort"], ["aten.addmm", "aten._scaled_dot_product_flash_attention_for_cpu"]),
+    ],
+)
+def test_what_is_alike_is_as_costly_or_has_nearly_the_name(names, found):
+    aten = torch.ops.aten
+    called = {aten.mul.Tensor, aten.gelu.default, aten.addmm.default, aten.addmm.dtype}
+    called.add(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    assert alike(names, called)[: len(found)] == found
 
 
 def test_an_operator_may_be_registered_before_it_is_defined():

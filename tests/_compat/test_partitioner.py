@@ -1,5 +1,6 @@
-"""Random numbers in what a graph with sharded parameters recomputes: drawn anew as they were."""
+"""How backends split a graph: whether a memory budget counts, and random numbers where parameters are sharded."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -8,8 +9,11 @@ from torch._functorch import partitioners  # noqa: TID251
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ups._compat.partitioner import random_states_in_place
+from lightning_ups._compat.autograd import activation_memory_budget
+from lightning_ups._compat.partitioner import heeds_memory_budget, random_states_in_place
+from tests.backends import register
 
 
 def dropped(x, weight):
@@ -49,3 +53,46 @@ def test_the_partitioner_is_put_back():
     with random_states_in_place():
         pass
     assert partitioners.functionalize_rng_ops is before
+
+
+def recomputed_flops(backend):
+    """Return how many more FLOPs a backward takes under a budget of nothing."""
+
+    def flops(budget):
+        torch.compiler.reset()
+        weight = nn.Parameter(torch.ones(8, 8))
+        with activation_memory_budget(budget):
+            loss = torch.compile(lambda x: (x @ x).sin() @ x, backend=backend)(weight).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        return counter.get_total_flops()
+
+    return flops(0.0) - flops(1.0)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_a_budget_counts_where_a_graph_is_split_by_cost(backend):
+    assert recomputed_flops(backend) > 0
+    assert heeds_memory_budget(backend)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # of torch, where modules have global hooks
+@pytest.mark.parametrize(
+    "backend", ["eager", "eager_debug", "aot_eager_default_partitioner", "cudagraphs", "ups_aot_as_it_is"]
+)
+def test_a_budget_does_not_count_where_a_graph_is_split_otherwise_or_not_at_all(backend):
+    register()
+    assert recomputed_flops(backend) == 0
+    assert heeds_memory_budget(backend) is False
+
+
+def test_to_see_whether_a_budget_counts_says_nothing(caplog, recwarn):
+    assert heeds_memory_budget.__wrapped__("cudagraphs") is False
+    assert not caplog.records
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("backend", ["ups_forward_refused", "ups_forward_dies", "no_such_backend"])
+def test_of_a_backend_that_does_not_run_it_is_not_known_whether_a_budget_counts(backend):
+    register()
+    assert heeds_memory_budget(backend) is None

@@ -184,7 +184,11 @@ REFUSED = {
     ),
     "a budget where no graph is split": (
         run(callbacks=(Compile(backend="eager"), ActivationCheckpoint(memory_budget=0.5))),
-        r"Compile\(backend='eager'\) is given with ActivationCheckpoint.*splits none.*Use backend='aot_eager'",
+        r"Compile\(backend='eager'\) is given with ActivationCheckpoint\(memory.*Use the default backend or 'aot_e",
+    ),
+    "a budget where a graph is split by other than cost": (
+        run(callbacks=(Compile(backend="cudagraphs"), ActivationCheckpoint(memory_budget=0.5))),
+        r"Compile\(backend='cudagraphs'\) is given with Act.*in another way.*Use the default backend or 'aot_eager'",
     ),
     "budget": (run(callbacks=(Budget(),)), "Budget has a setting that acts only on compiled code.*Add Compile"),
     "Transformer Engine, delayed": (
@@ -295,6 +299,10 @@ ALLOWED = {
         strategy=SPLIT, module=gpt(), callbacks=(Compile(blocks=["inner"], on_failure="eager"),)
     ),
     "a weight that is read past its forward, whole": run(strategy=FSDP2, module=gpt(loss="chunked")),
+    "a budget, by inductor": run(callbacks=(Compile(), ActivationCheckpoint(memory_budget=0.5))),
+    "a budget, where a graph is split by cost": run(
+        callbacks=(Compile(backend="aot_eager"), ActivationCheckpoint(memory_budget=0.5))
+    ),
     "a plan that does not fit, which is told by itself": run(strategy=SPLIT),
 }
 

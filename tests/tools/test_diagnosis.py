@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 import lightning_ups.callbacks  # noqa: F401  (so that bare class names resolve)
 from lightning_ups._compat.lightning import setting_types
-from lightning_ups.tools.diagnosis import diagnosis, find_class
+from lightning_ups.tools.diagnosis import diagnosis, find_class, ignored
 from lightning_ups.tools.layers import Layer, read
 
 
@@ -42,6 +42,32 @@ MODEL = "model:\n  class_path: tests.cli_toys.Toy\n"
 
 def test_every_fault_at_once(faults):
     assert faults(f"{MODEL}  init_args: {{wdth: 3}}\ntrainer:\n  max_epoch: 3\n") == [
+        "run.yaml:3: Toy has no setting 'wdth'. It takes width, act, fail. Did you mean 'width'?",
+        "run.yaml:5: there is no setting 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?",
+    ]
+
+
+def test_what_the_parser_passes_over_is_an_empty_mapping_that_no_setting_takes(types, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "model: {class_path: tests.cli_toys.Toy, init_args: {wdth: {}}, dict_kwargs: {}}\n"
+        "trainer:\n  callbacks: [{class_path: Compile, init_args: {}}, {class_path: Timer, init_args: {durations: {}}}]"
+        "\n  max_stepz: {a: {b: {}}}\n"
+        "optimizer: {}\n"
+        "trianer: {}\n"
+    )
+    layers = [Layer(name="the command line", tree={"model": {"init_args": {"with": {}}}})]
+    assert ignored(types, [read("run.yaml", command="fit"), *layers]) == [
+        "run.yaml:1: Toy has no setting 'wdth'. It takes width, act, fail. Did you mean 'width'?",
+        "run.yaml:3: Timer has no setting 'durations'. It takes duration, interval, verbose. Did you mean 'duration'?",
+        "run.yaml:4: there is no setting 'trainer.max_stepz'. Did you mean 'trainer.max_steps'?",
+        "run.yaml:6: there is no setting 'trianer'. Did you mean 'trainer'?",
+        "the command line: Toy has no setting 'with'. It takes width, act, fail. Did you mean 'width'?",
+    ]
+
+
+def test_an_empty_mapping_is_told_beside_other_faults(faults):
+    assert faults(f"{MODEL}  init_args: {{wdth: {{}}}}\ntrainer:\n  max_epoch: 3\n") == [
         "run.yaml:3: Toy has no setting 'wdth'. It takes width, act, fail. Did you mean 'width'?",
         "run.yaml:5: there is no setting 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?",
     ]

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 import lightning_ups.strategies  # noqa: F401  (so that its class names are known)
 from lightning_ups.callbacks import AccelerationFlags
 from lightning_ups.tools import presets
-from lightning_ups.tools.request import ask, preset_of_device
+from lightning_ups.tools.request import ask, environment_layers, preset_of_device
 
 SLOTS: dict[str, type[Callback]] = {"flags": AccelerationFlags}
 
@@ -262,3 +262,22 @@ def test_auto_may_fit_nothing(folder, monkeypatch):
         "preset auto: none, since Tesla T4 has no bfloat16 (compute capability 7.5); Lightning's defaults stay"
     ]
     assert wanted(asked, "run.yaml") == {"trainer": {}}
+
+
+# The environment
+
+
+def test_each_variable_that_is_set_is_a_layer(folder, monkeypatch):
+    write(folder, {"trainer": {"max_steps": 1}})
+    monkeypatch.setenv("PL_CONFIG", "run.yaml")
+    monkeypatch.setenv("PL_TRAINER__MAX_STEPS", "2")
+    monkeypatch.setenv("PL_MODEL", "{class_path: mine.Net}")
+    keys = ("config", "trainer.max_steps", "trainer.max_epochs", "model")
+    variables = {key: f"PL_{key.replace('.', '__').upper()}" for key in keys}
+    layers = {layer.name: layer for layer in environment_layers(variables, command="fit")}
+    assert {name: layer.tree for name, layer in layers.items()} == {
+        "PL_CONFIG: run.yaml": {"trainer": {"max_steps": 1}},
+        "PL_TRAINER__MAX_STEPS": {"trainer": {"max_steps": "2"}},
+        "PL_MODEL": {"model": {"class_path": "mine.Net"}},
+    }
+    assert layers["PL_CONFIG: run.yaml"].place("trainer", "max_steps") == "PL_CONFIG: run.yaml:2"

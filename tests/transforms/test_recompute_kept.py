@@ -53,6 +53,21 @@ def test_only_the_first_call_is_measured():
     assert kept.bytes_kept == 4 * 16 * 4
 
 
+def test_what_blocks_call_is_known_while_it_is_watched_for():
+    class Switched(nn.Linear):
+        sine = True
+
+        def forward(self, x):
+            return super().forward(x).sin() if self.sine else super().forward(x).cos()
+
+    aten, block = torch.ops.aten, Switched(2, 2)
+    with recompute([block], save=["aten.addmm"]) as kept:
+        for kept.watches, block.sine in ((False, True), (True, False), (False, True)):
+            block(torch.ones(1, 2)).sum().backward()
+            assert {aten.sin.default, aten.cos.default} & kept.called == ({aten.cos.default} if kept.called else set())
+    assert aten.addmm.default in kept.called
+
+
 def test_a_block_without_anything_to_keep_is_idle_until_it_has():
     block = nn.Linear(2, 2).requires_grad_(False)
     with recompute([block], save="nothing") as kept:
