@@ -374,9 +374,20 @@ _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 class _LeftOut(set[Any]):
-    """Tells when something was found in it, once."""
+    """Tells when something was found in it, once.
+
+    Torch 2.11 sorts a copy of it and writes that as JSON when it notes how a compilation went: names are what it finds.
+    """
 
     tell: Callable[[], None] | None = None
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter([getattr(function, "__qualname__", repr(function)) for function in super().__iter__()])
+
+    @override
+    def __reduce__(self) -> Any:
+        return type(self), ([*super().__iter__()],)
 
     @override
     def __contains__(self, function: object) -> bool:

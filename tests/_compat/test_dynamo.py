@@ -1,3 +1,4 @@
+import json
 import logging
 from functools import cache
 
@@ -288,7 +289,11 @@ def test_loggers_are_left_out_of_a_graph_and_that_is_told_once(monkeypatch):
     with dynamo.loggers_left_out(lambda: told.append(1)):
         assert torch.equal(module(x), x.sin())
         module(torch.randn(3, 3))
-    assert told == [1]
+        assert torch._dynamo.utils._get_dynamo_config_for_logging()  # torch notes it beside how long compilation took
+        copy = torch._dynamo.config.get_config_copy()["ignore_logging_functions"]
+        assert json.loads(json.dumps(sorted(copy))) == sorted(copy)
+        assert warning_once in copy
+        assert told == [1]
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Logger"):  # noqa: TID251
         module(x)
