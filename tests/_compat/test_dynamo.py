@@ -289,8 +289,9 @@ def test_loggers_are_left_out_of_a_graph_and_that_is_told_once(monkeypatch):
     with dynamo.loggers_left_out(lambda: told.append(1)):
         assert torch.equal(module(x), x.sin())
         module(torch.randn(3, 3))
-        assert torch._dynamo.utils._get_dynamo_config_for_logging()  # torch notes it beside how long compilation took
-        copy = torch._dynamo.config.get_config_copy()["ignore_logging_functions"]
+        # Torch notes its settings beside how long compilation took.
+        assert torch._dynamo.utils._get_dynamo_config_for_logging()  # noqa: TID251
+        copy = torch._dynamo.config.get_config_copy()["ignore_logging_functions"]  # noqa: TID251
         assert json.loads(json.dumps(sorted(copy))) == sorted(copy)
         assert warning_once in copy
         assert told == [1]
