@@ -166,12 +166,18 @@ def by_kind(results: Iterable[Mapping[str, Any]], figure: str) -> dict[str, list
     return found
 
 
-def unmet_gpus(number: int, *, what: str) -> str | None:
-    """Say that ``what`` needs GPUs that this machine does not have."""
+NEEDED_GIB = {"8B": 80}  # of each GPU, by the model that some share: this one took 86 at least, on four with batch 1
+
+
+def unmet_gpus(number: int, *, what: str, gib: int = 0) -> str | None:
+    """Say that ``what`` needs GPUs, or as much memory of each, that this machine does not have."""
     import torch
 
     there = torch.cuda.device_count()
-    return f"{what} needs {number} GPU{'s' * (number > 1)}, and this machine has {there}" if there < number else None
+    if there < number:
+        return f"{what} needs {number} GPU{'s' * (number > 1)}, and this machine has {there}"
+    has = min((torch.cuda.get_device_properties(each).total_memory for each in range(number)), default=0) // 2**30
+    return f"{what} needs {gib} GiB of each GPU, and these have {has}" if number and has < gib else None
 
 
 def unloadable(module: str, *, what: str, load: Callable[[str], Any] = importlib.import_module) -> str | None:
