@@ -176,8 +176,10 @@ def unmet_gpus(number: int, *, what: str, gib: int = 0) -> str | None:
     there = torch.cuda.device_count()
     if there < number:
         return f"{what} needs {number} GPU{'s' * (number > 1)}, and this machine has {there}"
-    has = min((torch.cuda.get_device_properties(each).total_memory for each in range(number)), default=0) // 2**30
-    return f"{what} needs {gib} GiB of each GPU, and these have {has}" if number and has < gib else None
+    if not gib:
+        return None
+    has = min(torch.cuda.get_device_properties(each).total_memory for each in range(number)) // 2**30
+    return f"{what} needs {gib} GiB of each GPU, and these have {has}" if has < gib else None
 
 
 def unloadable(module: str, *, what: str, load: Callable[[str], Any] = importlib.import_module) -> str | None:
