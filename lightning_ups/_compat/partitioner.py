@@ -37,7 +37,13 @@ def _saved_bytes(backend: str, *, budget: float) -> int:
 
     graph = fx.symbolic_trace(lambda x: ((x @ x).sin(),))
     saved: list[torch.Tensor] = []
-    with config.patch(activation_memory_budget=budget), outside_modes(), torch.enable_grad():
+    with (
+        config.patch(activation_memory_budget=budget),
+        outside_modes(),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         x = torch.ones(8, 8, device="cpu", requires_grad=True)
         run = backend_compiler(backend, mode="default", dynamic=None)(graph, [x])
         with saves_seen_by(saved.append):

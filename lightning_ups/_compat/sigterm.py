@@ -96,8 +96,10 @@ class SigtermPoll:
 
     def _send(self) -> None:
         mark = self._mark()
-        self._flags = torch.tensor([int(self._asked), self._to_requeue, mark, -mark], dtype=torch.int64)
-        self._to_requeue = 0
+        # At once, since a signal may come between any two calls. Where all know of one, another is about the same.
+        to_requeue, self._to_requeue = self._to_requeue, 0
+        to_requeue = 0 if self._requeues else to_requeue
+        self._flags = torch.tensor([int(self._asked), to_requeue, mark, -mark], dtype=torch.int64)
         self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=_cpu_group(), async_op=True)
 
     def _read(self) -> bool:

@@ -378,8 +378,8 @@ class ShardingStrategy(ModelParallelStrategy):
             raise ValueError(
                 f"With Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}),"
                 f" {type(self.cluster_environment).__name__} counts {started} processes where {wanted} are asked for."
-                " Each device needs one, and sees all devices of its node: with srun, --gpus-per-node shows them to"
-                " it, and --gpus-per-task only one."
+                " Each device needs a process of its own, which must see all devices of its node: with srun it does by"
+                " --gpus-per-node, and by --gpus-per-task it sees one alone."
                 f" Give devices and num_nodes whose product is {started}, or start {wanted} processes."
             )
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

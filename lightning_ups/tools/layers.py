@@ -225,7 +225,12 @@ def option_layer(words: Sequence[str], *, classes: Sequence[str]) -> tuple[Layer
 
 def _value(text: str) -> Any:
     # Only what holds several values is read here: "3" may be meant as text, and the parser knows.
-    return get_loader("yaml")(text) if text.lstrip().startswith(("{", "[")) else text
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError:
+        return text  # which it is for the parser too
 
 
 def _put_in_list(lists: Tree, keys: list[str], value: Any) -> bool:

@@ -86,6 +86,12 @@ def test_a_budget_does_not_count_where_a_graph_is_split_otherwise_or_not_at_all(
     assert heeds_memory_budget(backend) is False
 
 
+@pytest.mark.parametrize("mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.no_grad])
+def test_whether_a_budget_counts_depends_on_no_mode_that_is_in_force(mode):
+    with mode():
+        assert heeds_memory_budget.__wrapped__("aot_eager")
+
+
 def test_to_see_whether_a_budget_counts_says_nothing(caplog, recwarn):
     assert heeds_memory_budget.__wrapped__("cudagraphs") is False
     assert not caplog.records

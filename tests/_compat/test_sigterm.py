@@ -2,6 +2,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -80,12 +81,40 @@ def requeued(tmp_path, steps, every, accumulate):
         ((3, 5), 1, 7),
         ((None, 4), 1, 11),
         ((3, 3), 5, 10),  # the step of an accumulation is over
+        ((3, 5), 5, 10),  # and what came to the other rank meanwhile is about the same
     ],
 )
 def test_every_rank_is_requeued_once_and_at_the_same_step(ranks, tmp_path, steps, accumulate, saved):
     both, left = ranks(requeued, tmp_path, steps, 4, accumulate)
     assert both == [[(saved, signal.SIGUSR1)]] * 2
     assert left == []
+
+
+def requeued_amid_a_poll(tmp_path):
+    said, mark = [], torch.tensor
+
+    def interrupted(*args, **kwargs):
+        if torch.tensor is interrupted and not said:
+            torch.tensor = mark
+            connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+        return mark(*args, **kwargs)
+
+    batches = SimpleNamespace(current=SimpleNamespace(processed=0))
+    connector = Requeues(said=said, batches=batches)
+    loop = SimpleNamespace(batch_progress=batches)
+    fit_loop = SimpleNamespace(epoch_loop=loop, _should_accumulate=lambda: False)
+    fake = SimpleNamespace(
+        world_size=2, fit_loop=fit_loop, _signal_connector=connector, strategy=SimpleNamespace(launcher=None)
+    )
+    with SigtermPoll(fake, every=2).installed():
+        torch.tensor = interrupted
+        for _ in range(6):
+            loop._broadcast_sigterm_tensor()
+    return said
+
+
+def test_a_signal_that_comes_while_a_poll_is_sent_goes_with_the_next(ranks, tmp_path):
+    assert ranks(requeued_amid_a_poll, tmp_path) == [(0, signal.SIGUSR1)]
 
 
 def test_one_process_keeps_lightnings_own_way(tmp_path):

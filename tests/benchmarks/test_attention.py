@@ -117,6 +117,16 @@ def test_a_later_call_goes_on_from_an_earlier_one(attention, monkeypatch, tmp_pa
     assert {row["head_dim"] for row in json.loads((tmp_path / "cpu.json").read_text())["rows"]} == {64, 128}
 
 
+def test_a_report_made_on_another_machine_does_not_tell_what_is_left(attention, monkeypatch, tmp_path, capsys):
+    only_speed(attention, monkeypatch, "64")
+    run(attention, monkeypatch, tmp_path)
+    assert "not measured" in capsys.readouterr().out
+    there = attention.device()
+    monkeypatch.setattr(attention, "device", lambda: {**there, "device": "another"})
+    run(attention, monkeypatch, tmp_path, "--minutes", "0")
+    assert "not measured" not in capsys.readouterr().out
+
+
 def test_a_shape_at_which_a_process_dies_is_tried_last_and_costs_only_itself(attention, monkeypatch, tmp_path):
     calls = only_speed(attention, monkeypatch, "64")
     measure, run_part = attention.measure, attention.run_part

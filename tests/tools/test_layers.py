@@ -129,6 +129,12 @@ def test_options():
     assert [word for _, _, spelled in options(words) for word in spelled] == words
 
 
+@pytest.mark.parametrize("text", ["[1", "{a: b"])
+def test_a_value_in_brackets_that_are_not_closed_is_text(text):
+    layer, _ = option_layer(["--model.title", text, "--trainer.callbacks", text], classes=CLASSES)
+    assert layer.tree == {"model": {"init_args": {"title": text}}, "trainer": {"callbacks": [text]}}
+
+
 def test_a_negative_number_is_a_value():
     assert [(key, value) for key, value, _ in options(["--a", "-1", "--b"])] == [("a", "-1"), ("b", "")]
 

@@ -57,9 +57,10 @@ class Draft:
 
 def unwritable(path: Path) -> str | None:
     """Return why no folder can be made at ``path`` or written to, or None, as far as can be told without doing it."""
-    there = next(place for place in (path, *path.parents) if place.exists())
-    if not there.is_dir():
-        return f"{there} is a file"
+    # Not `Path.exists`, which raises in a folder that is closed to this user, and knows of no link to nothing.
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 

@@ -174,8 +174,25 @@ def test_where_no_folder_can_be_made_is_known_without_making_one(tmp_path, monke
     (tmp_path / "file").touch()
     assert folder.unwritable(tmp_path / "new" / "newer") is None
     assert folder.unwritable(Path("new")) is None
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert folder.unwritable(place) == f"{tmp_path / 'file'} is a file"
+    (tmp_path / "link").symlink_to("nothing")
+    for there in ("file", "link"):
+        for place in (tmp_path / there, tmp_path / there / "below"):
+            assert folder.unwritable(place) == f"{tmp_path / there} is no folder"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that is mounted to be read
     assert folder.unwritable(tmp_path / "new") == f"{tmp_path} cannot be written to"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "link"}
+
+
+def test_a_place_in_a_folder_that_is_closed_to_this_user_cannot_be_written_to(tmp_path, monkeypatch):
+    private, stat = tmp_path / "private", os.stat
+    private.mkdir()
+
+    def closed(path, **options):  # as for any user but root
+        if str(path).startswith(f"{private}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: path != private)
+    monkeypatch.setattr(os, "stat", closed)
+    monkeypatch.setattr(os, "lstat", closed)
+    assert folder.unwritable(private / "new" / "newer") == f"{private} cannot be written to"
