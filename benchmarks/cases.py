@@ -166,14 +166,14 @@ def by_kind(results: Iterable[Mapping[str, Any]], figure: str) -> dict[str, list
     return found
 
 
-NEEDED_GIB = {"8B": 80}  # of each GPU, by the model that some share: this one took 86 at least, on four with batch 1
+_NEEDED_GIB = {"8B": 80}  # of each GPU, by the model that some share: this one took 86 at least, on four with batch 1
 
 
-def unmet_gpus(number: int, *, what: str, gib: int = 0) -> str | None:
-    """Say that ``what`` needs GPUs, or as much memory of each, that this machine does not have."""
+def unmet_gpus(number: int, *, what: str, size: str = "") -> str | None:
+    """Say that ``what`` needs GPUs that this machine does not have, or larger ones, for a model of that ``size``."""
     import torch
 
-    there = torch.cuda.device_count()
+    there, gib = torch.cuda.device_count(), _NEEDED_GIB.get(size, 0)
     if there < number:
         return f"{what} needs {number} GPU{'s' * (number > 1)}, and this machine has {there}"
     if not gib:

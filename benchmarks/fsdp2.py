@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import NEEDED_GIB, add_to, left_on_device, prepare, unmet_gpus
+from cases import add_to, left_on_device, prepare, unmet_gpus
 from processes import Interrupted, finished
 
 
@@ -124,8 +124,7 @@ def _unmet(arguments: argparse.Namespace, chosen: list[Config]) -> str | None:
         return f"no configuration of {arguments.set} has {arguments.only!r} in its name: {names}"
     if arguments.set == "tiny":
         return None
-    gib = max(NEEDED_GIB.get(config.size, 0) for config in chosen)
-    return unmet_gpus(max(config.gpus for config in chosen), what=f"set {arguments.set}", gib=gib)
+    return unmet_gpus(max(c.gpus for c in chosen), what=f"set {arguments.set}", size=chosen[0].size)
 
 
 def _run(chosen: list[Config], arguments: argparse.Namespace, results: list[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
-from cases import NEEDED_GIB, add_to, prepare, unloadable, unmet_gpus
+from cases import add_to, prepare, unloadable, unmet_gpus
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from processes import Interrupted, finished, portable, result_of
@@ -606,8 +606,7 @@ def unmet(row: Row, name: str, sides: Iterable[str], runner: Path) -> str | None
         return f"side {asked[0]!r} is about what GPUs say to one another: name a row of several, on GPUs"
     if "bare, torch alone" in sides and (row.gpus > 1 or row.float8):
         return "side 'bare, torch alone' is for one GPU and bfloat16: name another row, or other sides"
-    gib = NEEDED_GIB.get(row.size, 0)
-    if (ON_GPU or row.size != "tiny") and (lacks := unmet_gpus(row.gpus, what=f"row {name}", gib=gib)):
+    if (ON_GPU or row.size != "tiny") and (lacks := unmet_gpus(row.gpus, what=f"row {name}", size=row.size)):
         return lacks
     if row.float8 and (lacks := unloadable("torchao.float8", what=f"row {name}")):
         return lacks

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import NEEDED_GIB, add_to, earlier, keep, left_on_device, prepare, unmet_gpus
+from cases import add_to, earlier, keep, left_on_device, prepare, unmet_gpus
 from fsdp2 import Config
 from processes import Interrupted, finished, result_of
 
@@ -92,8 +92,7 @@ def main() -> None:
     if options.worker:
         work(config, WAYS[options.worker], backend=options.backend)
         return
-    gib = NEEDED_GIB.get(config.size, 0)
-    if options.set != "tiny" and (lacks := unmet_gpus(config.gpus, what=f"set {options.set}", gib=gib)):
+    if options.set != "tiny" and (lacks := unmet_gpus(config.gpus, what=f"set {options.set}", size=config.size)):
         parser.error(lacks)
     prepare(parser, options.output)
     before, results = earlier(options.output / "result.json"), list[dict[str, Any]]()

@@ -182,7 +182,8 @@ def main() -> None:
         return
     name = options.row or f"{options.model}_{options.precision}"
     ranks = row.gpus if row is not None else 1
-    if lacks := unmet_gpus(ranks, what=name if row is None else f"row {name}"):
+    size = row.size if row is not None else ""
+    if lacks := unmet_gpus(ranks, what=name if row is None else f"row {name}", size=size):
         parser.error(lacks)
     in_float8 = row.float8 if row is not None else options.precision != "bf16"
     if in_float8 and (lacks := unloadable("torchao.float8", what=name if row is None else f"row {name}")):

@@ -108,8 +108,7 @@ class Checkpoints:
         Raises:
             ValueError: On every rank.
         """
-        places = {self._local(place, None): None for place in self._places()}
-        reasons = {place: reason for place in places if (reason := unwritable(place))}
+        reasons = {place: reason for place in self._places() if (reason := unwritable(place))}
         for place, reason in self._strategy.broadcast(reasons).items():
             raise ValueError(
                 f"No checkpoint could be saved in {place}: {reason}."
@@ -117,11 +116,11 @@ class Checkpoints:
                 " Give ModelCheckpoint another dirpath or the Trainer another default_root_dir, or make it writable."
             )
 
-    def _places(self) -> Iterator[str]:
+    def _places(self) -> Iterator[Path]:
         for callback in [] if self._trainer.fast_dev_run else self._trainer.checkpoint_callbacks:  # type: ignore[attr-defined]
             saves = getattr(callback, "save_top_k", None) != 0 or getattr(callback, "save_last", None)
             if saves and (place := getattr(callback, "dirpath", None)):
-                yield place
+                yield self._local(place, None)
 
     def follow(self, trainer: Trainer) -> None:
         """Follow the training data, so that a run resumes within an epoch; a callback may have taken that over."""

@@ -95,53 +95,26 @@ class _Look:
         self.types, self.layers = types, layers
 
     def section(
-        self,
-        tree: Tree,
-        types: Mapping[str, Any],
-        keys: Keys,
-        layer: Layer,
-        *,
-        inside: str = "",
-        owner: type | None = None,
+        self, tree: Tree, types: Mapping[str, Any], keys: Keys, layer: Layer, *, owner: type | None = None
     ) -> Iterator[str]:
         """Yield the faults of settings that go by ``types``: the parser's, or those of the class ``owner``."""
-        for key, value in tree.items():
-            name, where = f"{inside}{key}".removesuffix("+"), (*keys, key)
-            below = [known for known in types if known.startswith(f"{name}.")]
+        for name, value, where in _entries(tree, types, keys, layer):
             if name in types:
                 yield from self.value(value, types[name], where, layer)
             elif f"{name}.enabled" in types and (value is None or isinstance(value, bool)):
                 continue  # a section that is switched on or off
-            elif not below:
-                yield from self._unknown(name, types, where, layer, owner)
-            elif isinstance(value, dict):
-                if not layer.lines and [*value] == ["init_args"]:  # typed, of a class that the program has fixed
-                    value = value["init_args"]
-                yield from self.section(value, types, where, layer, inside=f"{name}.", owner=owner)
+            elif below := _below_section(name, types):
+                yield f"{layer.place(*where)}: {_dotted(where)} is {value!r}. It holds settings, such as {below}."
             else:
-                yield f"{layer.place(*where)}: {_dotted(where)} is {value!r}. It holds settings, such as {below[0]}."
+                yield from self._unknown(name, types, where, layer, owner)
 
     def hollow(
-        self,
-        tree: Tree,
-        types: Mapping[str, Any],
-        keys: Keys,
-        layer: Layer,
-        *,
-        inside: str = "",
-        owner: type | None = None,
+        self, tree: Tree, types: Mapping[str, Any], keys: Keys, layer: Layer, *, owner: type | None = None
     ) -> Iterator[str]:
         """Yield the settings that do not exist and have nothing but empty mappings; the arguments are as above."""
-        for key, value in tree.items():
-            name, where = f"{inside}{key}".removesuffix("+"), (*keys, key)
-            if not _has_hollow(value):
-                continue
-            if name in types:
+        for name, value, where in _entries(tree, types, keys, layer):
+            if name in types and _has_hollow(value):
                 yield from self._hollow_spec(value, _classes(types[name]), where, layer)
-            elif any(known.startswith(f"{name}.") for known in types):
-                if not layer.lines and [*value] == ["init_args"]:
-                    value = value["init_args"]
-                yield from self.hollow(value, types, where, layer, inside=f"{name}.", owner=owner)
             elif _is_hollow(value):
                 yield from self._unknown(name, types, where, layer, owner)
 
@@ -295,6 +268,24 @@ class _Look:
                     f" Give it under init_args, or by --{key}.{lacking[0]} VALUE."
                 )
         return faults
+
+
+def _entries(
+    tree: Tree, types: Mapping[str, Any], keys: Keys, layer: Layer, *, inside: str = ""
+) -> Iterator[tuple[str, Any, Keys]]:
+    """Yield the name, the value and the place of each setting, those in sections too."""
+    for key, value in tree.items():
+        name, where = f"{inside}{key}".removesuffix("+"), (*keys, key)
+        if name in types or not isinstance(value, dict) or not _below_section(name, types):
+            yield name, value, where
+            continue
+        if not layer.lines and [*value] == ["init_args"]:  # typed, of a class that the program has fixed
+            value = value["init_args"]
+        yield from _entries(value, types, where, layer, inside=f"{name}.")
+
+
+def _below_section(name: str, types: Mapping[str, Any]) -> str | None:
+    return next((known for known in types if known.startswith(f"{name}.")), None)
 
 
 def _is_hollow(value: Any) -> bool:

@@ -180,7 +180,7 @@ def test_gpus_that_are_too_few_or_too_small_are_told(import_benchmark, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     sizes = [SimpleNamespace(total_memory=gib * 2**30) for gib in (140, 79)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
-    assert cases.unmet_gpus(4, what="row 8B", gib=80) == "row 8B needs 4 GPUs, and this machine has 2"
-    assert cases.unmet_gpus(2, what="row 8B-two", gib=80) == "row 8B-two needs 80 GiB of each GPU, and these have 79"
-    assert cases.unmet_gpus(1, what="row 1B", gib=80) is None
+    assert cases.unmet_gpus(4, what="row 8B", size="8B") == "row 8B needs 4 GPUs, and this machine has 2"
+    assert cases.unmet_gpus(2, what="row 8B-two", size="8B") == "row 8B-two needs 80 GiB of each GPU, and these have 79"
+    assert cases.unmet_gpus(1, what="row 8B-one", size="8B") is None
     assert cases.unmet_gpus(2, what="row 1B-4-two") is None
