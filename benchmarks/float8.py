@@ -8,6 +8,7 @@
     python benchmarks/float8.py --set recipes-te --output OUT     # and of Transformer Engine
     python benchmarks/float8.py --set seeds --output OUT          # torchao's recipes from bf16's other seeds, too
     python benchmarks/float8.py --set parts --output OUT          # which part of tensorwise costs the loss
+    python benchmarks/float8.py --set losses-8B --output OUT      # tensorwise beside bf16 at 8 B, sharded over two GPUs
     python benchmarks/float8.py --set predict-gpt --output OUT    # what float8 would gain for two models, and
     python benchmarks/float8.py --set predict-other --output OUT  # for two more; commit OUT now
     python benchmarks/float8.py --set predict-narrow --output OUT # for one in which it should lose
@@ -27,6 +28,7 @@ another device. Transformer Engine takes part where it can be loaded. What canno
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,13 +40,14 @@ from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
-from cases import add_to, keep, left_on_device, prepare, unloadable
+from cases import add_to, keep, left_on_device, prepare, unloadable, unmet_gpus
 from processes import Interrupted, finished, result_of
 
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ENGINE = ("delayed", "current", "block")
 MODELS = ("1B", "150M", "vit", "mixed", "narrow")
 SEEDS = (0, 1, 2)
+SHARDS = 2  # GPUs that share the model of 8 B
 SETTINGS = {  # functions that return what holds while it is open
     "tuned": "lightning_ups._compat.inductor.tuned_blocks",
     "combined": "lightning_ups._compat.inductor.combined_kernels",
@@ -66,6 +69,7 @@ SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten 
         name in {f"losses {other} seed {seed}" for other in ("autocast", *FLOAT8) for seed in SEEDS[1:]}
     ),
     "parts": lambda name: name.startswith("losses tensorwise without "),
+    "losses-8B": lambda name: name.startswith("losses 8B "),
     "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
     "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
     "predict-narrow": lambda name: name == "predict narrow",
@@ -88,7 +92,9 @@ def main() -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        print("RESULT " + json.dumps(_cases(tiny=options.tiny, output=options.output)[options.case]()), flush=True)
+        found = _cases(tiny=options.tiny, output=options.output)[options.case]()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\nRESULT " + json.dumps(found), flush=True)
         return 0
     if options.summary:
         print(*_summary(options.output), sep="\n")
@@ -120,6 +126,8 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
         cases[f"losses tensorwise without {part} seed 0"] = partial(
             losses, f"tensorwise without {part}", seed=0, tiny=tiny
         )
+    for name, seed in (("bf16", 0), ("tensorwise", 0), ("bf16", 1), ("tensorwise", 1), ("bf16", 2), ("tensorwise", 2)):
+        cases[f"losses 8B {name} seed {seed}"] = partial(losses_sharded, name, seed=seed, tiny=tiny)
     for model in MODELS:
         cases[f"predict {model}"] = partial(predict, model, tiny=tiny)
     for model in MODELS:
@@ -167,11 +175,18 @@ def _possible(names: Sequence[str], *, tiny: bool, output: Path) -> list[str]:
         raise SystemExit(f"{lack}. Install it, or use --only.")
     theirs = [name for name in names if " te " in name]
     if theirs and (lack := unloadable("transformer_engine", what=repr(theirs[0]), load=_engine)):
-        print(f"{lack}: left out, with {len(theirs) - 1} others", flush=True)
-        names = [name for name in names if name not in theirs]
-        if not names:
-            raise SystemExit("Nothing is left to run. Install Transformer Engine for this torch and CUDA.")
+        names = _without_these(names, theirs, lack, cure="Install Transformer Engine for this torch and CUDA.")
+    sharded = [name for name in names if _ranks(name) > 1]
+    if sharded and not tiny and (lack := unmet_gpus(SHARDS, what=repr(sharded[0]))):
+        names = _without_these(names, sharded, lack, cure="Use a machine that has them.")
     return list(names)
+
+
+def _without_these(names: Sequence[str], out: Sequence[str], lack: str, *, cure: str) -> list[str]:
+    print(f"{lack}: left out, with {len(out) - 1} others", flush=True)
+    if left := [name for name in names if name not in out]:
+        return left
+    raise SystemExit(f"Nothing is left to run. {cure}")
 
 
 def _engine(_: str) -> Any:
@@ -214,12 +229,16 @@ def _child(name: str, options: argparse.Namespace, *, timeout_s: float) -> dict[
     cache = {"XDG_CACHE_HOME": str((options.output / "cache").resolve())}
     began, log = time.monotonic(), options.output / "log.txt"
     try:
-        text = finished([sys.executable, __file__, *words], timeout=timeout_s, environment=cache)
+        text = finished([sys.executable, __file__, *words], timeout=timeout_s, ranks=_ranks(name), environment=cache)
     except Interrupted as error:
         add_to(log, f"===== {name}\n{error.said}\ninterrupted\n")
         raise
     add_to(log, f"===== {name}\n{text}\n")
     return result_of(text) | {"seconds_in_all": round(time.monotonic() - began, 1)}
+
+
+def _ranks(name: str) -> int:
+    return SHARDS if SETS["losses-8B"](name) else 1
 
 
 def _keep(path: Path, result: Mapping[str, Any]) -> None:
@@ -311,6 +330,27 @@ def losses(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
     return found | {"last_tenth": sum(tail) / len(tail)}
 
 
+def losses_sharded(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
+    """Return the same of Llama 3's shape of 8 B, which GPUs share, with a batch of one sequence of 2048 on each.
+
+    All but products is computed again in the backward pass, so that GPUs of 80 GB have room.
+    """
+    from lightning_ups.callbacks import ActivationCheckpoint
+    from lightning_ups.data import StdlibText
+    from lightning_ups.models import GPTModule
+    from lightning_ups.strategies import FSDP2Strategy
+
+    steps, seq = (6, 32) if tiny else (300, 2048)
+    module = GPTModule(size="tiny" if tiny else "8B", max_seq_len=seq, warmup_steps=steps // 10)
+    found = _fit(
+        module, StdlibText(seq_len=seq, batch_size=1, seed=seed), precision(name, tiny=tiny), steps=steps,
+        warmup=steps // 3, compiled=not tiny, seed=seed, callbacks=[ActivationCheckpoint(save="matmuls")],
+        strategy=FSDP2Strategy(meta_device=True, initialise_on="device"), devices=SHARDS,
+    )  # fmt: skip
+    tail = found["losses"][-steps // 10 :]
+    return found | {"last_tenth": sum(tail) / len(tail)}
+
+
 def predict(model: str, *, tiny: bool) -> dict[str, Any]:
     """Return what the advisor says of a model, before anything of it runs in float8."""
     from lightning_ups.tools.advise import advise
@@ -335,7 +375,7 @@ def profile(model: str, name: str, *, tiny: bool, callback: Any) -> None:
     """Train a model in one precision, compiled as it is measured, until a callback that looks on says to stop."""
     module, data = _model(model, tiny=tiny)
     chosen = precision(name, tiny=tiny)
-    _fit(module, data, chosen, steps=40, warmup=2, compiled=not tiny, looking_on=[callback])
+    _fit(module, data, chosen, steps=40, warmup=2, compiled=not tiny, callbacks=[callback])
 
 
 def measure(model: str, name: str, *, tiny: bool, output: Path) -> dict[str, Any]:
@@ -351,7 +391,7 @@ def measure(model: str, name: str, *, tiny: bool, output: Path) -> dict[str, Any
 
 def _fit(
     module: Any, data: Any, chosen: Any, *, steps: int, warmup: int, compiled: bool, seed: int = 0,
-    looking_on: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (), strategy: Any = "auto", devices: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
@@ -370,18 +410,20 @@ def _fit(
     clock, kept, cuda = StepClock(warmup=warmup), Losses(), torch.cuda.is_available()
     seed_everything(seed, verbose=False)
     trainer = Trainer(
-        accelerator="cuda" if cuda else "cpu", devices=1, max_steps=steps, plugins=[chosen], logger=False,
-        callbacks=[*_compiled(chosen, compiled=compiled), clock, kept, *looking_on], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0,
+        accelerator="cuda" if cuda else "cpu", devices=devices, strategy=strategy, max_steps=steps,
+        plugins=[chosen], callbacks=[*_compiled(chosen, compiled=compiled), clock, kept, *callbacks], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        num_sanity_val_steps=0,
     )  # fmt: skip
     with left_on_device(module):
         trainer.fit(module, data)
-    conversion = getattr(chosen, "conversion", None)
+    conversion, found = getattr(chosen, "conversion", None), torch.stack(kept.found).float()
+    found = trainer.strategy.reduce(found, reduce_op="mean")  # over ranks, each of which has its own batches
     return {
         "step_ms": clock.step_ms,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
         "converted": len(getattr(conversion, "converted", ())),
-        "losses": [round(loss, 5) for loss in torch.stack(kept.found).float().tolist()],
+        "losses": [round(loss, 5) for loss in found.tolist()],
     }
 
 
@@ -566,7 +608,7 @@ def _found(output: Path) -> dict[str, Any]:
 
 def _summary(output: Path) -> list[str]:
     found = _found(output)
-    return [*_speeds(found), "", *_bands(found), "", *_predictions(found)]
+    return [*_speeds(found), "", *_bands(found), *_predictions(found)]
 
 
 def _speeds(found: Mapping[str, Any]) -> list[str]:
@@ -582,12 +624,19 @@ def _speeds(found: Mapping[str, Any]) -> list[str]:
 
 def _bands(found: Mapping[str, Any]) -> list[str]:
     rows = {name.removeprefix("losses_"): result for name, result in found.items() if name.startswith("losses_")}
-    band = [result["last_tenth"] for name, result in rows.items() if name.startswith("bf16")]
+    large = {name: result for name, result in rows.items() if name.startswith("8B_")}
+    small = {name: result for name, result in rows.items() if name not in large}
+    return [line for some in (small, large) if some for line in (*_band(some), "")]
+
+
+def _band(rows: Mapping[str, Any]) -> list[str]:
+    bf16 = next((name.partition("bf16")[0] for name in rows if "bf16" in name), "") + "bf16"
+    band = [result["last_tenth"] for name, result in rows.items() if name.startswith(bf16)]
     lines = ["| run | mean loss of the last tenth | to bf16's with its seed | within the band of bf16's seeds |"]
     lines.append("|---|---|---|---|")
     for name, result in rows.items():
         inside = min(band) <= result["last_tenth"] <= max(band) if len(band) == len(SEEDS) else "?"
-        base = rows.get(f"bf16_seed_{name[-1]}", {}).get("last_tenth")
+        base = rows.get(f"{bf16}_seed_{name[-1]}", {}).get("last_tenth")
         more = f"{result['last_tenth'] - base:+.4f}" if base else "?"
         lines.append(f"| {name} | {result['last_tenth']:.4f} | {more} | {inside} |")
     if len(band) == len(SEEDS):

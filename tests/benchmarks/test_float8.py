@@ -102,7 +102,7 @@ def test_a_setting_of_the_compiler_holds_while_it_runs(float8, monkeypatch, sett
 def test_what_is_finished_is_kept_when_a_run_is_cut_off(float8, tmp_path, monkeypatch, capsys):
     ran = []
 
-    def finished(command, *, timeout, environment):
+    def finished(command, *, timeout, ranks, environment):
         if len(ran) == 2:
             raise float8.Interrupted("half of it")
         ran.append(command[command.index("--case") + 1])
@@ -165,6 +165,18 @@ def test_transformer_engine_that_cannot_be_loaded_is_left_out(float8, tmp_path, 
         float8._possible(names[2:], tiny=True, output=tmp_path)
 
 
+def test_what_is_sharded_is_left_out_where_there_is_one_gpu(float8, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    names = ["losses bf16 seed 0", "losses 8B bf16 seed 0", "losses 8B tensorwise seed 0"]
+    monkeypatch.setattr(float8, "unloadable", lacks(None))
+    assert float8._possible(names, tiny=True, output=tmp_path) == names, "processes of a CPU share it"
+    assert float8._possible(names, tiny=False, output=tmp_path) == names[:1]
+    told = "'losses 8B bf16 seed 0' needs 2 GPUs, and this machine has 1: left out, with 1 others"
+    assert told in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="Nothing is left to run. Use a machine that has them"):
+        float8._possible(names[1:], tiny=False, output=tmp_path)
+
+
 def test_results_of_another_size_are_not_added_to(float8, tmp_path, monkeypatch):
     float8._keep(tmp_path / "speed_bf16.json", {"tokens_per_s": 1.0, "tiny": True, "device": "cpu"})
     monkeypatch.setattr(sys, "argv", ["float8.py", "--set", "speed", "--output", str(tmp_path)])
@@ -183,6 +195,9 @@ def test_the_tables_follow_from_what_was_kept(float8, tmp_path):
         keep(f"losses_bf16_seed_{seed}", last_tenth=loss)
     keep("losses_rowwise_seed_0", last_tenth=1.15)
     keep("losses_tensorwise_seed_0", last_tenth=1.25)
+    for seed, loss in enumerate((2.0, 2.1, 2.3)):
+        keep(f"losses_8B_bf16_seed_{seed}", last_tenth=loss)
+    keep("losses_8B_tensorwise_seed_1", last_tenth=2.15)
     keep("predict_1B", gain_all=0.20, gain_auto=0.22, verdict="")
     keep("predict_150M", gain_all=-0.05, gain_auto=0.0, verdict="leave bfloat16")
     for name, step in (("bf16", 120.0), ("tensorwise", 100.0), ("auto", 98.0)):
@@ -193,12 +208,14 @@ def test_the_tables_follow_from_what_was_kept(float8, tmp_path):
     assert "| rowwise_seed_0 | 1.1500 | +0.1500 | True |" in text
     assert "| tensorwise_seed_0 | 1.2500 | +0.2500 | False |" in text
     assert "The band: 1.0000 to 1.2000" in text
+    assert "| 8B_tensorwise_seed_1 | 2.1500 | +0.0500 | True |" in text
+    assert "The band: 2.0000 to 2.3000" in text
     assert "| 1B | +20.0% | +20.0% | +22.0% | +22.4% | True | +2.0% |" in text
     assert "| 150M | -5.0% |  | +0.0% |" in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["speed tensorwise", "losses rowwise seed 0", "predict vit"])
+@pytest.mark.parametrize("case", ["speed tensorwise", "losses rowwise seed 0", "losses 8B tensorwise seed 0", "predict vit"])
 def test_a_configuration_runs_once_and_is_kept(run, tmp_path, case):
     done = run("--only", case)
     path = tmp_path / f"{case.replace(' ', '_')}.json"
