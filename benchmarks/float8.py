@@ -7,8 +7,8 @@
     python benchmarks/float8.py --set recipes --output OUT        # the same by each recipe of torchao
     python benchmarks/float8.py --set recipes-te --output OUT     # and of Transformer Engine
     python benchmarks/float8.py --set seeds --output OUT          # torchao's recipes from bf16's other seeds, too
-    python benchmarks/float8.py --set parts --output OUT          # which part of tensorwise costs the loss
-    python benchmarks/float8.py --set losses-8B --output OUT      # tensorwise beside bf16 at 8 B, sharded over two GPUs
+    python benchmarks/float8.py --set hybrid --output OUT         # tensorwise with gradients in e5m2: speed and losses
+    python benchmarks/float8.py --set losses-8B --output OUT      # tensorwise beside bf16 at 8 B, over two GPUs
     python benchmarks/float8.py --set predict-gpt --output OUT    # what float8 would gain for two models, and
     python benchmarks/float8.py --set predict-other --output OUT  # for two more; commit OUT now
     python benchmarks/float8.py --set predict-narrow --output OUT # for one in which it should lose
@@ -31,14 +31,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
-from unittest.mock import patch
 
 from cases import add_to, keep, left_on_device, prepare, unloadable, unmet_gpus
 from processes import Interrupted, finished, result_of
@@ -52,15 +51,9 @@ SETTINGS = {  # functions that return what holds while it is open
     "tuned": "lightning_ups._compat.inductor.tuned_blocks",
     "combined": "lightning_ups._compat.inductor.combined_kernels",
 }
-WITHOUT = (  # parts of tensorwise, each by itself, that are left out, or made finer
-    "fast sums",  # in the output's product
-    "e5m2",  # for gradients, which have e4m3's finer values and smaller range instead
-    "weights",  # their gradients, which are products in bfloat16
-    "attention",  # its layers
-    "ends",  # the layers of the first block and of the last
-)
+HYBRID = "tensorwise hybrid"  # as torchao has it: gradients in e5m2
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
-    "speed": lambda name: name.startswith("speed") and not name.endswith(tuple(SETTINGS)),
+    "speed": lambda name: name.startswith("speed") and not name.endswith((*SETTINGS, HYBRID)),
     "compiler": lambda name: name.startswith("speed") and name.endswith(tuple(SETTINGS)),
     "losses": lambda name: name.startswith("losses bf16") or name == "losses autocast seed 0",
     "recipes": lambda name: name in {f"losses {recipe} seed 0" for recipe in FLOAT8},
@@ -68,7 +61,7 @@ SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten 
     "seeds": lambda name: (
         name in {f"losses {other} seed {seed}" for other in ("autocast", *FLOAT8) for seed in SEEDS[1:]}
     ),
-    "parts": lambda name: name.startswith("losses tensorwise without "),
+    "hybrid": lambda name: name == f"speed {HYBRID}" or name.startswith(f"losses {HYBRID}"),
     "losses-8B": lambda name: name.startswith("losses 8B "),
     "predict-gpt": lambda name: name.startswith(("predict 1B", "predict 150M")),
     "predict-other": lambda name: name.startswith(("predict vit", "predict mixed")),
@@ -122,12 +115,12 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
     for seed in SEEDS[1:]:
         for name in ("autocast", *reversed(FLOAT8)):
             cases[f"losses {name} seed {seed}"] = partial(losses, name, seed=seed, tiny=tiny)
-    for part in WITHOUT:
-        cases[f"losses tensorwise without {part} seed 0"] = partial(
-            losses, f"tensorwise without {part}", seed=0, tiny=tiny
-        )
-    for name, seed in (("bf16", 0), ("tensorwise", 0), ("bf16", 1), ("tensorwise", 1), ("bf16", 2), ("tensorwise", 2)):
-        cases[f"losses 8B {name} seed {seed}"] = partial(losses_sharded, name, seed=seed, tiny=tiny)
+    cases[f"speed {HYBRID}"] = partial(speed, HYBRID, tiny=tiny)
+    for seed in SEEDS:
+        cases[f"losses {HYBRID} seed {seed}"] = partial(losses, HYBRID, seed=seed, tiny=tiny)
+    for seed in SEEDS:
+        for name in ("bf16", "tensorwise", HYBRID):
+            cases[f"losses 8B {name} seed {seed}"] = partial(losses_sharded, name, seed=seed, tiny=tiny)
     for model in MODELS:
         cases[f"predict {model}"] = partial(predict, model, tiny=tiny)
     for model in MODELS:
@@ -272,36 +265,8 @@ def precision(name: str, *, tiny: bool) -> Any:
         chosen = Float8Precision(filter="auto", emulate=tiny)
         chosen.timer = _made_up if tiny else None
         return chosen
-    recipe, _, part = name.partition(" without ")
-    ends = [f"model.layers.{at}.*.*" for at in (0, 3 if tiny else 15)]
-    left: list[str] = {"attention": ["model.layers.*.attention.*"], "ends": ends}.get(part, [])
-    return Float8Precision(recipe=recipe, exclude=left, emulate=tiny)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _without(part: str) -> Iterator[None]:
-    """Let torchao make layers of its recipe without that part, and ours multiply so, while the context is open."""
-    from torchao.float8.config import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, e4m3_dtype
-
-    from lightning_ups.transforms import float8_layers, float8_product
-
-    more: dict[str, Any] = {
-        "fast sums": {"gemm_config_output": Float8GemmConfig(use_fast_accum=False)},
-        "e5m2": {"cast_config_grad_output": CastConfig(target_dtype=e4m3_dtype)},
-        "weights": {
-            f"cast_config_{operand}_for_grad_weight": CastConfig(scaling_type=ScalingType.DISABLED)
-            for operand in ("input", "grad_output")
-        },
-    }.get(part, {})
-    with ExitStack() as undo:
-        if more:
-            changed = Float8LinearConfig(**more)
-            undo.enter_context(patch.object(Float8LinearConfig, "from_recipe_name", staticmethod(lambda _: changed)))
-        if part == "e5m2":
-            undo.enter_context(patch.object(float8_product, "_BACKWARD", e4m3_dtype))
-        if part == "weights":  # which kernels of ours do not know
-            undo.enter_context(patch.object(float8_layers, "can_multiply", lambda *_: False))
-        yield
+    recipe, *hybrid = name.split()
+    return Float8Precision(recipe=recipe, number_format=(*hybrid, "e4m3")[0], emulate=tiny)  # type: ignore[arg-type]
 
 
 def speed(name: str, *, tiny: bool, setting: str | None = None) -> dict[str, Any]:
@@ -321,11 +286,7 @@ def losses(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
     steps, seq, batch = (6, 32, 2) if tiny else (300, 1024, 8)
     module = GPTModule(size="tiny" if tiny else "1B", vocab_size=256, max_seq_len=seq, warmup_steps=steps // 10)
     data = StdlibText(seq_len=seq, batch_size=batch, seed=seed)
-    part = name.partition(" without ")[2]
-    with _without(part) if part else nullcontext():  # which alone needs torchao
-        found = _fit(
-            module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny, seed=seed
-        )
+    found = _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny, seed=seed)
     tail = found["losses"][-steps // 10 :]
     return found | {"last_tenth": sum(tail) / len(tail)}
 

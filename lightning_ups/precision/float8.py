@@ -28,6 +28,7 @@ from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.float8 import (
     Float8Conversion,
+    Format,
     Recipe,
     check_recipe,
     compiler_settings,
@@ -66,6 +67,8 @@ class Float8Precision(PolicyPrecision):
             with its casts, and the times are kept for later runs. It may find that nothing is worth it.
         tokens: For ``"auto"``: how many rows linear layers get. None: what a training step with the first batch shows.
         table: For ``"auto"``: a file of times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
+        number_format: ``"e4m3"`` everywhere, or ``"hybrid"``, with gradients in e5m2, which has more range and is
+            coarser; ``"tensorwise"`` alone knows both.
         all_gather: Under a sharding strategy, gather weights in float8. None: where the recipe allows it.
         emulate: Compute in high precision what float8 would, on any device, for tests.
         weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
@@ -92,6 +95,7 @@ class Float8Precision(PolicyPrecision):
         filter: Filter = "all",
         tokens: int | None = None,
         table: str | Path | None = None,
+        number_format: Format = "e4m3",
         all_gather: bool | None = None,
         emulate: bool = False,
         weights: Weights = "masters",
@@ -101,8 +105,9 @@ class Float8Precision(PolicyPrecision):
         why = "It says whether weights are gathered in float8."
         check_kind("all_gather", all_gather, bool, of="Float8Precision", why=why, optional=True)
         check_kind("emulate", emulate, bool, of="Float8Precision", why="It is a switch.")
-        check_recipe(recipe, all_gather=bool(all_gather))
+        check_recipe(recipe, all_gather=bool(all_gather), number_format=number_format)
         self.recipe: Recipe = recipe
+        self.number_format: Format = number_format
         self.include = None if include is None else as_patterns(include)
         self.exclude, self.head = as_patterns(exclude), head
         self.all_gather, self.emulate = all_gather, emulate
@@ -124,7 +129,7 @@ class Float8Precision(PolicyPrecision):
     @property
     @override
     def conversion_settings(self) -> dict[str, Any]:
-        names = ("recipe", "include", "exclude", "head", "filter", "emulate")
+        names = ("recipe", "number_format", "include", "exclude", "head", "filter", "emulate")
         of_policy = {"all_gather": self.gathers_float8, "in_float32": self.policy.in_float32}
         return {name: getattr(self, name) for name in names} | of_policy
 
@@ -144,6 +149,7 @@ class Float8Precision(PolicyPrecision):
             module,
             **self._selection,
             losers=self._left(module),
+            number_format=self.number_format,
             all_gather=self.gathers_float8,
             emulate=self.emulate,
         )
@@ -233,6 +239,7 @@ class Float8Precision(PolicyPrecision):
             float8=[*done.converted],
             not_float8=dict(done.skipped),
             recipe=self.recipe,
+            number_format=self.number_format,
             gathered_in_float8=self.gathers_float8,
             gathered_as_they_are=[*done.shared],
         )

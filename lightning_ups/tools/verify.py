@@ -54,6 +54,7 @@ _ROUNDINGS: Mapping[str, Rounding] = {
     "current": "tensor",
     "block": "block",
 }
+_HYBRID = ("delayed", "current")  # unless the precision has another format
 
 
 _LOOKED_UP = ("best", "hpc", "last")  # by callbacks and folders of a run
@@ -238,7 +239,7 @@ class _References:
             options |= {"recipe": asked.recipe, "include": asked.include, "exclude": asked.exclude}
         precise = within(kept_in_float32(module, asked.policy.in_float32).values())
         linears = [linear for linear in fitting_linears(module, **options).values() if linear not in precise]
-        with rounded_linears(linears, _ROUNDINGS[recipe]):
+        with rounded_linears(linears, _rounding(recipe, asked)):
             yield
 
     def powers(self, plain: Sequence[Step], band: Band) -> dict[str, float]:
@@ -296,6 +297,12 @@ def _recipe(precision: Precision) -> str | None:
     """Return the recipe by which ``precision`` multiplies in float8, or None."""
     recipe = getattr(precision, "recipe", None)
     return recipe if recipe in _ROUNDINGS else None
+
+
+def _rounding(recipe: str, asked: Any) -> Rounding:
+    found = _ROUNDINGS[recipe]
+    hybrid = (asked.number_format or ("hybrid" if recipe in _HYBRID else "e4m3")) == "hybrid"
+    return "tensor, hybrid" if found == "tensor" and hybrid else found
 
 
 class _WatchSteps(Callback):

@@ -30,6 +30,7 @@ from lightning_ups.transforms.other_layers import name_other_layers
 
 __all__ = [
     "Float8Conversion",
+    "Format",
     "Recipe",
     "check_recipe",
     "compiler_settings",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+Format = Literal["e4m3", "hybrid"]
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -107,6 +109,7 @@ def convert_to_float8(
     head: bool = False,
     losers: Mapping[str, str] | None = None,
     tensor_size: int = 1,
+    number_format: Format = "e4m3",
     all_gather: bool = False,
     emulate: bool = False,
 ) -> Float8Conversion:
@@ -126,14 +129,16 @@ def convert_to_float8(
         losers: Layers that stay as they are though they fit, since they would be slower, say, and the reason, by
             name. That nothing is left to convert is then no error.
         tensor_size: Over how many devices tensor parallelism will split a layer.
+        number_format: ``"e4m3"`` everywhere, or ``"hybrid"``, with gradients in e5m2, for ``"tensorwise"``.
         all_gather: Let FSDP2 gather weights in float8. Each weight becomes another Parameter; one that several layers
             have stays what it is, and is gathered so.
         emulate: Compute in high precision what float8 would, on any device.
 
     Raises:
-        ValueError: If a pattern matches nothing, if nothing can be converted, or if ``recipe`` cannot be gathered.
+        ValueError: If a pattern matches nothing, if nothing can be converted, or if ``recipe`` cannot be gathered or
+            knows no such format.
     """
-    check_recipe(recipe, all_gather=all_gather)
+    check_recipe(recipe, all_gather=all_gather, number_format=number_format)
     fitting, reasons, misfits = _choose(
         module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size
     )
@@ -146,7 +151,14 @@ def convert_to_float8(
         place
         for name, linear in chosen.items()
         for place in _put(
-            module, linear, float8_swap(recipe, all_gather=all_gather and name not in shared, emulate=emulate)(linear)
+            module,
+            linear,
+            float8_swap(
+                recipe,
+                number_format=number_format,
+                all_gather=all_gather and name not in shared,
+                emulate=emulate,
+            )(linear),
         )
     ]
     done = Float8Conversion(
@@ -188,8 +200,8 @@ def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
     return None if fitting else _none_fits(module, reasons)
 
 
-def check_recipe(recipe: str, *, all_gather: bool) -> None:
-    """Refuse an unknown ``recipe``, and one whose weights cannot be gathered in float8.
+def check_recipe(recipe: str, *, all_gather: bool, number_format: str = "e4m3") -> None:
+    """Refuse an unknown ``recipe`` or format, and one whose weights cannot be gathered in float8, or is not for both.
 
     Raises:
         ValueError: If it is either.
@@ -199,6 +211,18 @@ def check_recipe(recipe: str, *, all_gather: bool) -> None:
             f"The float8 recipe {recipe!r} is not a known one."
             " A recipe says how values are scaled into the range of float8."
             f" Use one of {get_args(Recipe)}."
+        )
+    if number_format not in get_args(Format):
+        raise ValueError(
+            f"The float8 format {number_format!r} is not a known one."
+            " A format says of which types values and gradients are."
+            f" Use one of {get_args(Format)}."
+        )
+    if number_format == "hybrid" and recipe != "tensorwise":
+        raise ValueError(
+            f"The float8 recipe {recipe!r} is given with number_format='hybrid'."
+            " Its gradients are e4m3, since its many scales leave no need for the range of e5m2."
+            " Use recipe='tensorwise', or number_format='e4m3'."
         )
     if all_gather and recipe != "tensorwise":
         raise ValueError(
@@ -341,7 +365,9 @@ def _settings_by_rows(by_kernels: bool) -> Iterator[None]:  # noqa: FBT001
         yield
 
 
-def float8_swap(recipe: Recipe, *, all_gather: bool = False, emulate: bool = False) -> Callable[[nn.Linear], nn.Module]:
+def float8_swap(
+    recipe: Recipe, *, number_format: Format = "e4m3", all_gather: bool = False, emulate: bool = False
+) -> Callable[[nn.Linear], nn.Module]:
     """Return what makes of a linear layer one that multiplies in float8, with the same Parameters or views of them.
 
     Raises:
@@ -352,6 +378,7 @@ def float8_swap(recipe: Recipe, *, all_gather: bool = False, emulate: bool = Fal
     torchao = require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature=FEATURE)
     config = replace(
         torchao.Float8LinearConfig.from_recipe_name(recipe),
+        **_finer_gradients(torchao) if recipe == "tensorwise" and number_format == "e4m3" else {},
         enable_fsdp_float8_all_gather=all_gather,
         emulate=emulate,
         pad_inner_dim=True,
@@ -365,6 +392,15 @@ def float8_swap(recipe: Recipe, *, all_gather: bool = False, emulate: bool = Fal
         return float8
 
     return swap
+
+
+def _finer_gradients(torchao: Any) -> dict[str, Any]:
+    """Return the settings by which gradients have three bits behind the point, as values have, and not two.
+
+    With one scale for a tensor e5m2's two bits, which torchao takes, cost loss, and its range is not needed.
+    """
+    cast = torchao.config.CastConfig(target_dtype=torchao.config.e4m3_dtype)
+    return {"cast_config_grad_output": cast, "cast_config_grad_output_for_grad_weight": cast}
 
 
 def _is_float8(module: nn.Module) -> bool:

@@ -109,7 +109,9 @@ def _with_kernels(layer: Any, input: Tensor, *, by_rows: bool) -> Tensor | None:
         exact = layer.config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
         output = product_by_rows(input, layer.weight, layer.bias, fast, exact_weight_gradient=exact)
     else:
-        output = product(input, layer.weight, layer.bias, fast)
+        output = product(
+            input, layer.weight, layer.bias, fast, backward_dtype=layer.config.cast_config_grad_output.target_dtype
+        )
     return output if torch.compiler.is_compiling() else once_differentiable(output)
 
 

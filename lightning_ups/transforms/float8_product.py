@@ -20,7 +20,7 @@ from lightning_ups.kernels.float8_casts import HAS_KERNELS, TYPES, both_orders, 
 
 __all__ = ["FastSums", "can_multiply", "multiplied", "product"]
 
-_FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # gradients want range, and values precision
+_FORWARD = torch.float8_e4m3fn
 
 
 class FastSums(NamedTuple):
@@ -42,11 +42,13 @@ def can_multiply(values: Tensor, weight: Any) -> bool:
     return whole and _is_plain(values) and guard_or_true(values.numel() > 0)
 
 
-def product(values: Tensor, weight: Tensor, bias: Tensor | None, fast: FastSums) -> Tensor:
-    """Return ``values`` times the transposed ``weight`` and ``bias``, with gradients in float8 too."""
+def product(
+    values: Tensor, weight: Tensor, bias: Tensor | None, fast: FastSums, *, backward_dtype: torch.dtype
+) -> Tensor:
+    """Return ``values`` times the transposed ``weight`` and ``bias``, with gradients in that type of float8."""
     values_MK = values.reshape(-1, values.shape[-1]).contiguous()
     keeps = torch.is_grad_enabled() and weight.requires_grad
-    output_MN = multiplied(values_MK, weight, bias, fast, keeps, _BACKWARD)
+    output_MN = multiplied(values_MK, weight, bias, fast, keeps, backward_dtype)
     return output_MN.reshape(*values.shape[:-1], weight.shape[0])
 
 

@@ -14,7 +14,7 @@ from lightning_ups.transforms.forward import Forward, replaced_forward
 
 __all__ = ["Rounding", "rounded", "rounded_linears"]
 
-Rounding = Literal["tensor", "row", "row, gradient of the weight exact", "block"]
+Rounding = Literal["tensor", "tensor, hybrid", "row", "row, gradient of the weight exact", "block"]  # hybrid: by e5m2
 _BLOCK = 32
 
 
@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         per, rows = _per(ctx.rounding), gradient.reshape(-1, gradient.shape[-1])
-        kind = torch.float8_e5m2 if per == "tensor" else torch.float8_e4m3fn
+        kind = torch.float8_e5m2 if ctx.rounding.endswith("hybrid") else torch.float8_e4m3fn
         for_input = rounded(rows, per=per, dtype=kind) @ rounded(weight.t(), per=per).t()
         inputs = x.reshape(-1, x.shape[-1])
         if ctx.rounding.endswith("exact"):
@@ -71,7 +71,8 @@ class _Product(torch.autograd.Function):
 
 
 def _per(rounding: Rounding) -> Literal["tensor", "row", "block"]:
-    return "tensor" if rounding == "tensor" else "block" if rounding == "block" else "row"
+    of: Any = rounding.partition(",")[0]
+    return of  # type: ignore[no-any-return]
 
 
 def _rows(x: Tensor, per: Literal["tensor", "row", "block"]) -> Tensor:
