@@ -364,6 +364,11 @@ def _fit(
 
         def __init__(self) -> None:
             self.found: list[Any] = []
+            self.converted = 0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # later a sharded module alone knows it
+            conversion = getattr(trainer.precision_plugin, "conversion", None)
+            self.converted = len(getattr(conversion, "converted", ()))
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
             self.found.append(outputs["loss"].detach())
@@ -378,12 +383,11 @@ def _fit(
     )  # fmt: skip
     with left_on_device(module):
         trainer.fit(module, data)
-    conversion, found = getattr(chosen, "conversion", None), torch.stack(kept.found).float()
-    found = trainer.strategy.reduce(found, reduce_op="mean")  # over ranks, each of which has its own batches
+    found = trainer.strategy.reduce(torch.stack(kept.found).float(), reduce_op="mean")  # over ranks, each of which has its own batches
     return {
         "step_ms": clock.step_ms,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
-        "converted": len(getattr(conversion, "converted", ())),
+        "converted": kept.converted,
         "losses": [round(loss, 5) for loss in found.tolist()],
     }
 

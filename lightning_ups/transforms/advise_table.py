@@ -16,9 +16,8 @@ from lightning_ups.transforms.advise_shapes import Product
 __all__ = ["BFLOAT16", "Table", "Timer", "Times", "cache_path", "obtain_table", "where"]
 
 BFLOAT16 = "bfloat16"
-_CASTS = (
-    "kernels, written, rows"  # as how a layer casts and `compiler_settings` compiles it: another name when that changes
-)
+# How a layer casts, to what, and how `compiler_settings` compiles it: another name when that changes.
+_CASTS = "kernels, written, rows, e4m3"
 _FORMAT = "lightning_ups float8 table 1"
 _WHAT_DECIDES = ("torch", "cuda", "triton", "torchao", "transformer-engine")
 

@@ -176,20 +176,24 @@ def test_what_auto_gained_beside_bfloat16_in_one_call_is_as_told():
 
 
 def test_speeds_and_losses_by_recipe_are_as_told():
-    again = ("2026-11-24_float8_rows/speed_gw_hp", "2026-11-25_float8_rowwise")
+    again = ("2026-11-24_float8_rows/speed_gw_hp", "2026-11-25_float8_rowwise", "2026-11-25_float8_formats/speed/a")
     speeds = [RESULTS / name for name in ("2026-11-24_float8_speed", *again)]
     ratios, peaks = {}, {}
-    for folder in speeds:  # casts with scales for rows were measured again
+    for folder in speeds:  # what was measured again comes last
         found = {path.stem.removeprefix("speed_"): json.loads(path.read_text()) for path in folder.glob("speed_*.json")}
         ratios |= {name: run["tokens_per_s"] / found["bf16"]["tokens_per_s"] for name, run in found.items()}
         peaks |= {name: run["peak_gib"] for name, run in found.items()}
     losses = RESULTS / "2026-11-24_float8_losses"
     ends = {path.stem: json.loads(path.read_text())["last_tenth"] for path in losses.glob("*/losses_*.json")}
+    for seed in (0, 1, 2):  # what is `tensorwise` now has another name in the raw output, and the other way round
+        ends[f"losses_hybrid_seed_{seed}"] = ends[f"losses_tensorwise_seed_{seed}"]
+        ends[f"losses_tensorwise_seed_{seed}"] = formats(f"losses_tensorwise_without_e5m2_seed_{seed}")
+    ratios["hybrid"], peaks["hybrid"] = ratios.pop("tensorwise_hybrid"), peaks.pop("tensorwise_hybrid")
     page = (ROOT / "docs" / "precision.md").read_text().partition("### What it costs")[2].partition("###")[0]
-    assert re.findall(r"which are (\S+), (\S+) and (\S+):", page) == [
+    assert re.findall(r"which\sare (\S+), (\S+) and (\S+):", page) == [
         tuple(f"{ends[f'losses_bf16_seed_{seed}']:.3f}" for seed in (0, 1, 2))
     ]
-    names = {"BF16Precision": "bf16", "the same by autocast": "autocast"}
+    names = {"BF16Precision": "bf16", "the same by autocast": "autocast", "number_format: hybrid": "hybrid"}
     names |= {each: f"te_{each}" for each in ("current", "delayed", "block")}
     told = {}
     for line in re.findall(r"^\| (?!\|).*", page, flags=re.MULTILINE):
@@ -203,7 +207,50 @@ def test_speeds_and_losses_by_recipe_are_as_told():
             end, plain = (ends.get(f"losses_{each}_seed_{seed}") for each in (name, "bf16"))
             assert more == ("" if name == "bf16" or end is None else f"{end - plain:+.3f}")
     assert told.keys() == ratios.keys() | {"autocast"}
-    assert len(told) == 8
+    assert len(told) == 9
+
+
+def formats(name: str) -> float:
+    (path,) = (RESULTS / "2026-11-25_float8_formats").glob(f"*/**/{name}.json")
+    return json.loads(path.read_text())["last_tenth"]
+
+
+def test_the_losses_of_two_formats_are_as_told():
+    folder = RESULTS / "2026-11-25_float8_formats"
+    text, page = ((place / "README.md").read_text() for place in (folder, ROOT))
+    large = (ROOT / "docs" / "precision.md").read_text()
+    above = {"e4m3": [], "e5m2": []}
+    for seed in (0, 1):
+        plain = formats(f"losses_8B_bf16_seed_{seed}")
+        ends = {
+            "e5m2": formats(f"losses_8B_tensorwise_seed_{seed}"),
+            "e4m3": formats(f"losses_8B_tensorwise_without_e5m2_seed_{seed}"),
+        }
+        cells = [f"{end:.4f} ({end - plain:+.4f})" for end in ends.values()]
+        assert f"| 8 B, seed {seed} | {plain:.4f} | {' | '.join(cells)} |" in text
+        fine, coarse = (f"{ends[name]:.3f} ({ends[name] - plain:+.3f}) by" for name in ("e4m3", "e5m2"))
+        assert f"seed {seed}: {plain:.3f} in bfloat16, {fine} `tensorwise`, {coarse} `hybrid`" in large
+        for name, end in ends.items():
+            above[name].append(end - plain)
+    older = {path.stem: path for path in (RESULTS / "2026-11-24_float8_losses").glob("*/losses_*.json")}
+    bf16, hybrid = (
+        [json.loads(older[f"losses_{name}_seed_{seed}"].read_text())["last_tenth"] for seed in (0, 1, 2)]
+        for name in ("bf16", "tensorwise")
+    )
+    other_card = formats("losses_bf16_seed_0") - bf16[0]
+    bf16[0] += other_card / 2
+    hybrid[0] = (hybrid[0] + formats("losses_tensorwise_seed_0")) / 2
+    above["e5m2"] += [end - plain for end, plain in zip(hybrid, bf16, strict=True)]
+    finer = [formats(f"losses_tensorwise_without_e5m2_seed_{seed}") for seed in (0, 1, 2)]
+    above["e4m3"] += [end - plain for end, plain in zip(finer, bf16, strict=True)]
+    means = {name: statistics.mean(each) for name, each in above.items()}
+    assert f"e5m2 ends {means['e5m2']:.3f} above bfloat16 and e4m3 {-means['e4m3']:.3f} below" in " ".join(text.split())
+    low, high = -min(above["e4m3"]), max(above["e4m3"])
+    words = f"between {low:.3f} below and {high:.3f} above bfloat16 with the same batches"
+    for told in (page, MEASURED):
+        assert words in " ".join(told.split())
+        assert f"bfloat16 itself ended {other_card:.3f} apart on two cards" in " ".join(told.split())
+        assert f"up to {max(above['e5m2']):.3f} above" in " ".join(told.split())
 
 
 def test_each_fault_is_named_in_what_was_verified():

@@ -129,12 +129,27 @@ def test_a_second_fit_and_an_exception(tmp_path):
     assert not float8_linears(failing)
 
 
+@pytest.mark.parametrize("weights", ["masters", "autocast"])
+def test_the_format_is_that_of_gradients_in_training(tmp_path, weights):
+    exact, fine, coarse = (
+        fit(tmp_path, precision).losses
+        for precision in (
+            BF16Precision(weights=weights),
+            Float8Precision(weights=weights, emulate=True),
+            Float8Precision(weights=weights, number_format="hybrid", emulate=True),
+        )
+    )
+    assert fine[0] == coarse[0] != exact[0], "forward is the same"
+    assert fine[1:] != coarse[1:]
+
+
 def test_what_was_converted_and_what_not_is_reported(tmp_path):
     model, seen = Wide(), []
     model.on_train_start = lambda: seen.append(applied(model.trainer.strategy).report.parts["Precision"])
     fit(tmp_path, Float8Precision(emulate=True), model=model, callbacks=[ActivationCheckpoint(save="nothing")])
     assert len(seen[0]["float8"]) == 6
     assert seen[0]["not_float8"] == {"head": "outside the blocks"}
+    assert (seen[0]["recipe"], seen[0]["number_format"]) == ("tensorwise", "e4m3")
 
 
 def test_a_device_that_cannot_says_what_to_do(tmp_path):
@@ -147,6 +162,8 @@ def test_bad_choices_are_refused_at_construction():
         Float8Precision(recipe="rowise")
     with pytest.raises(ValueError, match="all_gather=False"):
         Float8Precision(recipe="rowwise", all_gather=True)
+    with pytest.raises(ValueError, match=r"'rowwise' is given with number_format='hybrid'"):
+        Float8Precision(recipe="rowwise", number_format="hybrid")
     with pytest.raises(TypeError, match=r"given as the string 'head'.*Write \['head'\]"):
         Float8Precision(exclude="head")
 

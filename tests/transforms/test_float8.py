@@ -309,6 +309,10 @@ def test_recipes_are_checked():
         check_recipe("rowise", all_gather=False)
     with pytest.raises(ValueError, match=r"'rowwise' is given with all_gather=True.*recipe='tensorwise'"):
         check_recipe("rowwise", all_gather=True)
+    with pytest.raises(ValueError, match=r"format 'e5m2' is not a known one.*Use one of \('e4m3', 'hybrid'\)"):
+        check_recipe("tensorwise", all_gather=False, number_format="e5m2")
+    with pytest.raises(ValueError, match=r"'rowwise' is given with number_format='hybrid'.*number_format='e4m3'"):
+        check_recipe("rowwise", all_gather=False, number_format="hybrid")
 
 
 def test_what_fits_is_what_is_converted():

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def converted(dtype=torch.bfloat16, *, frozen=(), recipe="tensorwise"):
+def converted(dtype=torch.bfloat16, *, frozen=(), recipe="tensorwise", number_format="e4m3"):
     torch.manual_seed(0)
     net = SwiGLU().to(dtype)
     for name in frozen:
         net.get_parameter(name).requires_grad = False
-    convert_to_float8(net, recipe=recipe, include=["*"])
+    convert_to_float8(net, recipe=recipe, number_format=number_format, include=["*"])
     return net
 
 
@@ -72,6 +73,44 @@ def test_values_and_gradients_are_torchaos_bit_for_bit(dtype, rows):
     torch.compiler.reset()
     compiled = torch.compile(converted(dtype), backend="aot_eager", fullgraph=True)
     assert_equal(trained(compiled, rows=rows, dtype=dtype), wanted)
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_hybrid_is_what_torchao_makes_of_a_model_itself(by_kernels):
+    torchao = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    theirs = SwiGLU().to(torch.bfloat16)
+    config = replace(torchao.Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True)
+    torchao.convert_to_float8_training(theirs, config=config)
+    with nullcontext() if by_kernels else by_torchao():
+        assert_equal(trained(converted(number_format="hybrid")), trained(theirs))
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+@pytest.mark.parametrize("spread", [0, 2])  # of the sizes of rows, in powers of ten on either side
+def test_gradients_in_e4m3_are_twice_as_near(by_kernels, spread):
+    def gradients(net):
+        torch.manual_seed(1)
+        x = torch.randn(512, 64, requires_grad=True)
+        out = net(x)
+        torch.manual_seed(2)
+        out.backward(torch.randn(out.shape) * torch.logspace(-spread, spread, 512)[:, None])
+        return x.grad, net.weight.grad
+
+    def error(number_format):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 128, bias=False))
+        exact = gradients(net[0])
+        net.zero_grad()
+        convert_to_float8(net, recipe="tensorwise", number_format=number_format, include=["*"])
+        with nullcontext() if by_kernels else by_torchao():
+            found = gradients(net[0])
+        return [((one - other).norm() / other.norm()).item() for one, other in zip(found, exact, strict=True)]
+
+    # What e4m3 leaves is mostly of the other factor, a weight or a value, that is in e4m3 either way.
+    for fine, coarse in zip(error("e4m3"), error("hybrid"), strict=True):
+        assert fine < 0.04
+        assert 1.4 < coarse / fine < 1.8
 
 
 @pytest.mark.parametrize("frozen", [("gate.weight",), ("gate.weight", "up.weight"), ("down.weight", "down.bias")])
