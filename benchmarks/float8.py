@@ -383,7 +383,9 @@ def _fit(
     )  # fmt: skip
     with left_on_device(module):
         trainer.fit(module, data)
-    found = trainer.strategy.reduce(torch.stack(kept.found).float(), reduce_op="mean")  # over ranks, each of which has its own batches
+    found = trainer.strategy.reduce(
+        torch.stack(kept.found).float(), reduce_op="mean"
+    )  # over ranks, each of which has its own batches
     return {
         "step_ms": clock.step_ms,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
