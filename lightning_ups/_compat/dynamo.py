@@ -23,6 +23,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import nn_module
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
@@ -61,6 +62,7 @@ __all__ = [
     "takes_mode",
     "telling_guards_first",
     "toolchain",
+    "traces_for_cuda_graphs",
     "tree_map",
 ]
 
@@ -86,6 +88,24 @@ def backend_compiler(backend: str, *, mode: str, dynamic: bool | None) -> Backen
         return torch._TorchCompileInductorWrapper(mode, None, dynamic)
     options = {} if mode == "default" else {"mode": mode}
     return partial(dynamo.lookup_backend(backend), **options)
+
+
+def traces_for_cuda_graphs() -> bool:
+    """Return whether what Dynamo traces now will be recorded as CUDA graphs and replayed, without its host.
+
+    A backend says so by ``records_cuda_graphs``, unless it is one of torch's.
+    """
+    try:
+        named: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # nothing is traced
+        return False
+    named = getattr(named, "_torchdynamo_orig_backend", named)
+    own = getattr(getattr(named, "compiler_fn", named), "records_cuda_graphs", None)
+    if own is not None:
+        return bool(own)
+    if isinstance(named, torch._TorchCompileInductorWrapper):
+        return bool(named.config.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+    return getattr(named, "compiler_name", None) == "cudagraphs"
 
 
 def is_off() -> str | None:

@@ -354,6 +354,8 @@ class _Backend:
         self.__name__ = self.compiler_name = compiler.backend
         self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
         self._own_outputs = compiler.own_outputs
+        # By which kernels of attention may be chosen. Where graphs are tried beside what runs, both have the same.
+        self.records_cuda_graphs = compiler.cuda_graphs and not compiler.own_outputs
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         said = "; ".join(filter(None, [prepare(graph) for prepare in _PREPARING]))

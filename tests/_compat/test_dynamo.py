@@ -33,6 +33,47 @@ def test_backends_are_those_of_torch_and_of_the_user():
     assert not {"eager", "eager_debug", "invoke_subgraph"} & set(some)
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"backend": "cudagraphs"}, True),
+        ({}, False),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({"backend": "eager"}, False),
+    ],
+)
+def test_who_traces_for_cuda_graphs(options, wanted):
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look():
+        seen.append(dynamo.traces_for_cuda_graphs())
+        raise NotImplementedError  # so that nothing is compiled
+
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="NotImplementedError"):
+        torch.compile(lambda x: x + look(), fullgraph=True, **options)(torch.ones(2))
+    assert seen == [wanted]
+    assert not dynamo.traces_for_cuda_graphs()
+
+
+def test_settings_of_inductor_say_so_too():
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look():
+        seen.append(dynamo.traces_for_cuda_graphs())
+        return 1
+
+    with dynamo.inductor_config.patch({"triton.cudagraphs": True}):
+        torch.compiler.reset()
+        torch.compile(lambda x: x + look(), fullgraph=True)(torch.ones(2))
+    assert seen == [True]
+
+
 def test_inductor_takes_a_mode_and_others_do_not():
     assert dynamo.takes_mode("inductor")
     assert not dynamo.takes_mode("ups_no_tanh")

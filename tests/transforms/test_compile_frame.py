@@ -230,3 +230,27 @@ def test_what_cannot_be_is_refused_with_the_cure(options, match):
 def test_cuda_graphs_are_those_of_two_modes():
     modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
     assert [Compiler(mode=mode).cuda_graphs for mode in modes] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"backend": "cudagraphs"}, True),
+        ({}, False),
+        ({"mode": "reduce-overhead", "own_outputs": True}, False),  # tried beside what runs, with the same kernels
+    ],
+)
+def test_what_is_traced_can_ask_whether_cuda_graphs_will_replay_it(options, wanted):
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look():
+        seen.append(dynamo.traces_for_cuda_graphs())
+        raise NotImplementedError
+
+    module = nn.Linear(2, 2)
+    frame = frame_of(lambda self, x: x + look(), module, Compiler(fullgraph=True, **options), name="asks", alone=True)
+    with pytest.raises(Exception, match="NotImplementedError"):
+        frame.run(module, torch.ones(2))
+    assert seen == [wanted]

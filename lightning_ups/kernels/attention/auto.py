@@ -3,7 +3,8 @@
 `benchmarks/attention.py` measures a device and writes ``measured/DEVICE.json``; a table holds for every device of the
 same compute capability, its own device's first. From its rows `expected.py` tells how long each backend will take for
 another shape; the fastest of those that can do what is asked is chosen. Windows and documents count by the pairs that
-are seen, and as rows of their length; documents as if they were equally long.
+are seen, and as rows of their length; documents as if they were equally long. What the host takes to issue a call
+counts, but not in what `torch.compile` records as CUDA graphs.
 
 Where no table holds: on CPU flash, math, reference; on compute capability 9 and 10 cudnn, fa4, flash, flex,
 efficient, math, reference; on other CUDA devices flash, cudnn, efficient, flex, math, reference; elsewhere math,
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_ups._compat.dynamo import traces_for_cuda_graphs
 from lightning_ups.kernels.attention.expected import Expected, Point
 from lightning_ups.kernels.attention.kind import Kind
 from lightning_ups.kernels.attention.regions import Range, Regions, find_regions
@@ -142,33 +144,38 @@ def _cell(value: int, edges: Sequence[int]) -> int:
 
 @torch.compiler.assume_constant_result
 def _everywhere(kind: tuple[Any, ...]) -> tuple[int, int]:
-    found = regions(Kind(*kind))
+    found = _regions_now(kind)
     return found.low, found.high
 
 
 @torch.compiler.assume_constant_result
 def _lengths(kind: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(one.first for one in regions(Kind(*kind)).ranges)
+    return tuple(one.first for one in _regions_now(kind).ranges)
 
 
 @torch.compiler.assume_constant_result
 def _borders(kind: tuple[Any, ...], column: int) -> tuple[int, ...]:
-    return regions(Kind(*kind)).ranges[column].pairs
+    return _regions_now(kind).ranges[column].pairs
 
 
 @torch.compiler.assume_constant_result
 def _chosen(kind: tuple[Any, ...], column: int, cell: int) -> KernelName:
-    backend = regions(Kind(*kind)).ranges[column].backends[cell]
-    decision = _decided(Kind(*kind), backend)
+    backend = _regions_now(kind).ranges[column].backends[cell]
+    decision = _decided(Kind(*kind), backend, replayed=traces_for_cuda_graphs())
     for record in _RECORDS:
         record.setdefault((kind, backend), decision)
     return backend
 
 
+def _regions_now(kind: tuple[Any, ...]) -> Regions:
+    return regions(Kind(*kind), replayed=traces_for_cuda_graphs())
+
+
 @cache
-def _decided(kind: Kind, backend: KernelName) -> dict[str, Any]:
+def _decided(kind: Kind, backend: KernelName, *, replayed: bool) -> dict[str, Any]:
     table = _measured(kind, _capable(kind))
-    why = f"fastest in the table of {table.device}, {table.date}" if table else _RULED
+    apart = ", its host left out, since CUDA graphs replay it" if replayed else ""
+    why = f"fastest in the table of {table.device}, {table.date}{apart}" if table else _RULED
     heads = f"{kind.heads} heads of {kind.head_dim}"
     _logger.info("Attention (%s, %s) runs by backend %r: %s.", kind.dtype, heads, backend, why)
     return {"backend": backend, "why": why, **kind._asdict(), "dtype": str(kind.dtype)}
@@ -188,21 +195,26 @@ def decide(kind: Kind, *, length: float, pairs: float) -> Choice:
 
 
 @cache
-def regions(kind: Kind) -> Regions:
+def regions(kind: Kind, *, replayed: bool = False) -> Regions:
     """Return the choices for all lengths and numbers of pairs.
+
+    Args:
+        kind: What is asked for.
+        replayed: Whether CUDA graphs replay it, so that no host issues it.
 
     Raises:
         ValueError: If no backend can do it.
     """
     capable = _capable(kind)
     if _measured(kind, capable):
-        return regions_of(_expected(trains=kind.trains), kind, among=capable)
+        return regions_of(_expected(trains=kind.trains, replayed=replayed), kind, among=capable)
     return Regions(0, 0, (Range(0, (), (_first(kind, capable),)),))
 
 
-def expected_of(table: Table, *, trains: bool) -> Expected:
-    """Return the times that ``table`` lets expect."""
-    return Expected(table.rows, trains=trains, host=table.host.get("training" if trains else "forward"))
+def expected_of(table: Table, *, trains: bool, replayed: bool = False) -> Expected:
+    """Return the times that ``table`` lets expect, the host's left out where CUDA graphs replay a call."""
+    host = table.host.get("training" if trains else "forward")
+    return Expected(table.rows, trains=trains, host=host, replayed=replayed)
 
 
 def regions_of(expected: Expected, kind: Kind, *, among: Sequence[KernelName]) -> Regions:
@@ -252,6 +264,6 @@ def _table() -> Table | None:
 
 
 @cache
-def _expected(*, trains: bool) -> Expected:
+def _expected(*, trains: bool, replayed: bool = False) -> Expected:
     table = _table()
-    return expected_of(table, trains=trains) if table else Expected((), trains=trains)
+    return expected_of(table, trains=trains, replayed=replayed) if table else Expected((), trains=trains)

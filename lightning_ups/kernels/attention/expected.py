@@ -81,15 +81,17 @@ class _Measured(NamedTuple):
 class _Backend:
     """The expected times of one backend."""
 
-    def __init__(self, rows: Sequence[tuple[Point, float]], *, host: float | None) -> None:
+    def __init__(self, rows: Sequence[tuple[Point, float]], *, host: float | None, replayed: bool) -> None:
         every = [_Measured(_place(point), time, point.work, _waited(point, time, rows)) for point, time in rows]
         if host is None:
             late = sorted(one.time for one in every if one.waited)
             self.host = late[len(late) * 3 // 4] if len(late) >= _LATE_ROWS else 0.0
             self.quick = [one for one in every if not self.host or not (one.waited or one.time <= self.host)] or every
+            if replayed:
+                self.host, every = 0.0, self.quick
         else:
-            self.host, self.quick = host, every
-            every = [one._replace(time=max(one.time, host)) for one in every]
+            self.host, self.quick = 0.0 if replayed else host, every
+            every = [one._replace(time=max(one.time, self.host)) for one in every]
         self.every = every
         self._slowness = [(one, math.log(one.time / one.work)) for one in self.quick]
         alone = [self._alone(one.place)(one.place.filling, one.work) for one in every]
@@ -155,15 +157,22 @@ class Expected:
     """The expected times of all backends in ``rows``, with gradients (``trains``) or without.
 
     A row that was measured with gradients only stands for both. ``host`` has the milliseconds that the host of each
-    backend needs, where they were measured.
+    backend needs, where they were measured. None of them counts for what is ``replayed`` by CUDA graphs.
     """
 
-    def __init__(self, rows: Sequence[Row], *, trains: bool, host: Mapping[KernelName, float] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        trains: bool,
+        host: Mapping[KernelName, float] | None = None,
+        replayed: bool = False,
+    ) -> None:
         times = [(point_of(row), row.training if trains or not row.forward else row.forward) for row in rows]
         self._backends: dict[KernelName, _Backend] = {}
         for name in BACKENDS:
             if found := [(point, some[name]) for point, some in times if name in some]:
-                self._backends[name] = _Backend(found, host=host.get(name, 0.0) if host else None)
+                self._backends[name] = _Backend(found, host=host.get(name, 0.0) if host else None, replayed=replayed)
 
     @property
     def host(self) -> dict[KernelName, float]:

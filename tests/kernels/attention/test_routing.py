@@ -419,6 +419,26 @@ def test_a_transformers_model_is_routed(fa4_on_cpu):
 
 
 @pytest.mark.gpu(capability=(9, 0))
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "fa4", "auto"])
+def test_on_a_gpu_cuda_graphs_replay_it(backend):
+    if backend == "fa4" and support.missing_package("fa4"):
+        pytest.skip("flash-attn-4 is not installed")
+    shape = Case("", seq=512, dim=128, heads=(8, 2)).tensors(torch.bfloat16, "cuda")
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for turn in range(4):  # run as it is, recorded, and replayed twice
+        tensors = [(t.detach() * 0.9**turn).transpose(1, 2).requires_grad_() for t in shape]
+        doubles = [t.detach().double().requires_grad_() for t in tensors]
+        wanted = ORIGINAL(*doubles, is_causal=True, enable_gqa=True)
+        with routed_attention(backend):
+            torch.compiler.cudagraph_mark_step_begin()
+            found = compiled(*tensors)
+        assert worst([found], [wanted]) < 1.5e-2
+        found.backward(torch.ones_like(found))
+        wanted.backward(torch.ones_like(wanted))
+        assert worst([t.grad for t in tensors], [t.grad for t in doubles]) < 1.5e-2
+
+
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math", "fa4", "auto"])
 def test_on_a_gpu_compiled(backend):
     if backend == "fa4" and support.missing_package("fa4"):
