@@ -25,6 +25,12 @@ def test_the_hosts_share_is_timed(import_benchmark):
     assert min(found["maxima_us"], found["both_us"]) > 0
 
 
+def test_products_are_timed_by_the_format_of_gradients(import_benchmark):
+    (times,) = import_benchmark("float8_casts").CASES["products"]()["shapes"].values()
+    assert min(times.values()) > 0
+    assert times["e4m3 to e5m2"] == pytest.approx(times["e4m3"] / times["e5m2"], rel=2e-3)
+
+
 def test_what_does_not_fit_is_left_out(import_benchmark, monkeypatch, capsys):
     script = import_benchmark("float8_casts")
     monkeypatch.setattr(script, "SHAPES", ((32, 48),))
