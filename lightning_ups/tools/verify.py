@@ -301,8 +301,8 @@ def _recipe(precision: Precision) -> str | None:
 
 def _rounding(recipe: str, asked: Any) -> Rounding:
     found = _ROUNDINGS[recipe]
-    hybrid = (asked.number_format or ("hybrid" if recipe in _HYBRID else "e4m3")) == "hybrid"
-    return "tensor, hybrid" if found == "tensor" and hybrid else found
+    chosen = getattr(asked, "number_format", None) or ("hybrid" if recipe in _HYBRID else "e4m3")
+    return "tensor, hybrid" if (found, chosen) == ("tensor", "hybrid") else found
 
 
 class _WatchSteps(Callback):

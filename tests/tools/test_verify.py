@@ -20,7 +20,7 @@ from lightning_ups.data import RandomTokens
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from lightning_ups.tools.asked import run_of
 from lightning_ups.tools.trial import Trial
-from lightning_ups.tools.verify import Verdict, own_options, show, verify
+from lightning_ups.tools.verify import Verdict, _rounding, own_options, show, verify
 from lightning_ups.transforms.verify import REST, Departure
 from lightning_ups.transforms.verify_faults import FAULTS
 from tests import fake_te
@@ -38,8 +38,8 @@ def trial(*, module=None, callbacks=(), num_layers=16, **settings):
     return Trial(module=module, data=data, settings=settings, callbacks=callbacks, run=run, seed=3)
 
 
-def float8(recipe):
-    return lambda: {"plugins": [Float8Precision(recipe=recipe, emulate=True)]}
+def float8(recipe, **options):
+    return lambda: {"plugins": [Float8Precision(recipe=recipe, emulate=True, **options)]}
 
 
 RIGHT = {
@@ -63,8 +63,24 @@ RIGHT = {
         "plugins": [BF16Precision()],
         "callbacks": [Compile(backend="aot_eager", scope="model", fullgraph=True)],
     },
+    "hybrid": float8("tensorwise", number_format="hybrid"),
     **{recipe: float8(recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")},
 }
+
+
+@pytest.mark.parametrize(
+    ("precision", "wanted"),
+    [
+        (Float8Precision(emulate=True), "tensor"),
+        (Float8Precision(emulate=True, number_format="hybrid"), "tensor, hybrid"),
+        (Float8Precision(emulate=True, recipe="rowwise"), "row"),
+        (TEPrecision(recipe="delayed"), "tensor, hybrid"),
+        (TEPrecision(recipe="current", number_format="e4m3"), "tensor"),
+        (TEPrecision(recipe="block"), "block"),
+    ],
+)
+def test_what_is_compared_with_rounds_as_the_precision_does(precision, wanted):
+    assert _rounding(precision.recipe, precision) == wanted
 
 
 @pytest.mark.parametrize(
