@@ -97,7 +97,7 @@ def read(source: str, *, command: str) -> Layer:
     """Return the layer of a file, or of YAML in place of one, as far as it is for ``command``.
 
     Raises:
-        ValueError: If it is no YAML mapping, or gives a key twice.
+        ValueError: If it is no YAML mapping, gives a key twice, or names another configuration.
         FileNotFoundError: If there is no such file.
     """
     name, content, folder = _content(source)
@@ -107,6 +107,12 @@ def read(source: str, *, command: str) -> Layer:
     if isinstance(tree.get(command), dict):  # a file for several commands, with sections such as "fit:" and "test:"
         lines = {keys[1:]: line for keys, line in lines.items() if keys[:1] == (command,)}
         tree, whole = tree[command], False
+    if items(tree.get("config")):
+        raise ValueError(
+            f"{name}:{lines['config',]}: 'config' is {tree['config']!r}."
+            " A configuration that another one names would be passed over."
+            " Give both on the command line, the stronger one last: --config ... --config ...."
+        )
     if isinstance(tree.get("trainer"), str):  # the section may be a file of its own
         _, content, _ = _content(str((folder or Path()) / tree["trainer"]))
         (tree["trainer"], _), whole = _loaded(tree["trainer"], content), False

@@ -85,6 +85,19 @@ def test_no_settings(write):
         read(write("# all commented out\n"), command="fit")
 
 
+@pytest.mark.parametrize("named", ["other.yaml", "[other.yaml]", "{}", "3"])
+@pytest.mark.parametrize("section", ["", "fit: "])
+def test_a_configuration_that_names_another(write, named, section):
+    path = write(f"{section}{{seed_everything: 1,\n config: {named}}}\n")
+    with pytest.raises(ValueError, match=r"run\.yaml:2: 'config' is .* would be passed over\. Give both on the command"):
+        read(path, command="fit")
+
+
+@pytest.mark.parametrize("named", ["null", "[]"])
+def test_a_configuration_that_could_have_named_another(write, named):
+    assert read(write(f"seed_everything: 1\nconfig: {named}\n"), command="fit").tree["seed_everything"] == 1
+
+
 def test_a_key_given_twice(write):
     with pytest.raises(ValueError, match=r"^run.yaml:4: trainer.max_epochs is given twice, on line 2 too.*Keep one\.$"):
         read(write("trainer:\n  max_epochs: 1\n  min_epochs: 1\n  max_epochs: 2\n"), command="fit")
