@@ -89,7 +89,9 @@ def test_no_settings(write):
 @pytest.mark.parametrize("section", ["", "fit: "])
 def test_a_configuration_that_names_another(write, named, section):
     path = write(f"{section}{{seed_everything: 1,\n config: {named}}}\n")
-    with pytest.raises(ValueError, match=r"run\.yaml:2: 'config' is .* would be passed over\. Give both on the command"):
+    with pytest.raises(
+        ValueError, match=r"run\.yaml:2: 'config' is .* would be passed over\. Give both on the command"
+    ):
         read(path, command="fit")
 
 
