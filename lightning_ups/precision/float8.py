@@ -232,9 +232,10 @@ class Float8Precision(PolicyPrecision):
             return
         apart = f" but for {len(done.shared)} that other layers have too" if done.shared else ""
         gathered = f", gathered in float8{apart}" if self.gathers_float8 else ""
+        coarser = ", gradients in e5m2" if self.number_format == "hybrid" else ""
         report.note(
             "Precision",
-            f"{len(done.converted)} linear layers multiply in float8, {self.recipe}{gathered};"
+            f"{len(done.converted)} linear layers multiply in float8, {self.recipe}{coarser}{gathered};"
             f" {len(done.skipped)} do not{_some(done)}",
             float8=[*done.converted],
             not_float8=dict(done.skipped),

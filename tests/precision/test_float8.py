@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -150,6 +152,12 @@ def test_what_was_converted_and_what_not_is_reported(tmp_path):
     assert len(seen[0]["float8"]) == 6
     assert seen[0]["not_float8"] == {"head": "outside the blocks"}
     assert (seen[0]["recipe"], seen[0]["number_format"]) == ("tensorwise", "e4m3")
+
+
+def test_what_is_coarser_than_it_could_be_is_said(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, Float8Precision(number_format="hybrid", emulate=True))
+    assert "multiply in float8, tensorwise, gradients in e5m2; 1 do not" in caplog.text
 
 
 def test_a_device_that_cannot_says_what_to_do(tmp_path):
