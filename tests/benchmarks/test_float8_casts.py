@@ -27,7 +27,8 @@ def test_the_hosts_share_is_timed(import_benchmark):
 
 def test_products_are_timed_by_the_format_of_gradients(import_benchmark):
     (times,) = import_benchmark("float8_casts").CASES["products"]()["shapes"].values()
-    assert min(times.values()) > 0
+    assert min(time for what, time in times.items() if "off" not in what) > 0
+    assert times["fast sums off by"] == 0, "which a CPU does not have"
     assert times["e4m3 to e5m2"] == pytest.approx(times["e4m3"] / times["e5m2"], rel=2e-3)
 
 
