@@ -112,6 +112,8 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
         cases[f"losses bf16 seed {seed}"] = partial(losses, "bf16", seed=seed, tiny=tiny)
     for name in ("autocast", *FLOAT8, *engine):
         cases[f"losses {name} seed 0"] = partial(losses, name, seed=0, tiny=tiny)
+    if engine:  # with gradients as `tensorwise` has them, too
+        cases["losses te current e4m3 seed 0"] = partial(losses, "te current e4m3", seed=0, tiny=tiny)
     for seed in SEEDS[1:]:
         for name in ("autocast", *reversed(FLOAT8)):
             cases[f"losses {name} seed {seed}"] = partial(losses, name, seed=seed, tiny=tiny)
@@ -259,8 +261,9 @@ def precision(name: str, *, tiny: bool) -> Any:
     if name == "autocast":
         return BF16Precision(weights="autocast")
     if name.startswith("te "):
-        more: dict[str, Any] = {"amax_history": 16} if name == "te delayed" else {}
-        return TEPrecision(recipe=name.removeprefix("te "), **more)  # type: ignore[arg-type]
+        recipe, *own = name.removeprefix("te ").split()
+        more: dict[str, Any] = {"amax_history": 16} if recipe == "delayed" else {}
+        return TEPrecision(recipe=recipe, number_format=(*own, None)[0], **more)  # type: ignore[arg-type]
     if name == "auto":
         chosen = Float8Precision(filter="auto", emulate=tiny)
         chosen.timer = _made_up if tiny else None

@@ -36,6 +36,12 @@ def test_every_set_has_its_configurations(float8, tmp_path):
     ]
 
 
+def test_a_recipe_of_transformer_engine_may_have_a_format(float8):
+    finer, own = (float8.precision(f"te current{more}", tiny=True) for more in (" e4m3", ""))
+    assert (finer.recipe, finer.number_format) == ("current", "e4m3")
+    assert (own.recipe, own.number_format) == ("current", None)
+
+
 def test_hybrid_is_tensorwise_with_gradients_in_e5m2(float8):
     pytest.importorskip("torchao")
     hybrid, plain = (float8.precision(name, tiny=True) for name in (float8.HYBRID, "tensorwise"))
