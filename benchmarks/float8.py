@@ -8,7 +8,7 @@
     python benchmarks/float8.py --set recipes-te --output OUT     # and of Transformer Engine
     python benchmarks/float8.py --set seeds --output OUT          # torchao's recipes from bf16's other seeds, too
     python benchmarks/float8.py --set hybrid --output OUT         # tensorwise with gradients in e5m2: speed and losses
-    python benchmarks/float8.py --set losses-8B --output OUT      # tensorwise beside bf16 at 8 B, over two GPUs
+    python benchmarks/float8.py --set losses-8B --output OUT      # tensorwise and hybrid beside bf16: 8 B on two GPUs
     python benchmarks/float8.py --set predict-gpt --output OUT    # what float8 would gain for two models, and
     python benchmarks/float8.py --set predict-other --output OUT  # for two more; commit OUT now
     python benchmarks/float8.py --set predict-narrow --output OUT # for one in which it should lose
@@ -170,14 +170,14 @@ def _possible(names: Sequence[str], *, tiny: bool, output: Path) -> list[str]:
         raise SystemExit(f"{lack}. Install it, or use --only.")
     theirs = [name for name in names if " te " in name]
     if theirs and (lack := unloadable("transformer_engine", what=repr(theirs[0]), load=_engine)):
-        names = _without_these(names, theirs, lack, cure="Install Transformer Engine for this torch and CUDA.")
+        names = _left(names, theirs, lack, cure="Install Transformer Engine for this torch and CUDA.")
     sharded = [name for name in names if _ranks(name) > 1]
     if sharded and not tiny and (lack := unmet_gpus(SHARDS, what=repr(sharded[0]))):
-        names = _without_these(names, sharded, lack, cure="Use a machine that has them.")
+        names = _left(names, sharded, lack, cure="Use a machine that has them.")
     return list(names)
 
 
-def _without_these(names: Sequence[str], out: Sequence[str], lack: str, *, cure: str) -> list[str]:
+def _left(names: Sequence[str], out: Sequence[str], lack: str, *, cure: str) -> list[str]:
     print(f"{lack}: left out, with {len(out) - 1} others", flush=True)
     if left := [name for name in names if name not in out]:
         return left
@@ -386,9 +386,8 @@ def _fit(
     )  # fmt: skip
     with left_on_device(module):
         trainer.fit(module, data)
-    found = trainer.strategy.reduce(
-        torch.stack(kept.found).float(), reduce_op="mean"
-    )  # over ranks, each of which has its own batches
+    # Over ranks, each of which has its own batches.
+    found = trainer.strategy.reduce(torch.stack(kept.found).float(), reduce_op="mean")
     return {
         "step_ms": clock.step_ms,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
@@ -596,11 +595,10 @@ def _bands(found: Mapping[str, Any]) -> list[str]:
     rows = {name.removeprefix("losses_"): result for name, result in found.items() if name.startswith("losses_")}
     large = {name: result for name, result in rows.items() if name.startswith("8B_")}
     small = {name: result for name, result in rows.items() if name not in large}
-    return [line for some in (small, large) if some for line in (*_band(some), "")]
+    return [line for some, bf16 in ((small, "bf16"), (large, "8B_bf16")) if some for line in (*_band(some, bf16), "")]
 
 
-def _band(rows: Mapping[str, Any]) -> list[str]:
-    bf16 = next((name.partition("bf16")[0] for name in rows if "bf16" in name), "") + "bf16"
+def _band(rows: Mapping[str, Any], bf16: str) -> list[str]:
     band = [result["last_tenth"] for name, result in rows.items() if name.startswith(bf16)]
     lines = ["| run | mean loss of the last tenth | to bf16's with its seed | within the band of bf16's seeds |"]
     lines.append("|---|---|---|---|")

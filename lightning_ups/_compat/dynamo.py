@@ -91,7 +91,7 @@ def backend_compiler(backend: str, *, mode: str, dynamic: bool | None) -> Backen
 
 
 def traces_for_cuda_graphs() -> bool:
-    """Return whether what Dynamo traces now will be recorded as CUDA graphs and replayed, without its host.
+    """Return whether what Dynamo traces now is meant to be recorded as CUDA graphs and replayed, without its host.
 
     A backend says so by ``records_cuda_graphs``, unless it is one of torch's.
     """
@@ -99,6 +99,7 @@ def traces_for_cuda_graphs() -> bool:
         named: Any = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:  # nothing is traced
         return False
+    named = getattr(getattr(named, "__self__", None), "backend_compile_fn", named)  # DDP's, which splits a graph first
     named = getattr(named, "_torchdynamo_orig_backend", named)
     own = getattr(getattr(named, "compiler_fn", named), "records_cuda_graphs", None)
     if own is not None:

@@ -102,17 +102,13 @@ def read(source: str, *, command: str) -> Layer:
     """
     name, content, folder = _content(source)
     tree, lines = _loaded(name, content)
+    _refuse_another(Layer(name=name, tree=tree, lines=lines))
     # A pipe, such as <(envsubst < run.yaml), gives its text once: the parser takes what was read.
     whole = folder is not None or name != source or "://" in source
     if isinstance(tree.get(command), dict):  # a file for several commands, with sections such as "fit:" and "test:"
         lines = {keys[1:]: line for keys, line in lines.items() if keys[:1] == (command,)}
         tree, whole = tree[command], False
-    if items(tree.get("config")):
-        raise ValueError(
-            f"{name}:{lines['config',]}: 'config' is {tree['config']!r}."
-            " A configuration that another one names would be passed over."
-            " Give both on the command line, the stronger one last: --config ... --config ...."
-        )
+        _refuse_another(Layer(name=name, tree=tree, lines=lines))
     if isinstance(tree.get("trainer"), str):  # the section may be a file of its own
         _, content, _ = _content(str((folder or Path()) / tree["trainer"]))
         (tree["trainer"], _), whole = _loaded(tree["trainer"], content), False
@@ -125,9 +121,19 @@ def read(source: str, *, command: str) -> Layer:
                     f"{name} gives {key!r} twice, with a dot and below 'trainer'. One would be lost. Keep one of them."
                 )
             tree["trainer"][_DOTTED_LISTS[key]] = tree.pop(key)
-            lines["trainer", _DOTTED_LISTS[key]] = lines[key,]
+            if (key,) in lines:  # and not merged from elsewhere
+                lines["trainer", _DOTTED_LISTS[key]] = lines[key,]
         whole = False
     return Layer(name=name, tree=tree, folder=folder, lines=lines, whole=whole)
+
+
+def _refuse_another(layer: Layer) -> None:
+    if items(layer.tree.get("config")):
+        raise ValueError(
+            f"{layer.place('config')}: 'config' is {layer.tree['config']!r}."
+            " A configuration that another one names would be passed over."
+            " Give both on the command line, the stronger one last: --config ... --config ...."
+        )
 
 
 def _content(source: str) -> tuple[str, str, Path | None]:

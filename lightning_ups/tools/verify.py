@@ -55,6 +55,7 @@ _ROUNDINGS: Mapping[str, Rounding] = {
     "block": "block",
 }
 _HYBRID = ("delayed", "current")  # unless the precision has another format
+_COARSER: Mapping[Rounding, Rounding] = {"tensor": "tensor, hybrid", "block": "block, hybrid"}
 
 
 _LOOKED_UP = ("best", "hpc", "last")  # by callbacks and folders of a run
@@ -225,7 +226,10 @@ class _References:
             return "float32, each weight disturbed in its last bits"
         name = str(policy.param).removeprefix("torch.")
         recipe = _recipe(self._trial.precision)
-        return name if recipe is None else f"{name}, products in float8 {recipe}"
+        if recipe is None:
+            return name
+        coarser = ", gradients in e5m2" if _rounding(recipe, self._trial.precision).endswith("hybrid") else ""
+        return f"{name}, products in float8 {recipe}{coarser}"
 
     @contextmanager
     def _rounded_products(self, module: LightningModule) -> Iterator[None]:
@@ -300,9 +304,8 @@ def _recipe(precision: Precision) -> str | None:
 
 
 def _rounding(recipe: str, asked: Any) -> Rounding:
-    found = _ROUNDINGS[recipe]
     chosen = getattr(asked, "number_format", None) or ("hybrid" if recipe in _HYBRID else "e4m3")
-    return "tensor, hybrid" if (found, chosen) == ("tensor", "hybrid") else found
+    return _COARSER.get(_ROUNDINGS[recipe], _ROUNDINGS[recipe]) if chosen == "hybrid" else _ROUNDINGS[recipe]
 
 
 class _WatchSteps(Callback):

@@ -14,7 +14,9 @@ from lightning_ups.transforms.forward import Forward, replaced_forward
 
 __all__ = ["Rounding", "rounded", "rounded_linears"]
 
-Rounding = Literal["tensor", "tensor, hybrid", "row", "row, gradient of the weight exact", "block"]  # hybrid: by e5m2
+Rounding = Literal[  # hybrid: gradients in e5m2
+    "tensor", "tensor, hybrid", "row", "row, gradient of the weight exact", "block", "block, hybrid"
+]
 _BLOCK = 32
 
 
@@ -71,7 +73,7 @@ class _Product(torch.autograd.Function):
 
 
 def _per(rounding: Rounding) -> Literal["tensor", "row", "block"]:
-    return "tensor" if rounding.startswith("tensor") else "block" if rounding == "block" else "row"
+    return "tensor" if rounding.startswith("tensor") else "block" if rounding.startswith("block") else "row"
 
 
 def _rows(x: Tensor, per: Literal["tensor", "row", "block"]) -> Tensor:

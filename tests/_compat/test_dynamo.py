@@ -4,7 +4,9 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ups._compat import dynamo
 from tests import backends
@@ -58,6 +60,28 @@ def test_who_traces_for_cuda_graphs(options, wanted):
         torch.compile(lambda x: x + look(), fullgraph=True, **options)(torch.ones(2))
     assert seen == [wanted]
     assert not dynamo.traces_for_cuda_graphs()
+
+
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"backend": "eager"}])
+def test_ddp_that_splits_graphs_hides_nobody(tmp_path, options):
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look():
+        seen.append(dynamo.traces_for_cuda_graphs())
+        return 1
+
+    class Asking(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + look()
+
+    torch.compiler.reset()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        torch.compile(DistributedDataParallel(Asking(2, 2)), **options)(torch.ones(2, 2))
+    finally:
+        dist.destroy_process_group()
+    assert seen == ["mode" in options]
 
 
 def test_settings_of_inductor_say_so_too():

@@ -193,7 +193,12 @@ def test_speeds_and_losses_by_recipe_are_as_told():
     assert re.findall(r"which\sare (\S+), (\S+) and (\S+):", page) == [
         tuple(f"{ends[f'losses_bf16_seed_{seed}']:.3f}" for seed in (0, 1, 2))
     ]
-    names = {"BF16Precision": "bf16", "the same by autocast": "autocast", "number_format: hybrid": "hybrid"}
+    names = {
+        "BF16Precision": "bf16",
+        "the same by autocast": "autocast",
+        "number_format: hybrid": "hybrid",
+        "losses from another card": "tensorwise",
+    }
     names |= {each: f"te_{each}" for each in ("current", "delayed", "block")}
     told = {}
     for line in re.findall(r"^\| (?!\|).*", page, flags=re.MULTILINE):

@@ -146,9 +146,12 @@ def test_kept_plans_name_scripts_and_options_that_there_are(script, import_bench
                 known += (BENCHMARKS / "cases.py").read_text() if "main(" in known and "from cases" in known else ""
                 for option in (word for word in words if word.startswith("--")):
                     assert f'"{option}"' in known, f"{run.name}: {option}"
-    llama = import_benchmark("llama")
+    llama, float8 = import_benchmark("llama"), import_benchmark("float8")
     for run in runs:
         words = shlex.split(run.command)
+        for script_name, option, choice in zip(words, words[1:], words[2:], strict=False):
+            if script_name == "benchmarks/float8.py" and option == "--set":
+                assert choice.rstrip(";") in float8.SETS
         if "benchmarks/llama.py" in words:
             assert words[words.index("--row") + 1] in llama.rows()
             sides = words[words.index("--sides") + 1 : words.index("--rounds")] if "--sides" in words else []

@@ -89,6 +89,19 @@ def test_tensor_parallel_after_conversion_trains_as_one_device(ranks, tmp_path, 
     assert (names, types, converted) == ([*wide.Wide().state_dict()], ({torch.Tensor}, {torch.float32}), 4)
 
 
+@pytest.mark.parametrize(
+    ("options", "strategy"), [({}, None), ({"all_gather": False}, None), ({}, wide.TENSOR_PARALLEL)],
+    ids=["gathered in float8", "gathered", "split"],
+)  # fmt: skip
+def test_the_format_of_gradients_is_kept_over_ranks(ranks, tmp_path, options, strategy):
+    fine, coarse = (
+        ranks(losses, tmp_path, {**options, "number_format": chosen}, strategy)[0] for chosen in ("e4m3", "hybrid")
+    )
+    assert fine[0] == coarse[0], "forward is the same"
+    assert fine[1:] != coarse[1:]
+    assert fine == pytest.approx(coarse, rel=2e-2)
+
+
 @pytest.mark.slow
 def test_tensor_parallel_and_sharding_together(four_ranks, tmp_path):
     found = four_ranks(on_four, tmp_path)

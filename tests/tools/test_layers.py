@@ -95,6 +95,24 @@ def test_a_configuration_that_names_another(write, named, section):
         read(path, command="fit")
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("base: &b\n  config: x.yaml\n<<: *b\n", "run.yaml: "),
+        ("base: &b\n  config: x.yaml\nfit:\n  <<: *b\n", "run.yaml: "),
+        ("config: x.yaml\nfit: {trainer: {}}\n", "run.yaml:1: "),
+    ],
+)
+def test_a_configuration_that_names_another_from_elsewhere(write, text, place):
+    with pytest.raises(ValueError, match=f"^{place}'config' is 'x.yaml'"):
+        read(write(text), command="fit")
+
+
+def test_lists_with_a_dot_may_be_merged_from_elsewhere(write):
+    tree = read(write("base: &b\n  trainer.callbacks+: [Compile]\n<<: *b\n"), command="fit").tree
+    assert tree["trainer"] == {"callbacks+": ["Compile"]}
+
+
 @pytest.mark.parametrize("named", ["null", "[]"])
 def test_a_configuration_that_could_have_named_another(write, named):
     assert read(write(f"seed_everything: 1\nconfig: {named}\n"), command="fit").tree["seed_everything"] == 1

@@ -77,6 +77,7 @@ RIGHT = {
         (TEPrecision(recipe="delayed"), "tensor, hybrid"),
         (TEPrecision(recipe="current", number_format="e4m3"), "tensor"),
         (TEPrecision(recipe="block"), "block"),
+        (TEPrecision(recipe="block", number_format="hybrid"), "block, hybrid"),
     ],
 )
 def test_what_is_compared_with_rounds_as_the_precision_does(precision, wanted):
