@@ -67,7 +67,7 @@ class Look(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.looks = trainer.global_step in self.steps
 
-    def _see(self, name: str, trainer: Any, _: nn.Module, __: Any, gradients: tuple[Tensor, ...]) -> None:
+    def _see(self, name: str, trainer: Any, _: nn.Module, __: Any, gradients: Any) -> None:
         if self.looks:
             self.found[f"{name}, step {trainer.global_step}"] = losses_of(gradients[0])
 
