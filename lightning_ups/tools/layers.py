@@ -128,11 +128,15 @@ def read(source: str, *, command: str) -> Layer:
 
 
 def _refuse_another(layer: Layer) -> None:
-    if items(layer.tree.get("config")):
+    if others := items(layer.tree.get("config")):
+        files = [other for other in others if isinstance(other, str)] or ["OTHER.yaml"]
+        words = " ".join(
+            f"--config {file}" for file in (*files, "THIS.yaml" if layer.name == "--config" else layer.name)
+        )
         raise ValueError(
             f"{layer.place('config')}: 'config' is {layer.tree['config']!r}."
             " A configuration that another one names would be passed over."
-            " Give both on the command line, the stronger one last: --config ... --config ...."
+            f" Give both on the command line, the stronger one last: {words}"
         )
 
 

@@ -104,7 +104,7 @@ def test_a_configuration_that_names_another(write, named, section):
     ],
 )
 def test_a_configuration_that_names_another_from_elsewhere(write, text, place):
-    with pytest.raises(ValueError, match=f"^{place}'config' is 'x.yaml'"):
+    with pytest.raises(ValueError, match=rf"^{place}'config' is 'x.yaml'\..* --config x\.yaml --config run\.yaml$"):
         read(write(text), command="fit")
 
 
