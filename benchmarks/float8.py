@@ -120,7 +120,6 @@ def _cases(*, tiny: bool, output: Path) -> dict[str, Callable[[], dict[str, Any]
     cases[f"speed {HYBRID}"] = partial(speed, HYBRID, tiny=tiny)
     for seed in SEEDS:
         cases[f"losses {HYBRID} seed {seed}"] = partial(losses, HYBRID, seed=seed, tiny=tiny)
-    for seed in SEEDS:
         for name in ("bf16", "tensorwise", HYBRID):
             cases[f"losses 8B {name} seed {seed}"] = partial(losses_sharded, name, seed=seed, tiny=tiny)
     for model in MODELS:
@@ -289,9 +288,9 @@ def losses(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
     steps, seq, batch = (6, 32, 2) if tiny else (300, 1024, 8)
     module = GPTModule(size="tiny" if tiny else "1B", vocab_size=256, max_seq_len=seq, warmup_steps=steps // 10)
     data = StdlibText(seq_len=seq, batch_size=batch, seed=seed)
-    found = _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny, seed=seed)
-    tail = found["losses"][-steps // 10 :]
-    return found | {"last_tenth": sum(tail) / len(tail)}
+    return _with_end(
+        _fit(module, data, precision(name, tiny=tiny), steps=steps, warmup=steps // 3, compiled=not tiny, seed=seed)
+    )
 
 
 def losses_sharded(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
@@ -311,7 +310,11 @@ def losses_sharded(name: str, *, seed: int, tiny: bool) -> dict[str, Any]:
         warmup=steps // 3, compiled=not tiny, seed=seed, callbacks=[ActivationCheckpoint(save="matmuls")],
         strategy=FSDP2Strategy(meta_device=True, initialise_on="device"), devices=SHARDS,
     )  # fmt: skip
-    tail = found["losses"][-steps // 10 :]
+    return _with_end(found)
+
+
+def _with_end(found: dict[str, Any]) -> dict[str, Any]:
+    tail = found["losses"][-len(found["losses"]) // 10 :]
     return found | {"last_tenth": sum(tail) / len(tail)}
 
 

@@ -24,18 +24,12 @@ from lightning_ups.data import StdlibText
 from lightning_ups.models import GPTModule
 from lightning_ups.models.gpt import Size
 from lightning_ups.precision import BF16Precision
+from lightning_ups.transforms.verify_rounding import rounded
 
 ON_GPU = torch.cuda.is_available()
 FORMATS: Mapping[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 STEPS = 300
 LOOKED_AT = (1, 20, 100, 200, STEPS - 1)
-
-
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``values`` as float8 holds them with one scale, in float32."""
-    largest = torch.finfo(dtype).max
-    scale = (largest / values.abs().max().double().clamp(min=1e-12)).float()
-    return (values * scale).clamp(-largest, largest).to(dtype).float() / scale
 
 
 def losses_of(gradient: Tensor) -> dict[str, float]:
@@ -44,7 +38,7 @@ def losses_of(gradient: Tensor) -> dict[str, float]:
     norm, count = values.norm(), (values != 0).sum()
     found = {"peak": values.abs().max() / values.square().mean().sqrt()}
     for name, dtype in FORMATS.items():
-        held = rounded(values, dtype)
+        held = rounded(values, per="tensor", dtype=dtype)
         found[f"{name} error"] = (held - values).norm() / norm
         found[f"{name} zeros"] = ((held == 0) & (values != 0)).sum() / count
     return {name: value.item() for name, value in found.items()}

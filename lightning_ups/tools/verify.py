@@ -305,7 +305,8 @@ def _recipe(precision: Precision) -> str | None:
 
 def _rounding(recipe: str, asked: Any) -> Rounding:
     chosen = getattr(asked, "number_format", None) or ("hybrid" if recipe in _HYBRID else "e4m3")
-    return _COARSER.get(_ROUNDINGS[recipe], _ROUNDINGS[recipe]) if chosen == "hybrid" else _ROUNDINGS[recipe]
+    rounding = _ROUNDINGS[recipe]
+    return _COARSER.get(rounding, rounding) if chosen == "hybrid" else rounding
 
 
 class _WatchSteps(Callback):

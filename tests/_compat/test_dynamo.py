@@ -35,6 +35,20 @@ def test_backends_are_those_of_torch_and_of_the_user():
     assert not {"eager", "eager_debug", "invoke_subgraph"} & set(some)
 
 
+def looking(error=None):
+    """Return what is seen while Dynamo traces, and the function that sees it, which may end the tracing."""
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look():
+        seen.append(dynamo.traces_for_cuda_graphs())
+        if error is not None:
+            raise error
+        return 1
+
+    return seen, look
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
@@ -48,14 +62,8 @@ def test_backends_are_those_of_torch_and_of_the_user():
     ],
 )
 def test_who_traces_for_cuda_graphs(options, wanted):
-    seen = []
-
-    @torch.compiler.assume_constant_result
-    def look():
-        seen.append(dynamo.traces_for_cuda_graphs())
-        raise NotImplementedError  # so that nothing is compiled
-
     torch.compiler.reset()
+    seen, look = looking(NotImplementedError)  # so that nothing is compiled
     with pytest.raises(Exception, match="NotImplementedError"):
         torch.compile(lambda x: x + look(), fullgraph=True, **options)(torch.ones(2))
     assert seen == [wanted]
@@ -64,12 +72,7 @@ def test_who_traces_for_cuda_graphs(options, wanted):
 
 @pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"backend": "eager"}])
 def test_ddp_that_splits_graphs_hides_nobody(tmp_path, options):
-    seen = []
-
-    @torch.compiler.assume_constant_result
-    def look():
-        seen.append(dynamo.traces_for_cuda_graphs())
-        return 1
+    seen, look = looking()
 
     class Asking(nn.Linear):
         def forward(self, x):
@@ -85,12 +88,7 @@ def test_ddp_that_splits_graphs_hides_nobody(tmp_path, options):
 
 
 def test_settings_of_inductor_say_so_too():
-    seen = []
-
-    @torch.compiler.assume_constant_result
-    def look():
-        seen.append(dynamo.traces_for_cuda_graphs())
-        return 1
+    seen, look = looking()
 
     with dynamo.inductor_config.patch({"triton.cudagraphs": True}):
         torch.compiler.reset()

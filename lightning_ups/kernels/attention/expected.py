@@ -87,11 +87,11 @@ class _Backend:
             late = sorted(one.time for one in every if one.waited)
             self.host = late[len(late) * 3 // 4] if len(late) >= _LATE_ROWS else 0.0
             self.quick = [one for one in every if not self.host or not (one.waited or one.time <= self.host)] or every
-            if replayed:
-                self.host, every = 0.0, self.quick
         else:
-            self.host, self.quick = 0.0 if replayed else host, every
-            every = [one._replace(time=max(one.time, self.host)) for one in every]
+            self.host, self.quick = host, every
+            every = [one._replace(time=max(one.time, host)) for one in every]
+        if replayed:
+            self.host, every = 0.0, self.quick
         self.every = every
         self._slowness = [(one, math.log(one.time / one.work)) for one in self.quick]
         alone = [self._alone(one.place)(one.place.filling, one.work) for one in every]
