@@ -1,6 +1,5 @@
 import copy
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups._compat.float8_graph import find_maxima_apart, leaner_casts, leave_out_clamps
 from lightning_ups.transforms.float8 import float8_swap
+from tests.compiled_afresh import compiled_afresh
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -55,14 +55,6 @@ class Kept:
         self.graphs.append(copy.deepcopy(graph))
 
 
-@contextmanager
-def afresh():
-    """Compile anew, and without vectors: for each set of them inductor tries the compiler first."""
-    torch.compiler.reset()
-    with config.patch({"fx_graph_cache": False, "cpp.vec_isa_ok": False}):
-        yield
-
-
 def trained(net, *, backend="inductor"):
     torch.manual_seed(1)
     x = torch.randn(16, 32).bfloat16().requires_grad_()
@@ -80,7 +72,7 @@ def graphs():
         kept(graph.graph)
         return make_boxed_func(graph.forward)
 
-    with afresh(), config.patch(joint_custom_pre_pass=kept):
+    with compiled_afresh(joint_custom_pre_pass=kept):
         trained(SwiGLU(), backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=keep))
     return dict(zip(("joint", "forward", "backward"), kept.graphs, strict=True))
 
@@ -240,9 +232,9 @@ def test_what_may_be_empty_has_its_maximum_where_it_was():
 def test_compiled_training_is_bit_for_bit_the_same():
     torch.manual_seed(0)
     net, kept = Joined(), Kept()
-    with afresh():
+    with compiled_afresh():
         expected = trained(copy.deepcopy(net))
-    with afresh(), leaner_casts():
+    with compiled_afresh(), leaner_casts():
         passes = config.joint_custom_pre_pass, config.post_grad_custom_pre_pass
         assert len({passed.uuid() for passed in passes}) == 2  # known to caches, and told apart
         with config.patch(post_grad_custom_post_pass=kept):

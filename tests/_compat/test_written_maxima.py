@@ -16,6 +16,7 @@ from lightning_ups._compat.written_maxima import find_where_written, pieces
 from lightning_ups.kernels.float8_casts import maxima, row_order
 from lightning_ups.transforms import float8
 from lightning_ups.transforms.float8 import compiler_settings, float8_swap
+from tests.compiled_afresh import compiled_afresh
 from tests.compiled_for_cuda import attend
 from tests.interpreted import assert_equal_with_triton
 from tests.kernels.test_float8_casts import assert_same
@@ -176,10 +177,7 @@ def trained(build, settings):
     torch.manual_seed(0)
     net, seen = build().bfloat16(), []
     x = torch.randn(4, 16, 128).bfloat16().requires_grad_()
-    torch.compiler.reset()
-    # Without vectors: for each set of them inductor tries the compiler first.
-    how = {"fx_graph_cache": False, "cpp.vec_isa_ok": False, "post_grad_custom_post_pass": seen.append}
-    with settings, config.patch(how):
+    with settings, compiled_afresh(post_grad_custom_post_pass=seen.append):
         out = torch.compile(net, fullgraph=True)(x)
         out.float().square().sum().backward()
     found = sum(len(graph.find_nodes(op="call_function", target=aten.amax.default)) for graph in seen)
