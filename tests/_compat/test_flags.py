@@ -86,6 +86,7 @@ def test_tf32_is_put_back_for_every_reader_whatever_the_user_did_before():
 
 
 def test_an_inherited_precision_is_still_inherited_afterwards():
+    torch.backends.cuda.matmul.fp32_precision = "none"
     torch.backends.fp32_precision = "tf32"
     restore = save_tf32()
     write_tf32(enabled=False)
