@@ -23,6 +23,7 @@ from lightning_ups.order.refusals import check
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision
 from lightning_ups.tools.trial import Trial
 from lightning_ups.transforms.blocks import find_blocks
+from lightning_ups.transforms.checkpoint import check_file
 from lightning_ups.transforms.float8 import fitting_linears
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.verify import (
@@ -382,6 +383,7 @@ def _load_weights(trainer: Trainer, module: LightningModule, path: str) -> None:
             " It reads them on one device, from a checkpoint that is a single one."
             " Give such a file: python -m lightning_ups export --format torch makes one of a folder."
         )
+    check_file(Path(path))
     checkpoint = trainer.strategy.load_checkpoint(path)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)

@@ -1,8 +1,14 @@
 """Checkpoints by torch's distributed checkpointing (DCP): saving, loading, and the folder they live in."""
 
-from lightning_ups.transforms.checkpoint.consolidation import SavedWeights, consolidated, rest_of, write_safetensors
+from lightning_ups.transforms.checkpoint.consolidation import (
+    SavedWeights,
+    check_file,
+    consolidated,
+    rest_of,
+    write_safetensors,
+)
 from lightning_ups.transforms.checkpoint.description import MODELS, described
-from lightning_ups.transforms.checkpoint.folder import is_complete, newest, remove, unwritable
+from lightning_ups.transforms.checkpoint.folder import is_complete, newest, newest_within, remove, unwritable
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
 from lightning_ups.transforms.checkpoint.saver import Phase, Saver, SaveTimes
 from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded
@@ -14,6 +20,7 @@ __all__ = [
     "SaveTimes",
     "SavedWeights",
     "Saver",
+    "check_file",
     "consolidated",
     "described",
     "gathered",
@@ -22,6 +29,7 @@ __all__ = [
     "load_weights",
     "named_state",
     "newest",
+    "newest_within",
     "numbered",
     "remove",
     "resolve",

@@ -16,7 +16,7 @@ from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedRead
 from lightning_ups.transforms.checkpoint.saving import numbered
 from lightning_ups.transforms.checkpoint.state import as_kept
 
-__all__ = ["Everything", "SavedWeights", "consolidated", "rest_of", "write_safetensors"]
+__all__ = ["Everything", "SavedWeights", "check_file", "consolidated", "rest_of", "write_safetensors"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -38,7 +38,7 @@ class SavedWeights(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         if path.is_file():
             saved, _ = meta.loaded(path, needless=Everything(), mmap=True)
-            state = saved.get("state_dict", saved)
+            state = meta.weights(path, saved)
             self._reader, self._prefix = SlicedReader({n: t for n, t in state.items() if isinstance(t, Tensor)}), ""
         else:
             self._reader, self._prefix = FolderReader(path), "state_dict."
@@ -65,6 +65,12 @@ class SavedWeights(Mapping[str, Tensor]):
         """Return a tensor without memory, of the shape and type of a weight; nothing is read."""
         entry = self._entries[name]
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError if the file at ``path`` is no checkpoint from which a stock strategy goes on."""
+    saved, _ = meta.loaded(path, needless=Everything(), mmap=True)
+    meta.check_saved(path, saved, keys=("state_dict", "pytorch-lightning_version"))
 
 
 def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

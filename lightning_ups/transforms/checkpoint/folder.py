@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ __all__ = [
     "begin",
     "discard",
     "finish",
+    "holds_part",
     "interruption",
     "is_complete",
     "located",
     "mark",
     "newer",
     "newest",
+    "newest_within",
     "remove",
     "system_error",
     "take_place",
@@ -45,6 +48,7 @@ MARKER = "complete.json"
 META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
 _STARTED = "incomplete"
 _SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
+_DEEPEST = 4  # from trainer.default_root_dir: lightning_logs/version_0/checkpoints/last.ckpt
 
 
 @dataclass(frozen=True)
@@ -190,13 +194,20 @@ def is_complete(path: Path) -> bool:
 
 def located(path: Path) -> Path | None:
     """Return where the checkpoint of that ``path`` is whole, or None. A kill may have left it beside its path."""
-    candidates = [path, *(_beside(path, suffix) for suffix in (_SAVING, _PREVIOUS))]
+    candidates = [path, *(_beside(path, suffix) for suffix in (_SAVING, _PREVIOUS) if path.name)]
     return max(filter(is_complete, candidates), key=_saved_at, default=None)
 
 
 def newest(directory: Path) -> Path | None:
     """Return the whole checkpoint folder in ``directory`` that was saved last, or None."""
     return max(_whole(directory), key=_saved_at, default=None)
+
+
+def newest_within(path: Path) -> Path | None:
+    """Return the whole checkpoint that was saved last of those in the folder ``path``, or in folders of it, or None."""
+    below = chain.from_iterable(path.glob("/".join("*" * depth)) for depth in range(1, _DEEPEST + 1))
+    whole = (p for p in below if (p.suffix == ".ckpt" or p.is_dir()) and is_complete(p))
+    return max(whole, key=_saved_at, default=None)
 
 
 def newer(one: Path | None, other: Path | None) -> Path | None:
@@ -227,9 +238,15 @@ def _settle(path: Path) -> None:
         shutil.rmtree(removing)
 
 
+def holds_part(path: Path) -> bool:
+    """Return whether the folder at ``path`` has something in it of which checkpoints consist."""
+    names = (entry.name for entry in path.iterdir())
+    return any(name in (_STARTED, MARKER, META, ".metadata") or name.endswith(".distcp") for name in names)
+
+
 def _check_ours(path: Path) -> None:
     names = [entry.name for entry in path.iterdir()]
-    if names and not any(name in (_STARTED, MARKER, META, ".metadata") or name.endswith(".distcp") for name in names):
+    if names and not holds_part(path):
         raise FileExistsError(f"{path} is a folder that holds {min(names)} and no checkpoint, and would be replaced")
 
 

@@ -52,6 +52,13 @@ def resolve(path: Path) -> Path:
     if found is not None:
         return found
     beside = folder.newest(path.parent)
+    if path.is_dir() and not folder.holds_part(path):
+        inside = folder.newest_within(path)
+        cure = f"The newest whole one below it is {str(inside)!r}: give that." if inside else "There is none below it."
+        raise FileNotFoundError(
+            f"{path} is a folder, and no checkpoint. One of several files has its marker, {folder.MARKER}, beside them,"
+            f" and one of a single file ends in .ckpt. {cure}"
+        )
     what = "is not whole: the process that wrote it died, or its disk was full" if path.exists() else "does not exist"
     why = "A folder counts as a checkpoint once it holds its marker, which is written last."
     none = "No whole one is beside it" + ("; what is left of this one can be deleted." if path.exists() else ".")
@@ -126,7 +133,7 @@ def load_weights(
         _load_module(reading, SlicedReader(safetensors_slices(path)))
     elif path.is_file():
         saved, _ = _content(reading)
-        _load_module_from(reading, saved.get("state_dict", saved))
+        _load_module_from(reading, meta.weights(path, saved))
     else:
         rest, _ = _content(replace(reading, path=path / folder.META)) if (path / folder.META).exists() else ({}, {})
         _load_module(reading, FolderReader(path), prefix="state_dict.", others=rest.get(EXTRA, {}))
@@ -161,6 +168,7 @@ def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     saved, left = _content(reading)
+    meta.check_saved(reading.path, saved)
     _load_module_from(reading, saved.pop("state_dict"))
     states = saved.pop("optimizer_states", [])
     if len(states) < len(reading.optimizers):

@@ -1,15 +1,16 @@
 """What a checkpoint holds beside tensors, read without running code that it names."""
 
 import io
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from torch import Tensor
 
-__all__ = ["dumped", "loaded"]
+__all__ = ["check_saved", "dumped", "loaded", "weights"]
 
 
 def dumped(state: Any) -> bytes:
@@ -35,11 +36,12 @@ def loaded(
         The dict, and the class of everything that stayed behind, by its place.
 
     Raises:
-        ValueError: If it is no such file, or something else lies outside ``needless``.
+        ValueError: If it is no such file, holds no dict, or something else lies outside ``needless``.
+        OSError: If this user cannot read it.
     """
     if not weights_only:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap), {}
-    if path.exists() and not is_zipfile(path):
+        return _dict_in(path, torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)), {}
+    if not _is_zip(path):
         raise ValueError(
             f"{path} is no checkpoint. It is not what torch.save writes, or its end is missing, as when a disk was full"
             " or the process died. Give a file that was written whole."
@@ -51,6 +53,7 @@ def loaded(
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except UnpicklingError as error:
         raise ValueError(_refusal(path, {name: name for name in names})) from error
+    state = _dict_in(path, state)
     left = {place: name for key in state for place, name in _untrusted(state[key], key)}
     needed = {place: name for place, name in left.items() if place.partition(".")[0] not in needless}
     if needed:
@@ -58,6 +61,59 @@ def loaded(
     for key in {place.partition(".")[0] for place in left}:
         state[key] = _pruned(state[key])
     return state, left
+
+
+def weights(path: Path, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the weights in what was ``saved`` at ``path``: a state dict, alone or among the rest of a checkpoint.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    state = saved.get("state_dict", saved)
+    if not isinstance(state, dict) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(
+            f"{path} holds no weights. They are tensors by their names, alone or below 'state_dict', and it has"
+            f" {_keys(saved)}. Give a checkpoint of a Trainer, or what torch.save made of a state_dict."
+        )
+    return state
+
+
+def check_saved(path: Path, saved: Mapping[str, Any], *, keys: Sequence[str] = ("state_dict",)) -> None:
+    """Raise ValueError if what was ``saved`` at ``path`` lacks one of ``keys``, and is no checkpoint of a Trainer."""
+    lacking = [key for key in keys if key not in saved]
+    if lacking:
+        alone = "state_dict" in lacking and any(isinstance(value, Tensor) for value in saved.values())
+        raise ValueError(
+            f"{path} is no checkpoint of a Trainer: it has no {lacking[0]!r}, but {_keys(saved)}."
+            f" {'It holds weights alone. ' if alone else ''}What goes on from a checkpoint needs all that a Trainer"
+            " saves. To begin with the weights in it, call lightning_ups.transforms.checkpoint.load_weights in"
+            " on_fit_start of your module."
+        )
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        path.open("rb").close()  # `is_zipfile` takes a file that is closed to this user for one of another kind
+    except PermissionError as error:
+        raise PermissionError(
+            f"{path} cannot be read: {error.strerror}. It belongs to another user, or its mode does not allow it."
+            " Ask for the right to read it, or copy it as a user who may."
+        ) from error
+    return is_zipfile(path)
+
+
+def _dict_in(path: Path, state: Any) -> dict[str, Any]:
+    if isinstance(state, dict):
+        return state
+    raise ValueError(
+        f"{path} holds a {type(state).__name__}, and no checkpoint: that is a dict, by the names of its parts."
+        " Give a checkpoint of a Trainer, or what torch.save made of a state_dict."
+    )
+
+
+def _keys(saved: Mapping[str, Any]) -> str:
+    names = [repr(key) for key in saved]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "") if names else "nothing"
 
 
 class _Untrusted:

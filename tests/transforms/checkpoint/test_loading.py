@@ -1,4 +1,5 @@
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
-from lightning_ups.transforms.checkpoint import Saver, save_sharded
+from lightning_ups.transforms.checkpoint import SavedWeights, Saver, save_sharded
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
 from lightning_ups.transforms.checkpoint.state import named_state
 
@@ -135,6 +136,43 @@ def test_one_that_is_not_whole_names_the_newest_that_is(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         resolve(tmp_path / "none")
     assert resolve(tmp_path / "good") == tmp_path / "good"
+
+
+def test_a_folder_around_checkpoints_is_no_dead_one(tmp_path, monkeypatch):
+    (tmp_path / "run" / "version_0" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"run is a folder, and no checkpoint\. .*There is none below it\.$"):
+        resolve(tmp_path / "run")
+    torch.save({}, tmp_path / "run" / "version_0" / "checkpoints" / "old.ckpt")
+    whole = sharded_file(tmp_path / "run" / "version_0" / "checkpoints" / "last", *trained())
+    for place in (tmp_path, tmp_path / "run", whole.parent):
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint\. .*checkpoints/last': give that\.$") as refused:
+            resolve(place)
+        assert "delete" not in str(refused.value)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^\. is a folder, and no checkpoint"):
+        resolve(Path())
+
+
+@pytest.mark.parametrize(
+    ("saved", "match"),
+    [
+        ({"a.weight": torch.ones(2)}, r"has no 'state_dict', but 'a.weight'\. It holds weights alone\. .*load_weights"),
+        ({"a": 1}, r"has no 'state_dict', but 'a'\. What goes on"),
+        ([1, 2], "holds a list, and no checkpoint"),
+    ],
+)
+def test_another_file_of_torch_is_told(tmp_path, saved, match):
+    torch.save(saved, tmp_path / "c.ckpt")
+    with pytest.raises(ValueError, match=match):
+        load(tmp_path / "c.ckpt", module=Net(), optimizers=[])
+
+
+@pytest.mark.parametrize("saved", [{"a": 1}, {"state_dict": {}}, {}, [1]])
+def test_a_file_without_weights_is_told(tmp_path, saved):
+    torch.save(saved, tmp_path / "c")
+    for read in (lambda: load_weights(Net(), tmp_path / "c"), lambda: SavedWeights(tmp_path / "c")):
+        with pytest.raises(ValueError, match=r"c holds (no weights|a list)"):
+            read()
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "file", "state dict", "folder"])

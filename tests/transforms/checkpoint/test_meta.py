@@ -2,6 +2,7 @@ import argparse
 import functools
 import os
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +73,17 @@ def test_what_is_needed_is_refused_by_name(tmp_path):
 def test_a_file_that_is_no_checkpoint(tmp_path, content):
     (tmp_path / "m").write_bytes(content)
     with pytest.raises(ValueError, match=r"m is no checkpoint\. .*Give a file that was written whole\.$"):
+        meta.loaded(tmp_path / "m")
+
+
+def test_a_file_of_another_user(tmp_path, monkeypatch):
+    write(tmp_path / "m", {})
+
+    def refused(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(PermissionError, match=r"m cannot be read: Permission denied\. It belongs to another user"):
         meta.loaded(tmp_path / "m")
 
 
