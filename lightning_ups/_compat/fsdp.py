@@ -39,7 +39,9 @@ __all__ = [
     "held_parameters",
     "initialise",
     "move_own_tensors",
+    "noting_reductions",
     "putting_together",
+    "reducing_last",
     "rehome",
     "replaced",
     "settle",
@@ -103,15 +105,16 @@ def initialise(root: FSDPModule) -> None:
     """Make ``root`` the root of all sharded modules inside it, which otherwise the first to run becomes."""
     root._get_fsdp_state()._lazy_init()
     states = _states(root)
+    context: Any = root._get_fsdp_state()._state_ctx
+    context.note_reduced, context.puts_off = None, False
     for state in states:
         _gather_unseen(state)
         find_in_objects(state)
         for group in _groups(state):
             _type_of_frozen(group)
-            _reduce_rightly(group)
+            _reduce_rightly(group, context)
             for held in group.fsdp_params:
                 held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
-    context: Any = root._get_fsdp_state()._state_ctx
     context.stop_keeping = keep_for_derivatives(states, [group for state in states for group in _groups(state)])
 
 
@@ -148,21 +151,98 @@ def _accumulate_if_gathered(held: Any) -> None:
         type(held).to_accumulated_grad_if_needed(held)
 
 
-def _reduce_rightly(group: Any) -> None:
+def _reduce_rightly(group: Any, context: Any) -> None:
     reached: set[Any] = set()
 
     def post_backward(*_: Any) -> None:
+        if context.puts_off and group.reduce_grads:
+            _keep_whole(group)
+            return
         none_yet = _fill_up(group, reached)
         # Torch leaves in the type of the forward what only the last microbatch reached, and then reduces none of them.
         left = [held for held in group.fsdp_params if held.unsharded_accumulated_grad is None]
         if len(left) < len(group.fsdp_params):
             for held in left:
                 _accumulate_if_gathered(held)
+        if context.note_reduced is not None and group.reduce_grads:
+            context.note_reduced([_name(held) for held in group.fsdp_params if _has_gradient(held)])
         type(group).post_backward(group)
         for held in none_yet:
             held.sharded_param.grad = None
 
     group.post_backward = _untraced(post_backward)
+
+
+def _keep_whole(group: Any) -> None:
+    """Let ``group`` keep the gradients that a backward left there, as if no reduction were due."""
+    group.reduce_grads = False
+    try:
+        type(group).post_backward(group)
+    finally:
+        group.reduce_grads = True
+    group._training_state = TrainingState.IDLE  # so that it is gathered if it is reached again, and is ended at the end
+
+
+def _has_gradient(held: Any) -> bool:
+    if held.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(held, "_unsharded_param") and held._unsharded_param.grad is not None
+
+
+@contextmanager
+def noting_reductions(root: FSDPModule, note: Callable[[list[str]], None]) -> Iterator[None]:
+    """Call ``note`` with the names of what each group is about to reduce, while the context is open."""
+    context: Any = root._get_fsdp_state()._state_ctx
+    context.note_reduced = note
+    try:
+        yield
+    finally:
+        context.note_reduced = None
+
+
+@contextmanager
+def reducing_last(root: FSDPModule, on_any: Callable[[list[bool]], list[bool]]) -> Iterator[None]:
+    """Reduce what has a gradient on any rank when a backward has ended, in one order, while the context is open.
+
+    A rank that lacks one of these gradients counts it as zero. Until then gradients are kept whole.
+
+    Args:
+        root: The outermost sharded module.
+        on_any: Is given, in each backward, which parameters have a gradient here, and returns which have one on any
+            rank; all ranks call it at once.
+    """
+    states, context = _states(root), root._get_fsdp_state()._state_ctx
+
+    def end(state: Any) -> None:
+        context.puts_off = False  # type: ignore[attr-defined]
+        try:
+            _count_missing_as_zero(root, on_any)
+            type(state)._root_post_backward_final_callback(state)
+        finally:
+            context.puts_off = True  # type: ignore[attr-defined]
+
+    context.puts_off = True  # type: ignore[attr-defined]
+    for state in states:
+        state._root_post_backward_final_callback = partial(end, state)
+    try:
+        yield
+    finally:
+        context.puts_off = False  # type: ignore[attr-defined]
+        for state in states:
+            del state._root_post_backward_final_callback
+
+
+def _count_missing_as_zero(root: FSDPModule, on_any: Callable[[list[bool]], list[bool]]) -> None:
+    due = [(group, held) for group, held in _handles(root) if group.reduce_grads and held.sharded_param.requires_grad]
+    here = [_has_gradient(held) for _, held in due]
+    for (group, held), has, wanted in zip(due, here, on_any(here) if due else [], strict=True):
+        if has or not wanted:
+            continue
+        if not hasattr(held, "_unsharded_param"):  # of a module that has not run here
+            group.unshard()
+            group.wait_for_unshard()
+            group.reshard()
+        held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
 
 
 def _fill_up(group: Any, reached: set[Any]) -> list[Any]:
@@ -326,15 +406,7 @@ def _discard_gradients(group: Any) -> None:
 
 def unreduced(root: FSDPModule) -> list[str]:
     """Return the names of parameters whose gradient came after their group was reduced, and was left behind."""
-    return [
-        _name(held)
-        for group, held in _handles(root)
-        if group.reduce_grads
-        and (
-            held.unsharded_accumulated_grad is not None
-            or (hasattr(held, "_unsharded_param") and held._unsharded_param.grad is not None)
-        )
-    ]
+    return [_name(held) for group, held in _handles(root) if group.reduce_grads and _has_gradient(held)]
 
 
 def replaced(root: FSDPModule) -> list[str]:
@@ -507,7 +579,7 @@ def _empty_group(root: FSDPModule, *, like: Any) -> Any:
     group.reduce_grads, group.all_reduce_grads = like.reduce_grads, like.all_reduce_grads
     group.reshard_after_backward = like.reshard_after_backward
     group._reset_sharded_params = True  # it was done where the parameters come from
-    _reduce_rightly(group)
+    _reduce_rightly(group, root._get_fsdp_state()._state_ctx)
     return group
 
 

@@ -337,6 +337,9 @@ class ShardingStrategy(ModelParallelStrategy):
     def _after_evaluation(self) -> None:
         """Do what a backward would have done."""
 
+    def _note_reduced(self, names: Sequence[str]) -> None:
+        """Take note of which gradients this device is about to sum with those of the others."""
+
     def _after_averaging(self) -> None:
         """Do what follows the last backward of an optimizer step."""
 
@@ -569,21 +572,23 @@ class ShardingStrategy(ModelParallelStrategy):
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._saw_backward, self._starts_accumulation = True, not self._accumulating
         if not self._accumulating:
-            average_gradients(self._replicated, group=self._replicas, unused=self._unused)
+            if not self._unused:
+                self._note_reduced([name for name, p in self._replicated.items() if p.grad is not None])
+            average_gradients(self._replicated.values(), group=self._replicas, unused=self._unused)
             self._after_averaging()
         closure_loss = precision.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @property
-    def _replicated(self) -> list[nn.Parameter]:
+    def _replicated(self) -> Mapping[str, nn.Parameter]:
         assert self.lightning_module is not None
-        return [*recall(self.lightning_module).replicated.values()]
+        return recall(self.lightning_module).replicated
 
     def _refuse_backward_unseen(self) -> None:
         """Refuse what would let gradients be those of one device's part of the batch."""
         unaveraged = not self._saw_backward and self._replicas.size() > 1
-        if unaveraged and any(p.grad is not None for p in self._replicated):
+        if unaveraged and any(p.grad is not None for p in self._replicated.values()):
             raise RuntimeError(
                 "An optimizer is stepped after loss.backward() in training_step, of which the strategy does not hear."
                 " What stays whole on every device, such as scalars, would keep the gradient of that device's batch,"
@@ -620,8 +625,7 @@ class ShardingStrategy(ModelParallelStrategy):
     @override
     def on_train_end(self) -> None:
         check_kept()
-        if self._gathers:
-            self._poll.compare()
+        self._poll.compare()
         super().on_train_end()
 
     @override

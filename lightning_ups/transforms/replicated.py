@@ -1,6 +1,6 @@
 """Gradients of parameters, and buffers, that stay whole on every device: kept alike as DDP does."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from lightning_ups._compat.tensors import local_of
 from lightning_ups._compat.torch import NormWithStatistics
 
-__all__ = ["BufferSync", "average_gradients", "give_first"]
+__all__ = ["BufferSync", "average_gradients", "give_first", "on_any_rank"]
 
 
 @torch.no_grad()
@@ -22,14 +22,15 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
     Args:
         parameters: They have equal values on every rank.
         group: The ranks.
-        unused: Count a missing gradient as zero, since another rank may have one.
+        unused: Count a missing gradient as zero, where another rank has one.
     """
     if group.size() == 1:
         return
+    parameters = [*parameters]
+    if unused:
+        _count_missing_as_zero([p for p in parameters if p.requires_grad], group)
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in parameters:
-        if p.grad is None and unused and p.requires_grad:
-            p.grad = torch.zeros_like(p)
         if p.grad is not None and p.grad.is_sparse:
             p.grad = _average_sparse(p.grad, group)
         elif p.grad is not None:
@@ -41,6 +42,26 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def on_any_rank(here: Sequence[int], *, group: ProcessGroup, device: torch.device) -> list[int]:
+    """Return the largest of each number over ``group``, all of whose ranks must call this with as many."""
+    numbers = torch.tensor(here, dtype=torch.uint8, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return numbers.tolist()
+
+
+_DENSE, _SPARSE = 1, 2
+
+
+def _count_missing_as_zero(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+    if not parameters:
+        return
+    here = [0 if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters]
+    for p, kind in zip(parameters, on_any_rank(here, group=group, device=parameters[0].device), strict=True):
+        if p.grad is None and kind:
+            zero = torch.zeros_like(p)
+            p.grad = zero.to_sparse(1) if kind == _SPARSE else zero
 
 
 def _average_sparse(gradient: Tensor, group: ProcessGroup) -> Tensor:

@@ -12,8 +12,6 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ups.callbacks import Compile
@@ -402,38 +400,6 @@ def test_layers_that_are_skipped_at_random_are_told_of(ranks, tmp_path):
     assert ranks(told_of_layer_drop, tmp_path, 0.0) == []
     (told,) = ranks(told_of_layer_drop, tmp_path, 0.1)
     assert told.startswith("layers.0.layerdrop=0.1 asks for layers that are skipped at random")
-
-
-def branch(tmp_path, unused):
-    class Branch(cases.Case):
-        def build(self):
-            super().build()
-            self.gain = nn.Parameter(torch.tensor(1.0))
-
-        def run(self, x):
-            x = self.layers[0](x)
-            return self.head(x * self.gain if dist.get_rank() == 0 else x)
-
-    warnings.simplefilter("ignore")
-    model = Branch()
-    trainer(tmp_path, strategy=FSDP2Strategy(unused_parameters=True), devices=2).fit(model, loader())
-    gathered = [torch.zeros(()) for _ in range(2)]
-    dist.all_gather(gathered, model.gain.detach())
-    return (
-        [g.item() for g in gathered],
-        all(isinstance(p, DTensor) for p in model.layers.parameters()),
-        whole(model.head.bias).shape,
-    )
-
-
-def test_a_gradient_on_one_rank_only(ranks, tmp_path):
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        with pytest.raises(AssertionError, match="unused_parameters=True is more than this torch can do"):
-            ranks(branch, tmp_path, True)
-        return
-    (first, second), sharded, _ = ranks(branch, tmp_path, True)
-    assert first == second != 1.0
-    assert sharded
 
 
 def norm_logged(tmp_path):

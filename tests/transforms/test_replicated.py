@@ -27,6 +27,19 @@ def test_gradients_are_the_mean_in_their_own_type(ranks):
     assert ranks(averaged, True) == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, [0.5]]
 
 
+def averaged_sparse():
+    p = nn.Parameter(torch.ones(4, 2))
+    if dist.get_rank() == 0:
+        p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2), check_invariants=True)
+    idle = nn.Parameter(torch.ones(1))
+    average_gradients([p, idle], group=dist.group.WORLD, unused=True)
+    return p.grad.to_dense().tolist(), idle.grad
+
+
+def test_a_sparse_gradient_of_one_rank_and_none_of_any(ranks):
+    assert ranks(averaged_sparse) == ([[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]], None)
+
+
 def given():
     rank = dist.get_rank()
     memory = torch.arange(8.0).view(4, 2) + 10 * rank

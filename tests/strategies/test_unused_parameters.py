@@ -1,0 +1,144 @@
+"""What only some devices give a gradient: trained as by DDP where that is allowed, and refused where it is not."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_ups.strategies import FSDP2Strategy
+from tests.strategies.cases import WIDTH, Case, data, weights_of
+from tests.toys import trainer
+
+DDP = "ddp_find_unused_parameters_true"
+
+
+class Tasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+
+    def forward(self, x):
+        return self.heads[dist.get_rank() % 2](x)
+
+
+class Heads(Case):
+    """A task for each device, with a head of its own; the heads are alike, and in one group."""
+
+    def build(self):
+        super().build()
+        self.head = Tasks()
+
+
+class Dropped(Case):
+    """All devices run all blocks, and each drops what another one gave."""
+
+    def run(self, x):
+        for i, layer in enumerate(self.layers):
+            y = layer(x)
+            x = x if i == dist.get_rank() % 2 else y
+        return self.head(x)
+
+
+class LeftOut(Case):
+    """Each device leaves out another block."""
+
+    def run(self, x):
+        for i, layer in enumerate(self.layers):
+            x = x if i == dist.get_rank() % 2 else layer(x)
+        return self.head(x)
+
+
+class Idle(Case):
+    """No device uses a block in every other step, nor a scalar."""
+
+    def build(self):
+        super().build()
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.without = []
+
+    def run(self, x):
+        x, y = self.layers[0](x), self.layers[1](x)
+        return self.head(x + y * self.gain if len(self.losses) % 2 == 0 else x)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.without += [name for name, p in self.named_parameters() if p.grad is None]
+
+
+class Scalar(Case):
+    """A scalar, which stays whole, is used by the first device alone."""
+
+    def build(self):
+        super().build()
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def run(self, x):
+        x = self.layers[0](x)
+        return self.head(x + 0.1 * self.gain if dist.get_rank() == 0 else x)
+
+
+CASES = {kind.__name__: kind for kind in (Heads, Dropped, LeftOut, Idle, Scalar)}
+
+
+def trained(tmp_path, name, strategy, accumulate=1):
+    warnings.simplefilter("ignore")
+    model = CASES[name]()
+    chosen = FSDP2Strategy(timeout_minutes=0.5, **strategy) if isinstance(strategy, dict) else strategy
+    fit = trainer(
+        tmp_path, strategy=chosen, devices=dist.get_world_size(), epochs=4, accumulate_grad_batches=accumulate
+    )
+    fit.fit(model, DataLoader(data(), batch_size=2))
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    return weights_of(model), sharded, getattr(model, "without", [])
+
+
+def assert_as_ddp(ours, ddp):
+    (mine, sharded, without), (theirs, _, theirs_without) = ours, ddp
+    assert sharded
+    assert mine.keys() == theirs.keys()
+    for key, weight in mine.items():
+        torch.testing.assert_close(weight, theirs[key], rtol=1e-5, atol=1e-6)
+    assert without == theirs_without
+
+
+@pytest.mark.parametrize("name", ["Heads", "Dropped", "Idle", "Scalar"])
+@pytest.mark.parametrize("options", [{}, {"sharding": "gradients"}, {"sharding": "none"}])
+def test_it_trains_as_ddp(ranks, tmp_path, name, options):
+    options = {"unused_parameters": True, **options}
+    assert_as_ddp(ranks(trained, tmp_path, name, options), ranks(trained, tmp_path, name, DDP))
+
+
+@pytest.mark.parametrize("options", [{"sync": "last"}, {"sync": "every"}, {"sharding": "none"}])
+@pytest.mark.parametrize("name", ["Heads", "Idle"])
+def test_an_accumulation_trains_as_ddp(ranks, tmp_path, name, options):
+    options = {"unused_parameters": True, **options}
+    assert_as_ddp(ranks(trained, tmp_path, name, options, 2), ranks(trained, tmp_path, name, DDP, 2))
+
+
+def test_copies_left_out_blocks_train_as_ddp(ranks, tmp_path):
+    options = {"sharding": "none", "unused_parameters": True}
+    assert_as_ddp(ranks(trained, tmp_path, "LeftOut", options), ranks(trained, tmp_path, "LeftOut", DDP))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["Heads", "Dropped", "Idle"])
+def test_sharded_copies_train_as_ddp(four_ranks, tmp_path, name, accumulate):
+    options = {"replicate_size": 2, "unused_parameters": True}
+    ours, ddp = (four_ranks(trained, tmp_path, name, each, accumulate) for each in (options, DDP))
+    assert_as_ddp(ours, ddp)
+
+
+@pytest.mark.parametrize("name", ["Heads", "Dropped"])
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_it_is_refused_where_it_is_not_allowed(ranks, tmp_path, name, sharding):
+    with pytest.raises(AssertionError, match=r"other gradients to\s+reduce.*FSDP2Strategy\(unused_parameters=True\)"):
+        ranks(trained, tmp_path, name, {"sharding": sharding, "sigterm_every": 1})
+
+
+def test_copies_that_leave_out_blocks_are_refused(ranks, tmp_path):
+    with pytest.raises(AssertionError, match=r"sharding='none', unused_parameters=True"):
+        ranks(trained, tmp_path, "LeftOut", {"sharding": "none"})
