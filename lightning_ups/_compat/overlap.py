@@ -17,7 +17,7 @@ import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from lightning_ups._compat import graph_nodes, reduce_input
+from lightning_ups._compat import graph_nodes, partitioner, reduce_input
 from lightning_ups._compat.gathers import group_of
 from lightning_ups._compat.inductor import known_by, passes_in
 from lightning_ups._compat.optional import has
@@ -109,22 +109,38 @@ class _Bucket(CustomGraphPass):
             return
         _reduce_sums(graph)
         groups = list(dict.fromkeys(group for node in graph.nodes if (group := _place(node)) is not None))
-        module = graph.owning_module
-        function = _function()
-        if self.together and groups and module is not None and function is not None:
-            with _without_estimates():
-                function(module, **_arguments(function, groups))
-            cast_where_copied(graph)
         backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
-        if self.together and backward:
-            _reduce_copies(graph)
+        if self.together:
+            with _telling_how_to_leave_out():
+                _put_together(graph, groups)
+                if backward:
+                    _reduce_copies(graph)
         self.told(GraphCollectives(backward, before, collectives_of(graph), len(groups)))
 
     def uuid(self) -> Any:
         if (others := known_by(self.others)) is None:
             return None  # no caching, as without ours
-        code = get_hash_for_files((__file__, reduce_input.__file__, graph_nodes.__file__))
+        code = get_hash_for_files((__file__, reduce_input.__file__, graph_nodes.__file__, partitioner.__file__))
         return code, self.together, self.key, others
+
+
+def _put_together(graph: fx.Graph, groups: list[str]) -> None:
+    module, function = graph.owning_module, _function()
+    if groups and module is not None and function is not None:
+        with _without_estimates():
+            function(module, **_arguments(function, groups))
+        cast_where_copied(graph)
+
+
+@contextmanager
+def _telling_how_to_leave_out() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            "inductor's pass that puts collectives together, which overlap='none' leaves out, failed:"
+            f" {type(error).__name__}: {error}"
+        ) from error
 
 
 def _reduce_sums(graph: fx.Graph) -> None:
@@ -227,7 +243,12 @@ def _arguments(function: Callable[..., Any], groups: list[str]) -> dict[str, Any
 
 
 def _place(node: fx.Node) -> str | None:
-    return group_of(node) if _name(node) else None
+    return group_of(node) if _name(node) and not _gathers_complex(node) else None
+
+
+def _gathers_complex(node: fx.Node) -> bool:
+    # The pass gathers into memory that it gives, where alone torch does not pass complex numbers as pairs of real ones.
+    return _KINDS.get(_name(node)) == "gathers" and node.meta["val"].is_complex()
 
 
 def _function() -> Callable[..., Any] | None:

@@ -1,4 +1,4 @@
-"""AOTAutograd's split of a graph into forward and backward: who asks what it costs, and what it loses count of."""
+"""AOTAutograd's split of a graph into forward and backward: who asks what it costs, and what it gets wrong."""
 
 import inspect
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import fx
 from lightning_ups._compat.autograd import outside_modes, saves_seen_by
 from lightning_ups._compat.log_levels import only_errors
 
-__all__ = ["heeds_memory_budget", "random_states_in_place"]
+__all__ = ["gradients_apart", "heeds_memory_budget", "random_states_in_place"]
 
 
 @cache
@@ -49,6 +49,43 @@ def _saved_bytes(backend: str, *, budget: float) -> int:
         with saves_seen_by(saved.append):
             run(x)
     return sum(tensor.nbytes for tensor in saved)
+
+
+@contextmanager
+def gradients_apart() -> Iterator[None]:
+    """Leave each gradient memory of its own, and each collective one wait, where equal gradients are reduced once.
+
+    The partitioner lets equal nodes be one, but for what a graph returns. A reduction is within it, and the wait, which
+    is what is returned, gives the memory of what it waits for: two parameters would have one gradient, which is added
+    to, or clipped, for each of them. Inductor's passes, in turn, know one wait for each collective.
+    """
+    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
+
+    original = getattr(partitioners, "fx_graph_cse", None)
+    if original is None:
+        yield  # another torch, which may leave equal nodes alone
+        return
+
+    def fx_graph_cse(graph: fx.Graph) -> fx.Graph:
+        merged = original(graph)
+        _wait_once(merged)
+        return merged
+
+    module: Any = partitioners
+    module.fx_graph_cse = fx_graph_cse
+    try:
+        yield
+    finally:
+        module.fx_graph_cse = original
+
+
+def _wait_once(graph: fx.Graph) -> None:
+    """Let each wait but the first for a collective copy what that one gives."""
+    first: dict[Any, fx.Node] = {}
+    for wait in graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
+        if (waited := first.setdefault(wait.args[0], wait)) is not wait:
+            wait.target = torch.ops.aten.clone.default
+            wait.args = (waited,)
 
 
 @contextmanager

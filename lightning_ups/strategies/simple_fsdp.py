@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_ups._compat import overlap
 from lightning_ups._compat.dynamo import loggers_left_out
-from lightning_ups._compat.partitioner import random_states_in_place
+from lightning_ups._compat.partitioner import gradients_apart, random_states_in_place
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
 from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
@@ -71,6 +71,7 @@ class _Graphs(Step):
             stack.enter_context(prepared(plan))
             stack.enter_context(hearing(lambda said: self.strategy._gathering.note(said)))
             stack.enter_context(random_states_in_place())
+            stack.enter_context(gradients_apart())
             why = self._not_put_together(module)
             # Programs know where their device's part of what is gathered lies, and inductor's caches do not.
             here = f"{plan} at {context.mesh and context.mesh.get_coordinate()}"

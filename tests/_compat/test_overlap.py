@@ -12,6 +12,7 @@ from torch._dynamo import register_backend  # noqa: TID251  (the documented way 
 from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
 
 from lightning_ups._compat import overlap
+from lightning_ups._compat.partitioner import gradients_apart
 from lightning_ups.transforms.blocks import find_blocks, roots
 from lightning_ups.transforms.compile import compiled
 from lightning_ups.transforms.compile_frame import Compiler, prepared
@@ -47,6 +48,20 @@ class Model(nn.Module):
         return self.last(x * self.gains.mean(0))
 
 
+class Summed(Model):
+    """Two layers that are summed, so that their biases have equal gradients, and complex weights."""
+
+    def __init__(self, *, tie=False):
+        super().__init__(tie=tie)
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.phases = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.turns = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = self.one(x) + self.other(torch.tanh(x))
+        return super().forward((x * self.phases + self.turns * x * x).abs())
+
+
 GRAPHS = []  # after the passes
 GATHERED = []  # what each graph gathered before them, and what was known of it
 
@@ -79,12 +94,12 @@ def register():
     register_backend(lambda graph, inputs: aot(graph, inputs), name="ups_passes")
 
 
-def run(*, together, tie=False, recompute=True, **options):
+def run(*, together, tie=False, kind=Model, recompute=True, **options):
     register()
     GRAPHS.clear()
     GATHERED.clear()
     model, seen = nn.Module(), []
-    model.root = Model(tie=tie)
+    model.root = kind(tie=tie)
     names, blocks = [name for name, _ in roots(model)], find_blocks(model)
     gathering = done(model, **options).gathering
     plan = GatherPlan.of(blocks, names, recompute=recompute, key=f"{together} {options}")
@@ -92,6 +107,7 @@ def run(*, together, tie=False, recompute=True, **options):
     with (
         overlap.bucketing(together=together, key=str(plan), told=seen.append),
         prepared(plan),
+        gradients_apart(),
         compiled({"root": model.root}, Compiler(backend="ups_passes", fullgraph=True)),
         gathering.reading(whole=True),
     ):
@@ -100,15 +116,16 @@ def run(*, together, tie=False, recompute=True, **options):
     return model, x, loss, seen
 
 
-def trained(*, tie=False, **options):
-    model, x, loss, seen = run(tie=tie, **options)
-    plain = Model(tie=tie)
+def trained(*, tie=False, kind=Model, **options):
+    model, x, loss, seen = run(tie=tie, kind=kind, **options)
+    plain = kind(tie=tie)
     right = plain(x).square().mean()
     right.backward()
     assert loss.item() == pytest.approx(right.item(), rel=1e-6)
     for p, q in zip(model.root.parameters(), plain.parameters(), strict=True):
         dist.all_reduce(q.grad)
         torch.testing.assert_close(p.grad.full_tensor(), q.grad / 2)
+    assert len({p.grad.to_local().data_ptr() for p in model.parameters()}) == len([*model.parameters()])
     return [(g.backward, g.before, g.after, g.groups) for g in seen]
 
 
@@ -135,6 +152,27 @@ def test_a_tied_parameter_is_reduced_once(ranks):
 
 def _told_tied():
     return trained(together=True, tie=True), "\n".join(GATHERED[0])
+
+
+# Beside those of Model: two matrices, two biases of which one is reduced, and two complex parameters.
+def test_equal_gradients_are_reduced_once_and_complex_weights_gathered_by_themselves(ranks):
+    forward, backward = ranks(_told_summed)
+    assert forward == (False, {"gathers": 21}, {"gathers": 7}, 5)
+    assert backward[1]["reduce-scatters"] == 20
+    assert backward[2]["reduce-scatters"] == 6
+
+
+def _told_summed():
+    return trained(together=True, kind=Summed)
+
+
+def test_equal_gradients_of_copies_are_reduced_once(ranks):
+    ((_, before, after, _),) = ranks(_told_summed_copies)
+    assert (before, after) == ({"all-reduces": 20}, {"all-reduces": 2})
+
+
+def _told_summed_copies():
+    return trained(together=True, kind=Summed, mesh=build_mesh("cpu", MeshSizes(replicate=2, shard=1, tensor=1)))
 
 
 @pytest.mark.slow
@@ -261,6 +299,20 @@ def test_caches_know_one_plan_from_another():
 
     assert uuid() == uuid()
     assert len({str(u) for u in (uuid(), uuid(key="b"), uuid(together=False))}) == 3
+
+
+def test_where_the_pass_fails_the_error_names_the_option_that_leaves_it_out(ranks):
+    with pytest.raises(AssertionError, match="overlap='none' leaves out, failed: AssertionError: not this one"):
+        ranks(_failing)
+
+
+def _failing():
+    def fail(gm, module_bucket_plans, module_stack_fn):
+        raise AssertionError("not this one")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "_function", lambda: fail)
+        run(together=True)
 
 
 def test_a_torch_without_the_pass_says_so(monkeypatch):

@@ -1,4 +1,4 @@
-"""How backends split a graph: whether a memory budget counts, and random numbers where parameters are sharded."""
+"""How backends split a graph: whether a memory budget counts, and what goes wrong where parameters are sharded."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._functorch import partitioners  # noqa: TID251
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ups._compat.autograd import activation_memory_budget
-from lightning_ups._compat.partitioner import heeds_memory_budget, random_states_in_place
+from lightning_ups._compat.partitioner import gradients_apart, heeds_memory_budget, random_states_in_place
 from tests.backends import register
 
 
@@ -48,11 +48,33 @@ def test_recomputed_random_numbers_are_those_of_the_forward(ranks):
     torch.testing.assert_close(gradient, 4 * y + 32 * z)
 
 
-def test_the_partitioner_is_put_back():
-    before = partitioners.functionalize_rng_ops
-    with random_states_in_place():
+def equal_gradients(placements):
+    """Return the gradients of two parameters that are summed, after one was doubled in place."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    one, other = (nn.Parameter(distribute_tensor(torch.ones(8), mesh, placements)) for _ in range(2))
+
+    def run(x, *parameters):
+        whole = [p.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) for p in parameters]
+        return sum(whole, x).square()
+
+    with gradients_apart():
+        torch.compile(run, backend="aot_eager", fullgraph=True)(torch.ones(8), one, other).sum().backward()
+    torch.compiler.reset()
+    one.grad.mul_(2)
+    return one.grad.full_tensor().tolist(), other.grad.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()]], ids=repr)
+def test_parameters_with_equal_gradients_share_no_memory(ranks, placements):
+    assert ranks(equal_gradients, placements) == ([24.0] * 8, [12.0] * 8)
+
+
+@pytest.mark.parametrize("change", [random_states_in_place, gradients_apart])
+def test_the_partitioner_is_put_back(change):
+    before = {**vars(partitioners)}
+    with change():
         pass
-    assert partitioners.functionalize_rng_ops is before
+    assert vars(partitioners) == before
 
 
 def recomputed_flops(backend):

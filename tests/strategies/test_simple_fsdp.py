@@ -287,6 +287,58 @@ def test_inductor_gathers_and_reduces_a_block_at_once(ranks, tmp_path):
         assert graph["before"]["reduce-scatters" if graph["backward"] else "gathers"] > 4
 
 
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.one(x) + self.other(torch.relu(x))
+
+
+class Summed(cases.Case):
+    """Biases with equal gradients, in each layer."""
+
+    def build(self):
+        self.layers = nn.Sequential(Sum(), Sum())
+        self.head = nn.Linear(8, 1)
+
+    def run(self, x):
+        return self.head(self.layers(x))
+
+
+def summed(tmp_path, strategy, callbacks):
+    CASES["Summed"] = Summed
+    options = {"accumulate": 2, "gradient_clip_val": 0.1, "callbacks": callbacks}
+    return on_ranks("Summed", tmp_path, SimpleFSDPStrategy(**strategy), 2, options)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}], ids=repr)
+def test_equal_gradients_are_accumulated_and_clipped_each_by_itself(ranks, tmp_path, strategy):
+    CASES["Summed"] = Summed
+    right = expected("Summed", tmp_path, {"accumulate": 2, "gradient_clip_val": 0.1})
+    check(ranks(summed, tmp_path, strategy, [Compile(backend="aot_eager")]), right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}], ids=repr)
+def test_equal_gradients_by_inductor_with_overlap_and_without(ranks, tmp_path, strategy):
+    CASES["Summed"] = Summed
+    together, apart = (ranks(summed, tmp_path, {**strategy, "overlap": overlap}, []) for overlap in ("blocks", "none"))
+    check(together, expected("Summed", tmp_path, {"accumulate": 2, "gradient_clip_val": 0.1}))
+    assert all(torch.equal(weight, apart["weights"][name]) for name, weight in together["weights"].items())
+
+
+def with_complex_weights(tmp_path, strategy):
+    return on_ranks("MixedTypes", tmp_path, SimpleFSDPStrategy(**strategy), 2, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "none"}], ids=repr)
+def test_complex_weights_by_inductor(ranks, tmp_path, strategy):
+    check(ranks(with_complex_weights, tmp_path, strategy), expected("MixedTypes", tmp_path, {}))
+
+
 # Steps
 
 
