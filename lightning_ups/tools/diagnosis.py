@@ -9,13 +9,13 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from enum import Enum
 from importlib.util import find_spec
 from traceback import extract_tb
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -30,11 +30,23 @@ __all__ = ["diagnosis", "find_class", "ignored", "offered", "stray"]
 
 _ROOMS = ("callbacks", "data", "models", "precision", "strategies")  # whose classes are for configurations
 
+_NULL = (None, "null", "~")  # and as it is typed
 _SPEC = ("class_path", "init_args", "dict_kwargs")
 _PLAIN = (int, float, complex, str, bool, bytes, list, tuple, dict, set, frozenset, NoneType, object, type, Tensor)
 
 
-def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exception, *, required: Sequence[str]) -> str:
+def _never(_: str) -> bool:
+    return False
+
+
+def diagnosis(
+    types: Mapping[str, Any],
+    layers: Sequence[Layer],
+    error: Exception,
+    *,
+    required: Sequence[str],
+    may_be_null: Callable[[str], bool] = _never,
+) -> str:
     """Return every fault of the configuration, a line each, or else what the parser said, shortened.
 
     Args:
@@ -42,28 +54,38 @@ def diagnosis(types: Mapping[str, Any], layers: Sequence[Layer], error: Exceptio
         layers: What it was given, the strongest last.
         error: What it raised.
         required: Keys that must be given.
+        may_be_null: Whether a key takes null though its type does not, as where that is the default.
     """
-    look = _Look(types, layers)
+    look = _Look(types, layers, may_be_null)
     sought = (look.hollow, look.section)
     faults = [fault for layer in layers for seek in sought for fault in seek(layer.tree, types, (), layer)]
     faults = faults or look.missing(required)
     return "\n".join(dict.fromkeys(faults)) or _said_by_parser(str(error))
 
 
-def ignored(types: Mapping[str, Any], layers: Sequence[Layer]) -> list[str]:
-    """Return where a configuration that the parser takes has an empty mapping for a setting that does not exist.
+def ignored(
+    types: Mapping[str, Any], layers: Sequence[Layer], *, may_be_null: Callable[[str], bool] = _never
+) -> list[str]:
+    """Return where a configuration that the parser takes has nothing for a setting that wants something.
 
-    The parser passes over these, though it refuses any other value there. The arguments are those of `diagnosis`.
+    That is an empty mapping for one that does not exist, and null for one that takes none. The parser passes over
+    these, though it refuses any other value there. The arguments are those of `diagnosis`.
     """
-    look = _Look(types, layers)
+    look = _Look(types, layers, may_be_null)
     return list(dict.fromkeys(fault for layer in layers for fault in look.hollow(layer.tree, types, (), layer)))
 
 
 def stray(word: str) -> str:
     """Return what to say of a word that belongs to no option."""
-    file = word.endswith((".yaml", ".yml"))
-    setting = f"Write --{word}." if "=" in word else "Write --KEY VALUE, such as --trainer.max_steps 100."
-    cure = f"Write --config {word}." if file else setting
+    bare = word.lstrip("-")
+    key, equals, value = bare.partition("=")
+    file = value if key in ("c", "config") else "" if equals else word
+    if file.endswith((".yaml", ".yml")):
+        cure = f"Write --config {file}."
+    elif equals or (word != bare and key[1:] and key[0].isalpha()):
+        cure = f"Write --{bare}."
+    else:
+        cure = "Write --KEY VALUE, such as --trainer.max_steps 100."
     why = "A file of settings is given by --config, and a setting by its key."
     return f"{word!r} belongs to no option. {why} {cure}"
 
@@ -91,8 +113,8 @@ def offered(path: str) -> bool:
 
 
 class _Look:
-    def __init__(self, types: Mapping[str, Any], layers: Sequence[Layer]) -> None:
-        self.types, self.layers = types, layers
+    def __init__(self, types: Mapping[str, Any], layers: Sequence[Layer], may_be_null: Callable[[str], bool]) -> None:
+        self.types, self.layers, self.may_be_null = types, layers, may_be_null
 
     def section(
         self, tree: Tree, types: Mapping[str, Any], keys: Keys, layer: Layer, *, owner: type | None = None
@@ -100,7 +122,8 @@ class _Look:
         """Yield the faults of settings that go by ``types``: the parser's, or those of the class ``owner``."""
         for name, value, where in _entries(tree, types, keys, layer):
             if name in types:
-                yield from self.value(value, types[name], where, layer)
+                if not self._is_wrong_null(name, value, types[name], layer, owner):  # which is told already
+                    yield from self.value(value, types[name], where, layer)
             elif f"{name}.enabled" in types and (value is None or isinstance(value, bool)):
                 continue  # a section that is switched on or off
             elif below := _below_section(name, types):
@@ -111,12 +134,22 @@ class _Look:
     def hollow(
         self, tree: Tree, types: Mapping[str, Any], keys: Keys, layer: Layer, *, owner: type | None = None
     ) -> Iterator[str]:
-        """Yield the settings that do not exist and have nothing but empty mappings; the arguments are as above."""
+        """Yield the settings that are null and take none, and empty mappings that none takes; the rest is as above."""
         for name, value, where in _entries(tree, types, keys, layer):
-            if name in types and _has_hollow(value):
+            if name in types and self._is_wrong_null(name, value, types[name], layer, owner):
+                yield f"{layer.place(*where)}: {_dotted(where)} is null. It takes {_described(types[name])}."
+            elif name in types and _has_hollow(value):
                 yield from self._hollow_spec(value, _classes(types[name]), where, layer)
             elif _is_hollow(value):
                 yield from self._unknown(name, types, where, layer, owner)
+
+    def _is_wrong_null(self, name: str, value: Any, hint: Any, layer: Layer, owner: type | None) -> bool:
+        # What is typed for a class is read as YAML; elsewhere the parser has refused it, or takes it for text.
+        is_null = value in _NULL if owner and not layer.lines else value is None
+        if not is_null or _takes_null(hint):
+            return False
+        # Without a default it is not given, which the parser says itself where no other layer gives it.
+        return name not in _without_default(owner) if owner else not self.may_be_null(name)
 
     def _hollow_spec(self, value: Any, bases: Sequence[type], keys: Keys, layer: Layer) -> Iterator[str]:
         if isinstance(value, list):
@@ -209,7 +242,8 @@ class _Look:
             )
             return
         module, _, attribute = name.rpartition(".")
-        path = ".".join(filter(None, re.split("[./:]", name.removesuffix(".py"))))  # of a file, or with a slip
+        file = re.sub(r"\.py(?=[/:]|$)", "", name)
+        path = ".".join(filter(None, re.split("[./:]", file)))  # of a file, or with a slip
         meant = _of_module(path, bases) or (path != name and find_class(path, bases) and f"Did you mean {path!r}?")
         if not _is_path(module) or path != name or meant:
             example = f"{path}.CLASS" if path != name or module else f"package.module.{name}"
@@ -224,7 +258,7 @@ class _Look:
         try:
             found = getattr(importlib.import_module(module), attribute, None)
         except ModuleNotFoundError as error:
-            yield place + _missing_module(name, module, error)
+            yield place + _missing_module(name, module, error, bases)
             return
         if found is None:
             classes = {key: kind for key, kind in vars(sys.modules[module]).items() if isinstance(kind, type)}
@@ -294,7 +328,7 @@ def _is_hollow(value: Any) -> bool:
 
 def _has_hollow(value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return value == {} or any(map(_has_hollow, inner))
+    return value == {} or value in _NULL or any(map(_has_hollow, inner))
 
 
 def _ends(name: str) -> list[int]:
@@ -340,6 +374,16 @@ def _classes(hint: Any) -> list[type]:
     if not isinstance(hint, type) or hint in _PLAIN or issubclass(hint, Enum):
         return []
     return [] if hasattr(hint, "__fspath__") or is_dataclass(hint) else [hint]
+
+
+def _takes_null(hint: Any) -> bool:
+    """Return whether ``hint`` takes null; one that is no class, or made of such, may."""
+    if isinstance(hint, tuple) or get_origin(hint) in (Union, UnionType):
+        return any(map(_takes_null, hint if isinstance(hint, tuple) else get_args(hint)))
+    if get_origin(hint) is Literal:
+        return None in get_args(hint)
+    kind = get_origin(hint) or hint
+    return kind in (Any, NoneType, object) or not isinstance(kind, type)
 
 
 def _takes_text(hint: Any) -> bool:
@@ -428,22 +472,29 @@ def _of_module(name: str, bases: Sequence[type]) -> str | None:
             module = importlib.import_module(name) if find_spec(name) is not None else None
         except ImportError:
             return None
-    own = [key for key, kind in vars(module).items() if _is_own(kind, module, bases)] if module is not None else []
+    own = _own(module, bases) if module is not None else []
     return f"Did you mean '{name}.{own[0]}'?" if own else None
 
 
-def _is_own(kind: Any, module: Any, bases: Sequence[type]) -> bool:
-    return isinstance(kind, type) and issubclass(kind, tuple(bases)) and kind.__module__ == module.__name__
+def _own(module: ModuleType, bases: Sequence[type]) -> list[str]:
+    """Return the names of the classes below ``bases`` that a module defines."""
+    kinds = {key: kind for key, kind in vars(module).items() if isinstance(kind, type)}
+    own = {key: kind for key, kind in kinds.items() if kind.__module__ == module.__name__}
+    return [key for key, kind in own.items() if issubclass(kind, tuple(bases))]
 
 
 def _is_path(module: str) -> bool:
     return all(module.split("."))  # "./net" and "net." have a part that is empty
 
 
-def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:
+def _missing_module(name: str, module: str, error: ModuleNotFoundError, bases: Sequence[type]) -> str:
     missing = error.name or module
     if module == missing or module.startswith(f"{missing}."):
         parent, _, leaf = missing.rpartition(".")
+        if parent and not hasattr(sys.modules[parent], "__path__"):  # a file, such as my.py of "my.py.MyModule"
+            near = nearest(name.rpartition(".")[2], _own(sys.modules[parent], bases))
+            cure = f"Did you mean '{parent}.{near}'?" if near else f"Name a class of it, as in '{parent}.CLASS'."
+            return f"{name}: there is no module {missing!r}. {parent} is one file, and holds none. {cure}"
         path = sys.modules[parent].__path__ if parent else None
         near = nearest(leaf, [found.name for found in pkgutil.iter_modules(path)], cutoff=0.75)
         right = f"{parent}.{near}" if parent else near
@@ -457,7 +508,7 @@ def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> str:
 
 
 def _said_by_parser(text: str) -> str:
-    if found := re.match(r"[Uu]nrecognized arguments: (?!-)(\S+)", text):
+    if found := re.match(r"[Uu]nrecognized arguments: (?!--)(\S+)", text):
         return stray(found[1])
     noise = ("Subtypes:", "Errors:", "Given value", "Does not validate", "- Expected a <class 'NoneType'>")
     lines = [line.strip() for line in text.splitlines()]

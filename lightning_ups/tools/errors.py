@@ -19,6 +19,7 @@ from typing import IO
 __all__ = ["explained", "shortened", "unwrapped"]
 
 _EXPLAINED = (ValueError, TypeError, RuntimeError, ImportError, OSError)
+_UNREADABLE = (ImportError, FileNotFoundError, ValueError)  # of a checkpoint: no package for such paths, no file
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the classes and the Trainer
 _OURS = Path(__file__).parents[1]
@@ -26,8 +27,10 @@ _REFUSAL = "MisconfigurationException"  # of Lightning: raised for what is asked
 # Functions of Lightning that raise another error for what is asked of it: a metric for EarlyStopping that nothing logs,
 # the best checkpoint where none is kept, a validation after more batches than there are.
 _REFUSING = ("_validate_condition_metric", "_parse_ckpt_path", "setup_data")
+_SIGTERM = "SIGTERMException"  # of Lightning, which has shut down by then
 _SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
 _FILE_SYSTEMS = {"os", "pathlib", "fsspec"}
+_REMOTE = {"fsspec", "s3fs", "gcsfs", "adlfs"}  # which read what is not on this machine
 _CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
 
 
@@ -43,10 +46,12 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
         print(end="", flush=True)  # here, where it is caught if no one reads it
         return code
     except KeyboardInterrupt:
-        return _interrupted()
+        return _ended("Interrupted.", signal.SIGINT)
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has shut down, and left by itself
-            return _interrupted()
+            return _ended("Interrupted.", signal.SIGINT)
+        if type(stop).__name__ == _SIGTERM:
+            return _ended("Ended by SIGTERM.", signal.SIGTERM)
         raise
     except Exception as error:  # the one place where all are caught, and none is lost
         if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
@@ -66,9 +71,9 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
         return 2
 
 
-def _interrupted() -> int:
-    print("Interrupted.", file=sys.stderr)
-    return 128 + signal.SIGINT
+def _ended(said: str, by: signal.Signals) -> int:
+    print(said, file=sys.stderr)
+    return 128 + by
 
 
 def _is_unread(output: IO[str] | None) -> bool:
@@ -99,8 +104,8 @@ def shortened(error: BaseException) -> str | None:
     that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
     a setting is wrong then, and the traceback would show only Lightning. It is the same with what Lightning calls a
     misconfiguration, such as a test without a ``test_step`` or a metric that EarlyStopping waits for in vain, with a
-    folder that Lightning cannot make, with a checkpoint whose weights are not the model's, and with an error of
-    lightning_ups in a process that was spawned, of which the text is all there is.
+    folder that Lightning cannot make, with a checkpoint that it cannot find or whose weights are not the model's, and
+    with an error of lightning_ups in a process that was spawned, of which the text is all there is.
     """
     root = unwrapped(error)
     if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
@@ -123,6 +128,11 @@ def shortened(error: BaseException) -> str | None:
         return _text(f"{_made(frames)} refuses a setting of the configuration. It says: {root}")
     if raised_by == "lightning" and _is_refusal(root, frames):
         return _text(f"Lightning refuses this run. It says: {root}")
+    if raised_by in {"lightning", *_REMOTE} and isinstance(root, _UNREADABLE) and _reads_checkpoint(frames):
+        return _text(
+            f"Lightning cannot read the checkpoint that ckpt_path names. It says: {str(root).rstrip('.')}."
+            " Check the path, and that the package for such paths is installed."
+        )
     if raised_by == "torch" and (differences := _differences(root, frames)):
         more = f"; and {len(differences) - 1} more" if differences[1:] else ""
         return _text(
@@ -197,6 +207,12 @@ def _not_made(root: OSError, frames: list[tuple[FrameType, int]]) -> str | None:
     packages = [_package(frame) for frame, _ in frames if _package(frame) not in _FILE_SYSTEMS]
     makes = bool(frames) and frames[-1][0].f_code.co_name in ("makedirs", "mkdir")
     return str(root.filename) if makes and packages[-1:] == ["lightning"] else None
+
+
+def _reads_checkpoint(frames: list[tuple[FrameType, int]]) -> bool:
+    """Return whether it was while Lightning looked for a checkpoint, before torch had begun to read it."""
+    loads = any(frame.f_code.co_name == "load_checkpoint" for frame, _ in frames)
+    return loads and {_package(frame) for frame, _ in frames} <= _CONSTRUCTORS | _REMOTE
 
 
 def _is_refusal(root: BaseException, frames: list[tuple[FrameType, int]]) -> bool:

@@ -99,6 +99,7 @@ def read(source: str, *, command: str) -> Layer:
     Raises:
         ValueError: If it is no YAML mapping, gives a key twice, or names another configuration.
         FileNotFoundError: If there is no such file.
+        OSError: If it cannot be read.
     """
     name, content, folder = _content(source)
     tree, lines = _loaded(name, content)
@@ -149,14 +150,19 @@ def _content(source: str) -> tuple[str, str, Path | None]:
         with fsspec.open(source, "r") as file:
             return source, file.read(), None  # type: ignore[attr-defined]
     path = Path(source)
-    if not path.exists() or path.is_dir():
+    try:
+        return source, path.read_text(encoding="utf-8"), path.parent if path.is_file() else None
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         what = f"{source!r} is a folder" if path.is_dir() else f"There is no file {source!r}"
         raise FileNotFoundError(
             f"{what}. A configuration is a file, looked for from {Path.cwd()}."
             f" {file_suggestion(source, endings=('.yaml', '.yml'))}"
-        )
-    try:
-        return source, path.read_text(encoding="utf-8"), path.parent if path.is_file() else None
+        ) from error
+    except OSError as error:
+        raise OSError(
+            f"{source} cannot be read: {error.strerror}. A configuration is read before anything is run."
+            " Choose another file, or make this one readable."
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{source} is no text in UTF-8: {error.reason} at byte {error.start}."

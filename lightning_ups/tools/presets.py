@@ -9,6 +9,7 @@ from lightning_ups.tools.spelling import suggestion
 __all__ = ["AUTO", "comment", "main", "names", "text"]
 
 AUTO = "auto"  # stands for the preset of the device
+_OF_DEVICES = "cpu, a100 or h100"
 _FOLDER = Path(__file__).parent.parent / "presets"
 
 
@@ -23,6 +24,11 @@ def text(name: str) -> str:
     Raises:
         ValueError: If there is no such preset.
     """
+    if name == AUTO:
+        raise ValueError(
+            f"{AUTO!r} stands for the preset of the device that a run will use, which is {_OF_DEVICES}."
+            " It has no settings of its own. Name one of those."
+        )
     if name not in names():
         raise ValueError(
             f"There is no preset {name!r}. Presets are the configurations that the package ships;"
@@ -47,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             print(text(name), end="")
         return 0
     width = max(map(len, names()))
-    print(f"{AUTO:{width}}  cpu, a100 or h100, by the device that the run will use")
+    print(f"{AUTO:{width}}  {_OF_DEVICES}, by the device that the run will use")
     for name in names():
         print(f"{name:{width}}  {comment(name)}")
     return 0

@@ -1,5 +1,6 @@
 """A command line, read before it is parsed: its layers, its preset, and what the user overrides of that."""
 
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -23,6 +24,7 @@ _CLASSES = ("model", "data", "optimizer", "lr_scheduler", "trainer.strategy", "t
 _SLOTS = (CheckpointIO, ClusterEnvironment, LayerSync)
 _BASES = (Callback, Precision, *_SLOTS, Strategy, Logger)
 _WITH_LISTS = tuple(f"{name}{sign}" for name in LISTS for sign in ("", "+", "-"))
+_CALLBACKS = ("trainer.callbacks", "trainer.callbacks+")
 _OFF = {"false": False, "null": False, "none": False, "true": True}
 
 
@@ -56,12 +58,14 @@ def ask(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:
         ValueError: If a file is no configuration, there is no such preset, or it lacks what is to be taken away, or
             what an option is about.
         FileNotFoundError: If there is no such file.
+        OSError: If it cannot be read.
     """
     command, *rest = words
-    sources, named, kept = _sorted_out(_spelled_out(rest, slots))
+    sources, named, kept = _sorted_out(_in_sections([*_spelled_out(rest, slots)], slots))
     alone = [spelled[0] for key, _, spelled in options(kept) if not key and spelled[0].endswith((".yaml", ".yml"))]
-    if alone and not sources:  # said now, and not when all that the file would give is missed
-        raise ValueError(stray(alone[0]))
+    attached = [word for word in alone if word.startswith("-c=")]  # which the parser would read after what is typed
+    if attached or (alone and not sources):  # said now, and not when all that the file would give is missed
+        raise ValueError(stray((attached or alone)[0]))
     files = {source: read(source, command=command) for source in sources}
     typed, _ = option_layer(kept, classes=_CLASSES)
     for layer in (*files.values(), typed):
@@ -107,6 +111,7 @@ def environment_layers(variables: Mapping[str, str], *, command: str) -> list[La
     Raises:
         ValueError: If a variable names a file that is no configuration.
         FileNotFoundError: If it names a file that is not there.
+        OSError: If it names a file that cannot be read.
     """
     layers = []
     for key, variable in variables.items():
@@ -118,7 +123,7 @@ def environment_layers(variables: Mapping[str, str], *, command: str) -> list[La
                 if key == "config"
                 else option_layer([f"--{key}={text}"], classes=_CLASSES)[0]
             )
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, OSError) as error:
             raise type(error)(f"{variable}: {error}") from error
         name = f"{variable}: {layer.name}" if key == "config" else variable
         layers.append(replace(layer, name=name))
@@ -147,6 +152,50 @@ def _spelled_out(words: Sequence[str], slots: Mapping[str, type]) -> Iterator[st
             yield f"--{key}.enabled={str(_OFF[value]).lower()}"
         else:
             yield from spelled
+
+
+def _in_sections(words: Sequence[str], slots: Mapping[str, type]) -> Iterator[str]:
+    """Yield the words, callbacks that have a section of their own moved into it, as is done with those of a file."""
+    section = None  # of the callback that was added last
+    for key, text, spelled in options(words):
+        if key in _CALLBACKS:
+            layer, _ = option_layer(spelled, classes=_CLASSES)
+            _check_init_args(layer.tree, (), layer)
+            listed = [(item, _slot_of(item, slots)) for item in layer.trainer[key.removeprefix("trainer.")]]
+            section = listed[-1][1] if listed else None
+            yield from _moved(key, listed) if any(slot for _, slot in listed) else spelled
+        elif section is not None and _sets_the_last(key):
+            setting = key.removeprefix("trainer.callbacks.").removeprefix("init_args.")
+            yield f"--{section}.{setting}={text}"
+        else:
+            yield from spelled
+
+
+def _moved(key: str, listed: Sequence[tuple[Any, str | None]]) -> Iterator[str]:
+    rest = [item for item, slot in listed if slot is None]
+    if rest or key == "trainer.callbacks":  # which replaces the list
+        yield f"--{key}={json.dumps(rest)}"
+    for item, slot in listed:
+        if slot is not None:
+            yield f"--{slot}.enabled=true"
+            for name, value in _init_args(item).items():
+                yield f"--{slot}.{name}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _sets_the_last(key: str) -> bool:
+    # Of a class that is named, it is about one that is listed elsewhere.
+    setting = key.removeprefix("trainer.callbacks.")
+    return setting != key and setting != "help" and not setting[:1].isupper()
+
+
+def _slot_of(item: Any, slots: Mapping[str, type]) -> str | None:
+    """Return the section of the callback that ``item`` of a list names, if it has one."""
+    kind = _find(item.get("class_path") if isinstance(item, dict) else item)
+    return next((slot for slot, of in slots.items() if of is kind), None)
+
+
+def _init_args(item: Any) -> Tree:
+    return (item.get("init_args") or {}) if isinstance(item, dict) else {}
 
 
 def _sorted_out(words: Iterator[str]) -> tuple[list[str], str | None, list[str]]:
@@ -181,22 +230,21 @@ def _tidied(layer: Layer, slots: Mapping[str, type]) -> Layer:
     layer.tree.pop("preset", None)
     _without_empty(layer.tree)
     for slot in slots:
-        if slot in layer.tree and (layer.tree[slot] is None or isinstance(layer.tree[slot], bool)):
-            layer.tree[slot] = {"enabled": bool(layer.tree[slot])}
+        if isinstance(layer.tree.get(slot), bool):
+            layer.tree[slot] = {"enabled": layer.tree[slot]}
+    for section in ("trainer", *slots):
+        if layer.tree.get(section) is None:  # as when all below it is commented out
+            layer.tree.pop(section, None)
     trainer = layer.tree.get("trainer")
-    if trainer is None:  # as when all below it is commented out
-        layer.tree.pop("trainer", None)
     if not isinstance(trainer, dict):
         return layer
     if isinstance(strategy := trainer.get("strategy"), str) and _is_class_of_strategy(strategy):
         trainer["strategy"] = {"class_path": strategy}
     for key in ("callbacks", "callbacks+"):
         for item in items(trainer.get(key)):
-            spec: Tree = {"class_path": item} if isinstance(item, str) else item
-            slot = next((slot for slot, kind in slots.items() if _find(spec.get("class_path")) is kind), None)
-            if slot is not None:
+            if (slot := _slot_of(item, slots)) is not None:
                 trainer[key] = [other for other in items(trainer[key]) if other is not item]
-                layer.tree[slot] = (spec.get("init_args") or {}) | (layer.tree.get(slot) or {})
+                layer.tree[slot] = _init_args(item) | (layer.tree.get(slot) or {})
     return layer
 
 

@@ -66,6 +66,40 @@ def test_what_the_parser_passes_over_is_an_empty_mapping_that_no_setting_takes(t
     ]
 
 
+def test_null_is_passed_over_by_the_parser_too(types, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "takes_null.py").write_text(
+        "from typing import Any\nfrom lightning.pytorch import Callback\n\n\nclass Own(Callback):\n"
+        "    def __init__(self, a=1, b: Any = 2, c: int = None, d: int | None = 3, e: float = 4.0): ...\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "model: {class_path: tests.cli_toys.NeedsWidth, init_args: {width: null}}\n"
+        "trainer:\n  num_nodes: null\n  max_epochs: null\n  callbacks:\n"
+        "    - {class_path: takes_null.Own, init_args: {a: null, b: null, c: null, d: null, e: null}}\n"
+        "    - {class_path: Timer, init_args: null}\n"
+        "optimizer: null\n"
+    )
+    layers = [
+        read("run.yaml", command="fit"),
+        Layer(name="the command line", tree={"model": {"init_args": {"width": "3"}}, "trainer": {"strategy": None}}),
+    ]
+    assert ignored(types, layers) == [
+        "run.yaml:3: trainer.num_nodes is null. It takes int.",
+        "run.yaml:6: trainer.callbacks[0].init_args.e is null. It takes float.",
+        "the command line: trainer.strategy is null. It takes str or Strategy.",
+    ]
+    assert ignored(types, layers, may_be_null=lambda key: key.startswith("trainer."))[0].startswith("run.yaml:6")
+
+
+def test_null_is_told_once_beside_other_faults(faults):
+    more = Layer(name="the command line", tree={"model": {"init_args": {"width": "null"}}})
+    assert faults(f"{MODEL}trainer:\n  max_epoch: 3\n", more) == [
+        "run.yaml:4: there is no setting 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?",
+        "the command line: model.init_args.width is null. It takes int.",
+    ]
+
+
 def test_an_empty_mapping_is_told_beside_other_faults(faults):
     assert faults(f"{MODEL}  init_args: {{wdth: {{}}}}\ntrainer:\n  max_epoch: 3\n") == [
         "run.yaml:3: Toy has no setting 'wdth'. It takes width, act, fail. Did you mean 'width'?",
@@ -169,6 +203,22 @@ def test_a_slip_in_the_path_of_a_class(faults, name):
     (fault,) = faults(f"model:\n  class_path: {name}\n")
     assert fault.startswith(f"run.yaml:2: no LightningModule is known as {name!r}.")
     assert fault.endswith("Did you mean 'tests.cli_toys.Toy'?")
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("tests.cli_toys.py.Toy", "Did you mean 'tests.cli_toys.Toy'?"),
+        ("tests.cli_toys.py.toy", "Did you mean 'tests.cli_toys.Toy'?"),
+        ("tests.cli_toys.py.Zzzzz", "Name a class of it, as in 'tests.cli_toys.CLASS'."),
+    ],
+)
+def test_the_ending_of_a_file_in_the_path_of_a_class(faults, name, cure):
+    (fault,) = faults(f"model:\n  class_path: {name}\n")
+    assert fault == (
+        f"run.yaml:2: {name}: there is no module 'tests.cli_toys.py'. tests.cli_toys is one file, and holds none."
+        f" {cure}"
+    )
 
 
 def test_a_file_that_no_import_finds(faults):

@@ -8,11 +8,13 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 
 from lightning_ups.callbacks import ActivationCheckpoint
-from lightning_ups.tools.errors import shortened, unwrapped
+from lightning_ups.tools.errors import explained, shortened, unwrapped
 from lightning_ups.tools.layers import read
 from lightning_ups.tools.spelling import suggestion
 
@@ -128,6 +130,26 @@ def test_a_folder_that_lightning_cannot_make_is_short(tmp_path):
     assert text.startswith(f"error: The folder '{below}' cannot be made: Not a directory.")
     assert text.endswith("the dirpath of ModelCheckpoint.")
     assert shortened(caught(below.mkdir)) is None, "it was not Lightning"
+
+
+def test_a_checkpoint_that_lightning_cannot_find_is_short_and_what_a_user_reads_is_not():
+    error = without_this_frame(caught(TorchCheckpointIO().load_checkpoint, "memory://gone.ckpt"))
+    text = " ".join(str(shortened(error)).split())
+    assert text.startswith("error: Lightning cannot read the checkpoint that ckpt_path names. It says: Checkpoint file")
+
+    class Mine(TorchCheckpointIO):
+        def load_checkpoint(self, path, **_):
+            return super().load_checkpoint(path)
+
+    assert shortened(without_this_frame(caught(Mine().load_checkpoint, "memory://gone.ckpt"))) is None
+
+
+def test_sigterm_is_no_success(capsys):
+    def stop():
+        raise SIGTERMException
+
+    assert explained(stop, debug=False) == 143
+    assert capsys.readouterr().err == "Ended by SIGTERM.\n"
 
 
 def without_this_frame(error):

@@ -80,6 +80,37 @@ def test_a_file_without_its_option(folder, words):
         ask(["fit", *words], slots=SLOTS)
 
 
+@pytest.mark.parametrize("words", [[], ["--config", "run.yaml"]])
+def test_a_file_that_is_joined_to_its_option(folder, words):
+    run = write(folder, {})
+    with pytest.raises(ValueError, match=r"^'-c=run\.yaml' belongs to no option.*Write --config run\.yaml\.$"):
+        ask(["fit", *words, f"-c={run}"], slots=SLOTS)
+
+
+@pytest.mark.parametrize("preset", [[], ["--preset", "fast"]])
+def test_a_callback_of_a_section_that_is_typed(folder, preset):
+    words = ["--trainer.callbacks+=AccelerationFlags", "--trainer.callbacks.gc_interval", "3", "--trainer.devices=1"]
+    moved = ["--flags.enabled=true", "--flags.gc_interval=3", "--trainer.devices=1"]
+    assert [*ask(["fit", *preset, *words], slots=SLOTS).words][-3:] == moved
+    others = ["--trainer.callbacks+=Timer", "--trainer.callbacks.verbose", "false"]
+    assert [*ask(["fit", *words, *others], slots=SLOTS).words] == ["fit", *moved, *others]
+    alone = ["--trainer.callbacks=AccelerationFlags", "--trainer.callbacks.help", "Timer"]
+    assert [*ask(["fit", *alone], slots=SLOTS).words] == [
+        "fit",
+        "--trainer.callbacks=[]",
+        "--flags.enabled=true",
+        "--trainer.callbacks.help",
+        "Timer",
+    ]
+    with pytest.raises(ValueError, match=r"^the command line: init_args is \[1\]\. It holds the settings of Acc"):
+        ask(["fit", '--trainer.callbacks+={"class_path": "AccelerationFlags", "init_args": [1]}'], slots=SLOTS)
+
+
+def test_a_section_with_nothing_below_it_is_absent(folder):
+    run = write(folder, {"flags": None, "trainer": None})
+    assert wanted(ask(["fit", "--config", run], slots=SLOTS), "run.yaml") == {}
+
+
 def test_unknown(folder):
     with pytest.raises(ValueError, match=r"Did you mean 'fast'\?$"):
         ask(["fit", "--preset", "fasst"], slots=SLOTS)
@@ -160,9 +191,8 @@ def test_removal_needs_a_preset(folder):
     assert wanted(asked, "run.yaml") == {"trainer": {}}
 
 
-@pytest.mark.parametrize("off", [False, None])
-def test_a_slot_switched_off(folder, off):
-    asked = ask(["fit", "--config", write(folder, {"flags": off})], slots=SLOTS)
+def test_a_slot_switched_off(folder):
+    asked = ask(["fit", "--config", write(folder, {"flags": False})], slots=SLOTS)
     assert wanted(asked, "run.yaml") == {"flags": {"enabled": False}}
 
 
