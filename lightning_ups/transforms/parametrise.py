@@ -25,7 +25,14 @@ from lightning_ups.transforms.cast import cast_around, is_wide
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
 from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, num_shares, part_of
 from lightning_ups.transforms.replicated import give_first
-from lightning_ups.transforms.sharded_before import check_same, recall, refuse_hooks_after, refuse_lazy, remember
+from lightning_ups.transforms.sharded_before import (
+    check_same,
+    recall,
+    refuse_hooks_after,
+    refuse_lazy,
+    refuse_one_memory,
+    remember,
+)
 
 __all__ = [
     "Gathering",
@@ -342,6 +349,7 @@ def check_parametrisable(model: nn.Module) -> None:
         ValueError: If so.
     """
     refuse_lazy(model)
+    refuse_one_memory(model)
     if sharded := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise ValueError(
             f"{sharded[0]} was sharded before the strategy could."

@@ -1,15 +1,17 @@
 """What an earlier run has sharded: the same again is kept, anything else is refused."""
 
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_ups._compat.tensors import has_hooks_after_accumulation
 from lightning_ups.transforms.on_module import OnModule
 
-__all__ = ["check_same", "recall", "refuse_hooks_after", "refuse_lazy", "remember"]
+__all__ = ["check_same", "recall", "refuse_hooks_after", "refuse_lazy", "refuse_one_memory", "remember"]
 
 _RECORD = OnModule[Any]("sharded")
 
@@ -70,6 +72,26 @@ def refuse_lazy(model: nn.Module) -> None:
             " It belongs to a lazy module, which learns its shape from the first batch, after sharding."
             " Run one batch through the module before fit, or give the module its sizes."
         )
+
+
+def refuse_one_memory(model: nn.Module) -> None:
+    """Raise if two parameters of ``model`` lie in one memory.
+
+    Raises:
+        ValueError: If so.
+    """
+    places = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in model.named_parameters()
+        if type(p) is nn.Parameter and p.layout is torch.strided and p.is_contiguous() and p.numel() and p.data_ptr()
+    )
+    for (_, end, name), (start, _, other) in pairwise(places):
+        if start < end:
+            raise ValueError(
+                f"{name} and {other} are two parameters in one memory, as after `a.data = b.data`."
+                " Each would get shards of its own, and what was one weight would be trained as two."
+                " Let both modules have one parameter, as by `a.weight = b.weight`."
+            )
 
 
 def refuse_hooks_after(model: nn.Module) -> None:

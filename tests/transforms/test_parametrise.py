@@ -407,6 +407,9 @@ def impossible(name):
         model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)})
     elif name == "lazy":
         model = nn.Sequential(nn.LazyLinear(2))
+    elif name == "one memory":
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        model["b"].weight.data = model["a"].weight.data
     elif name == "script":
         model = nn.ModuleDict({"traced": torch.jit.script(nn.Linear(2, 2))})
     elif name in ("hook", "hook after"):
@@ -431,6 +434,7 @@ TEXTS = {
     "hook": "first.weight has a hook for its gradient",
     "hook after": "first.weight has a hook that runs when its gradient has been accumulated",
     "lazy": "has no shape yet",
+    "one memory": "a.weight and b.weight are two parameters in one memory",
     "script": "is a module of TorchScript",
     "settings": "param_dtype=None, and this run asks for param_dtype=torch.bfloat16",
     "fsdp2": "sharded by an earlier run with another strategy",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.transforms.sharded_before import check_same, recall, refuse_lazy, remember
+from lightning_ups.transforms.sharded_before import check_same, recall, refuse_lazy, refuse_one_memory, remember
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,29 @@ def test_a_parameter_without_a_shape_is_refused():
     refuse_lazy(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="The parameter weight has no shape yet"):
         refuse_lazy(nn.LazyLinear(1))
+
+
+class TwoOverOneMemory(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        flat = torch.arange(40.0)
+        self.a.weight.data = flat[:16].view(4, 4)
+        self.b.weight.data = flat[part : part + 16].view(4, 4)
+
+
+@pytest.mark.parametrize("part", [0, 12])
+def test_two_parameters_in_one_memory_are_refused(part):
+    with pytest.raises(
+        ValueError, match=r"a\.weight and b\.weight are two parameters in one memory.*have one parameter"
+    ):
+        refuse_one_memory(TwoOverOneMemory(part))
+
+
+def test_neighbours_in_one_memory_are_not_nor_what_is_tied_or_on_meta():
+    refuse_one_memory(TwoOverOneMemory(16))
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    refuse_one_memory(tied)
+    refuse_one_memory(TwoOverOneMemory(0).to("meta"))
+    refuse_one_memory(nn.LSTM(4, 4))
