@@ -45,7 +45,7 @@ def explaining_reads(step: str, *, param_dtype: torch.dtype | None) -> Iterator[
         yield
     except RuntimeError as error:
         said = first_line(error)
-        if "mixed torch.Tensor and DTensor" in said:
+        if error.__cause__ is None and "mixed torch.Tensor and DTensor" in said:
             raise RuntimeError(
                 f"{step} reads a parameter outside the forward of its module, which it did not do the first time:"
                 f" {said}."

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 __all__ = ["explaining_shards"]
@@ -24,6 +25,12 @@ def explaining_shards(optimizer: Optimizer) -> Iterator[None]:
     except (RuntimeError, AssertionError) as error:  # NotImplementedError is one of the first
         if not _about_shards(error) or not _of_optimizer(error):
             raise
+        if _has_whole_gradients(optimizer):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} cannot step parameters whose gradients were assigned. Each device has part"
+                " of a parameter, and a gradient as torch.autograd.grad gives it is a whole tensor, of this device's"
+                " batch alone. Call self.manual_backward(loss), which sums gradients over devices and divides them."
+            ) from error
         name, said = type(optimizer).__name__, [*str(error).splitlines(), "DTensor has no way to do it"][0]
         raise RuntimeError(
             f"{name} cannot step parameters that are sharded: {said.rstrip('.')}."
@@ -32,6 +39,11 @@ def explaining_shards(optimizer: Optimizer) -> Iterator[None]:
             " Use an optimizer that goes element by element (SGD, Adam, AdamW, NAdam, Adamax, Adagrad), or train"
             f" with strategy='ddp', where {name} sees whole parameters."
         ) from error
+
+
+def _has_whole_gradients(optimizer: Optimizer) -> bool:
+    parameters = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor))
+    return any(p.grad is not None and not isinstance(p.grad, DTensor) for p in parameters)
 
 
 def _about_shards(error: BaseException) -> bool:

@@ -402,6 +402,29 @@ def test_layers_that_are_skipped_at_random_are_told_of(ranks, tmp_path):
     assert told.startswith("layers.0.layerdrop=0.1 asks for layers that are skipped at random")
 
 
+class Assigning(Case):
+    automatic_optimization = False
+
+    def training_step(self, batch, _):
+        parameters = [*self.parameters()]
+        gradients = torch.autograd.grad(self.loss(batch), parameters)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+        self.optimizers().step()
+
+
+def assigned(tmp_path):
+    trainer(tmp_path, strategy=FSDP2Strategy(), devices=2).fit(Assigning(), loader())
+
+
+def test_gradients_that_are_assigned_are_told(ranks, tmp_path):
+    with pytest.raises(
+        AssertionError, match=r"SGD cannot step parameters whose gradients were assigned.*manual_backward"
+    ) as it:
+        ranks(assigned, tmp_path)
+    assert "outside" not in str(it.value).partition("RuntimeError: SGD")[2]
+
+
 def norm_logged(tmp_path):
     model, lightning = made(tmp_path, epochs=1, gradient_clip_val=0.1)
     lightning.fit(model, loader())
