@@ -15,6 +15,7 @@ __all__ = [
     "automatic_specs",
     "class_settings",
     "setting_types",
+    "stand_for_none",
     "stand_in_for_pytorch_lightning",
     "trainer_of",
     "variables",
@@ -22,6 +23,11 @@ __all__ = [
 
 _NO_SETTING = {"_HelpAction", "_ActionHelpClassPath", "_ActionPrintConfig", "_ActionConfigLoad"}
 _STAND_INS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def stand_for_none(optimizers: Sequence[Any]) -> bool:
+    """Return whether a Trainer has made ``optimizers`` itself, since the module returned None for them."""
+    return any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in optimizers)
 
 
 def trainer_of(module: Any) -> Any:
