@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_ups._compat.optimizers import has_modes, needs_closure
@@ -108,6 +109,12 @@ def _refuse_by_form(optimizer: Optimizer, name: str) -> None:
             f"{name} cannot be offloaded: it keeps its state where optimizers of torch do not."
             " It has no `defaults` or no `state`, as one that offloads itself, or that wraps another."
             " Give the optimizer inside it, such as torch.optim.AdamW."
+        )
+    if any(is_lazy(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"{name} cannot be offloaded: a parameter of it has no shape yet."
+            " It belongs to a lazy module, which learns its shape from the first batch, after the offloading is set up."
+            " Run one batch through the module before fit, or give it its sizes."
         )
 
 

@@ -156,6 +156,12 @@ def test_what_looks_at_all_parameters_or_counts_its_calls_is_refused(kind, updat
         OffloadedOptimizer(kind(Net().parameters(), lr=0.1), update=update)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_parameter_without_a_shape_is_refused():
+    with pytest.raises(ValueError, match=r"^AdamW cannot be offloaded: a parameter of it has no shape yet\."):
+        OffloadedOptimizer(AdamW(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)).parameters()))
+
+
 def test_what_needs_its_closure_is_refused():
     with pytest.raises(ValueError, match=r"^LBFGS cannot .* whose step needs no closure, such as AdamW\.$"):
         OffloadedOptimizer(LBFGS(Net().parameters()))
