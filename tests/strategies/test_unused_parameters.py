@@ -1,6 +1,11 @@
 """What only some devices give a gradient: trained as by DDP where that is allowed, and refused where it is not."""
 
+import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,12 +88,17 @@ class Scalar(Case):
 CASES = {kind.__name__: kind for kind in (Heads, Dropped, LeftOut, Idle, Scalar)}
 
 
-def trained(tmp_path, name, strategy, accumulate=1):
+def trained(tmp_path, name, strategy, accumulate=1, accelerator="cpu"):
     warnings.simplefilter("ignore")
     model = CASES[name]()
     chosen = FSDP2Strategy(timeout_minutes=0.5, **strategy) if isinstance(strategy, dict) else strategy
     fit = trainer(
-        tmp_path, strategy=chosen, devices=dist.get_world_size(), epochs=4, accumulate_grad_batches=accumulate
+        tmp_path,
+        strategy=chosen,
+        devices=dist.get_world_size(),
+        epochs=4,
+        accelerator=accelerator,
+        accumulate_grad_batches=accumulate,
     )
     fit.fit(model, DataLoader(data(), batch_size=2))
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
@@ -142,3 +152,39 @@ def test_it_is_refused_where_it_is_not_allowed(ranks, tmp_path, name, sharding):
 def test_copies_that_leave_out_blocks_are_refused(ranks, tmp_path):
     with pytest.raises(AssertionError, match=r"sharding='none', unused_parameters=True"):
         ranks(trained, tmp_path, "LeftOut", {"sharding": "none"})
+
+
+RUN = """
+import json, sys
+import torch
+import torch.distributed as dist
+from tests.strategies.test_unused_parameters import DDP, assert_as_ddp, trained
+
+accelerator, folder = sys.argv[1:]
+dist.init_process_group("gloo" if accelerator == "cpu" else "cpu:gloo,cuda:nccl")
+if accelerator == "gpu":
+    torch.cuda.set_device(dist.get_rank())
+same = []
+for options in ({}, {"sharding": "gradients"}, {"sharding": "none"}):
+    for name in ("Heads", "Dropped", "Idle", "Scalar") + (("LeftOut",) if options.get("sharding") == "none" else ()):
+        ours = trained(folder, name, {"unused_parameters": True, **options}, 1, accelerator)
+        assert_as_ddp(ours, trained(folder, name, DDP, 1, accelerator))
+        same.append([name, options])
+if dist.get_rank() == 0:
+    print(json.dumps(same))
+"""
+
+
+@pytest.mark.parametrize(
+    "accelerator", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu(count=2))]
+)
+def test_processes_that_torchrun_starts_train_as_ddp(tmp_path, accelerator):
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*launch, accelerator, str(tmp_path)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(json.loads(done.stdout.splitlines()[-1])) == 13
