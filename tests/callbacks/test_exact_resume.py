@@ -241,6 +241,43 @@ def test_under_ddp_on_every_rank(ranks, tmp_path):
     assert ranks(under_ddp, tmp_path) == (True, 6)
 
 
+def under_another_global_seed(path, step, policy, options):
+    warnings.simplefilter("ignore")
+    options = {"strategy": "ddp", "devices": 2, "callbacks": [ExactResume(on_unreplayable=policy)], **options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PL_GLOBAL_SEED", "1")
+        whole = run(path, stock(), **options)
+        patch.setenv("PL_GLOBAL_SEED", "77")
+        resumed = run(path, stock(), ckpt_path=path / "c" / f"step={step}.ckpt", folder="again", seed=99, **options)
+    return resumed == whole[step:], len(whole)
+
+
+@pytest.mark.parametrize(
+    ("step", "policy", "options"),
+    [(2, "refuse", {}), (3, "refuse", {}), (2, "warn", {"reload_dataloaders_every_n_epochs": 1})],
+    ids=str,
+)
+def test_under_another_global_seed_on_every_rank(ranks, tmp_path, step, policy, options):
+    # 3 batches are an epoch. Lightning seeds the sampler of each rank by the global seed.
+    assert ranks(under_another_global_seed, tmp_path, step, policy, options) == (True, 9)
+
+
+def saved_by_two(path):
+    warnings.simplefilter("ignore")
+    run(path, stock(shuffle=False), strategy="ddp", devices=2)
+
+
+def of_the_same_global_batch():
+    return DataLoader(Rows(), batch_size=8)
+
+
+@pytest.mark.parametrize("step", [2, 3])  # of 3 to an epoch
+def test_a_single_device_that_goes_on_for_two_in_another_order_is_told(ranks, tmp_path, step):
+    ranks(saved_by_two, tmp_path)
+    with pytest.warns(UserWarning, match="SequentialSampler and not by DistributedSampler.*go on with the strategy"):
+        run(tmp_path, of_the_same_global_batch, ckpt_path=tmp_path / "c" / f"step={step}.ckpt", folder="again")
+
+
 def test_what_cannot_be_replayed_is_refused_by_choice(tmp_path):
     loader = lambda: DataLoader(Stream(), batch_size=4)  # noqa: E731
     with pytest.raises(ValueError, match=r"or set on_unreplayable='warn'\.$"):

@@ -5,7 +5,7 @@ sampler began, and the number of batches that the training loop took; workers an
 take it up, the iterator is made from the first state and the sampler begins from the second. Its first batches of
 indices are drawn and dropped, so that no sample is read in vain, and a checksum over them tells whether they are those
 that were trained on. Batches that this process had read ahead are read again from the state in which they were read.
-Then the generators get the state of the moment of saving.
+Then the generators get the state of the moment of saving. A sampler's own seed is no generator's; see `sampler`.
 
 The iterator is made late, when its first batch is asked for: hooks that come before it in a run that was never
 interrupted come before it here, too.
@@ -23,10 +23,15 @@ from torch.utils.data import DataLoader
 
 from lightning_ups._compat.dataloader import Followed, generators_of, keeps_workers, reads_by_index
 from lightning_ups.transforms.resume.random_state import host_state, restore_host_state
+from lightning_ups.transforms.resume.sampler import as_text, order_of, put_back_seed
 
 __all__ = ["FollowedLoader", "Listener"]
 
 _REMEMBERED = 64  # batches that may be read ahead
+_SAME_SAMPLER = (
+    "Under distributed strategies Lightning puts in a sampler of its own, which shuffles: go on with the strategy that"
+    " wrote the checkpoint, on one device, too, or give the loader the sampler that it had."
+)
 
 
 class Listener(Protocol):
@@ -50,7 +55,7 @@ class Listener(Protocol):
         """Call ``function`` as if they were, and remember how it left them."""
         ...
 
-    def name(self, *reasons: str) -> None:
+    def name(self, *reasons: str, cure: str = ...) -> None:
         """Warn of, or refuse, ``reasons`` why this run may differ from the one that was saved."""
         ...
 
@@ -114,6 +119,11 @@ class FollowedLoader:
         """Samples in a batch, as far as the loader says."""
         return getattr(self._inner, "batch_size", None) or 1
 
+    @property
+    def order(self) -> dict[str, Any] | None:
+        """What decides the order of samples beside generators, as far as the loader's sampler says."""
+        return order_of(self._inner)
+
     def release(self) -> None:
         """Give the loader back as it was."""
         if self._followed is not None:
@@ -146,11 +156,12 @@ class FollowedLoader:
             "ahead": [p.before_next for p in ahead],
             "batch_size": self.batch_size,
             "state": at.state if ahead else self.state(),
+            "order": self.order,
         }
 
     def end(self) -> dict[str, Any]:
         """Return the position at the end of an epoch."""
-        return {"state": self.state(), "workers": keeps_workers(self._inner)}
+        return {"state": self.state(), "workers": keeps_workers(self._inner), "order": self.order}
 
     def state(self) -> Any:
         """Return the state of a loader that has one."""
@@ -171,6 +182,17 @@ class FollowedLoader:
     def take_up_end(self, end: dict[str, Any]) -> None:
         """Begin the next epoch after ``end``."""
         self._ended = end
+
+    def take_up_order(self, order: dict[str, Any]) -> None:
+        """Give the sampler the seed that it had, and tell if its order is another one all the same."""
+        put_back_seed(self._inner, order)
+        now = self.order
+        if now is None or now == order or self._stateful:
+            return
+        if self._pending is not None:
+            self._pending = {**self._pending, "digest": None}  # it would tell the same, and not why
+        reason = f"in another order than before the checkpoint, by {as_text(now)} and not by {as_text(order)}"
+        self._listener.name(f"{self._name()} gives its samples {reason}", cure=_SAME_SAMPLER)
 
     # Iteration
 

@@ -54,6 +54,7 @@ class Resumption:
         self._counted = 0  # batches of this epoch before the first one that is known of
         self._named: set[str] = set()
         self._restarted: list[bool] = []
+        self._orders: list[tuple[Any, Any]] = []  # of each loader's samples: as this run has it, and as the saved one
         self.taken: int | None = None
 
     # Following
@@ -88,6 +89,7 @@ class Resumption:
             )
         if saved is not None:
             self._take_up(saved)
+        self._take_up_orders()
         self.review()
         return [loader.stand_in for loader in self._loaders]
 
@@ -103,6 +105,7 @@ class Resumption:
                 " A position belongs to one loader, in the order in which they are given."
                 " Give the loaders of the run that was saved, or start from its weights alone."
             )
+        self._orders = [(loader.order, p.get("order")) for loader, p in zip(self._loaders, positions, strict=True)]
         alike = saved["num_ranks"] == self._num_ranks
         if over:
             for loader, end in zip(self._loaders, positions, strict=True):
@@ -116,6 +119,11 @@ class Resumption:
                 loader.take_up(position)
         self.taken = saved["taken"] if alike else max((p["given"] for p in positions if p is not None), default=0)
         self._restarted = list(saved["restarted"])
+
+    def _take_up_orders(self) -> None:
+        for loader, (found, saved) in zip(self._loaders, self._orders, strict=False):
+            if saved is not None and loader.order == found:  # else its maker gives it another seed each time
+                loader.take_up_order(saved)
 
     def epoch(self) -> list[bool] | None:
         """Note that the loaders are about to be iterated anew; return which were read to their end before, if known."""

@@ -5,7 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lightning_ups.transforms.resume import Progress, Resumption
 
@@ -152,6 +154,156 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(num, bat
     assert skipped == [whole_batches] * num
     assert set(left) >= set(range(48)) - seen, "no sample is left out"
     assert len(left) == 48 - whole_batches * num * batch_size
+
+
+class Wrapper(DistributedSamplerWrapper):
+    """As Lightning wraps a sampler that it does not know."""
+
+    def __init__(self, data, *ranks, **options):
+        super().__init__(RandomSampler(data), *ranks, **options)
+
+
+class SeededForGood(DistributedSampler):
+    """A sampler whose seed cannot be put back."""
+
+    def __init__(self, data, *ranks, seed):
+        self._own = seed
+        super().__init__(data, *ranks)
+
+    seed = property(lambda self: self._own, lambda self, seed: self._refuse(seed))
+
+    def _refuse(self, seed):
+        if seed != 0:  # torch's default
+            raise AttributeError(seed)
+
+
+class OfNoKind:
+    """A seeded sampler that is not torch's."""
+
+    def __init__(self, data, *_, seed):
+        self.seed, self.data = seed, data
+
+    def __iter__(self):
+        return iter(random.Random(self.seed).sample(self.data, len(self.data)))
+
+    def __len__(self):
+        return len(self.data)
+
+
+def seeded(seed, kind=DistributedSampler, num=1):
+    return DataLoader(range(20), batch_size=2, sampler=kind(range(20), num, 0, seed=seed))
+
+
+def saved(loader, *, over, **ranks):
+    """Return the state after three batches, of which it may be said that they were all."""
+    resume = resumption(**ranks)
+    _, state, _ = epoch(loader, take=3, resume=resume)
+    return resume.state(Progress(taken=3, epoch_over=True)) if over else state
+
+
+def read_on(state, loader, **options):
+    """Return what a run from ``state`` reads to the end of its first epoch."""
+    later = resumption(**options)
+    later.load([state], process=0)
+    followed = later.follow([loader])[0]
+    later.begin()
+    later.epoch()
+    later.begin_epoch()
+    return [batch.tolist() for batch in followed]
+
+
+KINDS = [DistributedSampler, Wrapper, UnrepeatedDistributedSampler]
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_of_a_distributed_sampler_is_taken_up(kind, over):
+    state = saved(seeded(1, kind), over=over)
+    assert read_on(state, seeded(77, kind)) == read_on(state, seeded(1, kind))
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_the_seed_is_taken_up_on_another_number_of_ranks(over):
+    state = saved(seeded(1, num=2), over=over, num_ranks=2)
+    assert read_on(state, seeded(77)) == read_on(state, seeded(1))
+
+
+def test_loaders_that_are_made_anew_get_the_seed_that_was_taken_up():
+    state, later = saved(seeded(1), over=False), resumption()
+    later.load([state], process=0)
+    seeds = []
+    for loader in (seeded(77), seeded(77), seeded(5)):  # the last is seeded by itself
+        later.follow([loader])
+        seeds.append(loader.sampler.seed)
+    assert seeds == [1, 1, 5]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_checkpoint_from_before_seeds_were_kept_is_taken_up(over):
+    state = saved(seeded(1), over=over)
+    expected = read_on(state, seeded(1))
+    for position in state["ends"] if over else state["loaders"]:
+        position.pop("order", None)
+    assert read_on(state, seeded(1)) == expected
+
+
+IN_ORDER = partial(DataLoader, range(20), batch_size=2)
+OTHERS = {
+    "shuffled, in order": (
+        seeded(1),
+        IN_ORDER,
+        r"by SequentialSampler and not by DistributedSampler\(shuffle=True, seed=1",
+    ),
+    "in order, shuffled": (
+        IN_ORDER(),
+        partial(seeded, 1),
+        r"by DistributedSampler\(shuffle=True, seed=1\) and not by Seq",
+    ),
+    "for good": (seeded(1, SeededForGood), partial(seeded, 77, SeededForGood), r"seed=77\) and not by .*seed=1\)"),
+    "of no kind": (seeded(1, OfNoKind), partial(seeded, 77, OfNoKind), r"OfNoKind\(seed=77\) and not by .*seed=1\)"),
+}
+
+
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_order_is_told_once_with_its_cause_and_cure(case, over, before):
+    loader, make, reason = OTHERS[case]
+    state = saved(loader, over=over, num_ranks=before)
+    with pytest.warns(
+        UserWarning, match=rf"DataLoader of range gives its samples.*{reason}.*on one device, too"
+    ) as told:
+        read_on(state, make(), on_unreplayable="warn")
+    assert len(told) == 1
+    with pytest.raises(ValueError, match=rf"{reason}.*or set on_unreplayable='warn'\.$"):
+        read_on(state, make())
+
+
+class WithAState(DataLoader):
+    """A loader whose state may hold a sampler's seed, too."""
+
+    def state_dict(self):
+        return {"seed": self.sampler.seed}
+
+    def load_state_dict(self, state):
+        self.sampler.seed = state["seed"]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_the_order_of_a_loader_with_a_state_is_its_own(over):
+    def make(seed):
+        return WithAState(range(20), batch_size=2, sampler=OfNoKind(range(20), seed=seed))
+
+    state = saved(make(1), over=over)
+    assert read_on(state, make(77)) == read_on(state, make(1))
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_samples_in_order_are_in_order_under_any_strategy(over):
+    ranks = DataLoader(range(20), batch_size=2, sampler=DistributedSampler(range(20), 2, 0, shuffle=False))
+    state = saved(ranks, over=over, num_ranks=2)
+    left = read_on(state, DataLoader(range(20), batch_size=4))
+    assert left[0] == ([0, 1, 2, 3] if over else [12, 13, 14, 15])
 
 
 @pytest.fixture
