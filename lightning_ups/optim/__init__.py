@@ -5,6 +5,7 @@ from lightning_ups.optim.low_bit import check_rounding, make_portable
 from lightning_ups.optim.master_weights import MasteredOptimizer, MasterWeights
 from lightning_ups.optim.offload import OffloadedOptimizer, Update
 from lightning_ups.optim.offload_torchao import TorchAOOffloaded
+from lightning_ups.optim.options import check_options, refuse_state_of_others
 from lightning_ups.optim.reduction import reduce_into_masters
 
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "OffloadedOptimizer",
     "TorchAOOffloaded",
     "Update",
+    "check_options",
     "check_rounding",
     "go_by_the_name_of",
     "make_portable",
     "reduce_into_masters",
+    "refuse_state_of_others",
 ]

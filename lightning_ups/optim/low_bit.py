@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ups._compat.tensors import local_of
 
-__all__ = ["check_rounding", "is_low_bit", "make_portable", "make_state_alone"]
+__all__ = ["check_rounding", "innermost", "is_low_bit", "make_portable", "make_state_alone"]
 
 _MODULES = {  # of torchao
     "OptimState8bit": "torchao.optim.subclass_8bit",
@@ -41,7 +41,7 @@ def make_portable(optimizers: Iterable[Optimizer]) -> None:
     Raises:
         ValueError: If one is of bitsandbytes and was given shards.
     """
-    for optimizer in map(_innermost, optimizers):
+    for optimizer in map(innermost, optimizers):
         _refuse_shards_of_bitsandbytes(optimizer)
         if any(map(_is_torchaos, type(optimizer).__mro__)) and not getattr(optimizer, _HOOKED, False):
             setattr(optimizer, _HOOKED, True)
@@ -94,7 +94,7 @@ def check_rounding(optimizers: Iterable[Optimizer]) -> None:
     Raises:
         ValueError: If one is.
     """
-    for optimizer in map(_innermost, optimizers):
+    for optimizer in map(innermost, optimizers):
         asked = getattr(optimizer, "bf16_stochastic_round", False)
         if asked and all(p.dtype is not torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
@@ -115,7 +115,8 @@ def _refuse_shards_of_bitsandbytes(optimizer: Optimizer) -> None:
         )
 
 
-def _innermost(optimizer: Optimizer) -> Optimizer:
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of the user's for which ``optimizer`` stands, or itself."""
     while isinstance(inner := getattr(optimizer, "inner", getattr(optimizer, "stepper", None)), Optimizer):
         optimizer = inner
     return optimizer

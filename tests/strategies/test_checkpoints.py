@@ -211,6 +211,30 @@ def test_hyperparameters_of_any_class_do_not_stop_resuming(ranks, tmp_path):
     assert ranks(odd_hyperparameters, tmp_path)
 
 
+class BySGD(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+def other_optimizers(path, options):
+    refused = []
+    for name, by, now in (("adam", Net, BySGD), ("sgd", BySGD, Net)):
+        fit(path, strategy=FSDP2Strategy(**options), epochs=1, model=by(), folder=name)
+        saved = path / name / "epoch=0.ckpt"
+        try:
+            fit(path, strategy=FSDP2Strategy(), epochs=2, model=now(), folder="again", ckpt_path=saved)
+        except ValueError as error:
+            refused.append(str(error))
+    return refused
+
+
+@pytest.mark.parametrize("save", ["sharded", "full"])
+def test_another_optimizer_is_refused_before_the_first_step(ranks, tmp_path, save):
+    by_sgd, by_adam = ranks(other_optimizers, tmp_path, {"save": save})
+    assert "saved by another optimizer than SGD: its groups have no momentum, dampening, which" in by_sgd
+    assert "saved by another optimizer than AdamW: its groups have no betas, eps, which" in by_adam
+
+
 def other_settings(path):
     saved = path / "checkpoints" / "epoch=0.ckpt"
     whole = fit(path, strategy=FSDP2Strategy(), epochs=2)

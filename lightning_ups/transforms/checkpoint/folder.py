@@ -48,6 +48,7 @@ MARKER = "complete.json"
 META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
 _STARTED = "incomplete"
 _SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
+_NAME_IN_ZIP = 30  # where the name of the first entry begins
 _DEEPEST = 4  # from trainer.default_root_dir: lightning_logs/version_0/checkpoints/last.ckpt
 
 
@@ -185,11 +186,10 @@ def is_complete(path: Path) -> bool:
         return True  # a single file is renamed into place when it is whole
     if not path.is_dir() or path.suffix == _REMOVING:
         return False
+    if not (path / MARKER).exists():
+        return _is_stock(path)
     marker = _marker(path)
-    if marker is None:
-        stock = (path / ".metadata").is_file() and (path / META).is_file()
-        return stock and not (path / _STARTED).exists()
-    return all(_size(path / name) == size for name, size in marker["files"].items())
+    return marker is not None and all(_size(path / name) == size for name, size in marker["files"].items())
 
 
 def located(path: Path) -> Path | None:
@@ -239,9 +239,9 @@ def _settle(path: Path) -> None:
 
 
 def holds_part(path: Path) -> bool:
-    """Return whether the folder at ``path`` has something in it of which checkpoints consist."""
+    """Return whether the folder at ``path`` has something in it of which checkpoints consist, before their marker."""
     names = (entry.name for entry in path.iterdir())
-    return any(name in (_STARTED, MARKER, META, ".metadata") or name.endswith(".distcp") for name in names)
+    return any(name in (_STARTED, META, ".metadata") or name.endswith(".distcp") for name in names)
 
 
 def _check_ours(path: Path) -> None:
@@ -266,11 +266,24 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
+def _is_stock(folder: Path) -> bool:
+    """Return whether ModelParallelStrategy wrote ``folder``, which has no marker; one of ours may have lost its own."""
+    if not (folder / ".metadata").is_file() or not (folder / META).is_file() or (folder / _STARTED).exists():
+        return False
+    # Torch calls an archive by the name of the file that it opens, and ours, which it writes into memory, "archive".
+    # That is also what it does where a path is not of ASCII.
+    with (folder / META).open("rb") as file:
+        return file.read(64).startswith(b"meta/", _NAME_IN_ZIP) or not str(folder.absolute()).isascii()
+
+
 def _marker(folder: Path) -> dict[str, Any] | None:
+    """Return what the marker says, or None if there is none, or one that no save has written."""
     try:
-        return json.loads((folder / MARKER).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        marker = json.loads((folder / MARKER).read_text())
+    except (FileNotFoundError, ValueError):
         return None
+    is_ours = isinstance(marker, dict) and isinstance(marker.get("saved_at_ns"), int)
+    return marker if is_ours and isinstance(marker.get("files"), dict) and marker["files"] else None
 
 
 def _saved_at(path: Path) -> int:

@@ -59,7 +59,8 @@ def resolve(path: Path) -> Path:
             f"{path} is a folder, and no checkpoint. One of several files has its marker, {folder.MARKER}, beside them,"
             f" and one of a single file ends in .ckpt. {cure}"
         )
-    what = "is not whole: the process that wrote it died, or its disk was full" if path.exists() else "does not exist"
+    harm = "the process that wrote it died, its disk was full, or a file of it was lost or changed"
+    what = f"is not whole: {harm}" if path.exists() else "does not exist"
     why = "A folder counts as a checkpoint once it holds its marker, which is written last."
     none = "No whole one is beside it" + ("; what is left of this one can be deleted." if path.exists() else ".")
     cure = f"Use {str(beside)!r}, the newest whole one beside it." if beside else none
@@ -213,10 +214,15 @@ def _load_module(
 def _check_names(reading: _Reading, here: Set[str], there: Set[str]) -> None:
     parts = [(sorted(here - there), "are missing"), (sorted(there - here), "are unknown to the module")]
     if difference := "; ".join(f"{', '.join(names[:5])} {what}" for names, what in parts if names):
+        in_fit = (
+            ", if no optimizer steps what differs. Otherwise begin with the weights that both have: leave out"
+            " ckpt_path, and call lightning_ups.transforms.checkpoint.load_weights with strict=False in on_fit_start"
+        )
         raise ValueError(
             f"The names in {reading.path} are not those of {type(reading.module).__name__}: {difference}."
             " A weight under another name would be left as it was, or be lost."
-            " Load it into the model that it was saved from, or set strict_loading = False on the LightningModule."
+            " Load it into the model that it was saved from, or set strict_loading = False on the LightningModule"
+            f"{in_fit if reading.optimizers else ''}."
         )
 
 

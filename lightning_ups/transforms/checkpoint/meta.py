@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -10,7 +11,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-__all__ = ["check_saved", "dumped", "loaded", "weights"]
+__all__ = ["check_saved", "damage", "dumped", "loaded", "weights"]
 
 
 def dumped(state: Any) -> bytes:
@@ -36,23 +37,23 @@ def loaded(
         The dict, and the class of everything that stayed behind, by its place.
 
     Raises:
-        ValueError: If it is no such file, holds no dict, or something else lies outside ``needless``.
+        ValueError: If it is no such file or a damaged one, holds no dict, or something else lies outside ``needless``.
         OSError: If this user cannot read it.
     """
     if not weights_only:
-        return _dict_in(path, torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)), {}
+        with _damage_told(path):
+            state = torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
+        return _dict_in(path, state), {}
     if not _is_zip(path):
         raise ValueError(
             f"{path} is no checkpoint. It is not what torch.save writes, or its end is missing, as when a disk was full"
             " or the process died. Give a file that was written whole."
         )
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    with _damage_told(path):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     inert = [(type("Untrusted", (_Untrusted,), {"name": name}), name) for name in names]
-    try:
-        with torch.serialization.safe_globals(inert):  # type: ignore[arg-type]
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except UnpicklingError as error:
-        raise ValueError(_refusal(path, {name: name for name in names})) from error
+    with _damage_told(path, untrusted=names), torch.serialization.safe_globals(inert):  # type: ignore[arg-type]
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     state = _dict_in(path, state)
     left = {place: name for key in state for place, name in _untrusted(state[key], key)}
     needed = {place: name for place, name in left.items() if place.partition(".")[0] not in needless}
@@ -89,6 +90,27 @@ def check_saved(path: Path, saved: Mapping[str, Any], *, keys: Sequence[str] = (
             " saves. To begin with the weights in it, call lightning_ups.transforms.checkpoint.load_weights in"
             " on_fit_start of your module."
         )
+
+
+def damage(path: Path, error: Exception) -> str:
+    """Return what to say of a file at ``path`` of which reading ends in ``error``."""
+    said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
+    return (
+        f"{path} cannot be read: {said}. It is damaged: it does not hold what was written there, as when a disk fails."
+        " Use an earlier checkpoint."
+    )
+
+
+@contextmanager
+def _damage_told(path: Path, *, untrusted: Sequence[str] = ()) -> Iterator[None]:
+    try:
+        yield
+    except (UnpicklingError, UnicodeDecodeError, EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):  # such as one of memory
+            raise
+        if untrusted and isinstance(error, UnpicklingError):  # classes that cannot be read around
+            raise ValueError(_refusal(path, {name: name for name in untrusted})) from error
+        raise ValueError(damage(path, error)) from error
 
 
 def _is_zip(path: Path) -> bool:

@@ -39,7 +39,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_ups._compat.optional import require
-from lightning_ups.transforms.checkpoint import folder
+from lightning_ups.transforms.checkpoint import folder, meta
 from lightning_ups.transforms.checkpoint.filling import fill
 from lightning_ups.transforms.checkpoint.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
 
@@ -98,7 +98,7 @@ class FolderReader(FileSystemReader):
         if self._metadata is None:
             path = Path(self.path) / ".metadata"
             with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file, path).load()
+                metadata = _unpickled(file, path)
             if not isinstance(metadata, Metadata):
                 raise ValueError(_not_metadata(path, type(metadata).__name__))
             self._metadata = metadata
@@ -154,6 +154,19 @@ class FolderReader(FileSystemReader):
         return self.storage_data[item.storage_index]
 
 
+def _unpickled(file: io.BufferedReader, path: Path) -> Any:
+    try:
+        return _MetadataUnpickler(file, path).load()
+    except (OSError, _ForeignNameError):
+        raise
+    except Exception as error:  # any: a damaged pickle calls what it likes with what it likes
+        raise ValueError(meta.damage(path, error)) from error
+
+
+class _ForeignNameError(ValueError):
+    pass
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
     _NAMES = frozenset(
@@ -193,13 +206,13 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return self._member
-        raise ValueError(_not_metadata(self._path, f"{module}.{name}"))
+        raise _ForeignNameError(_not_metadata(self._path, f"{module}.{name}"))
 
     def _member(self, owner: Any, name: str) -> Any:
         """Return a member of an enumeration, which Python 3.11.0 to 3.11.3, as in Debian 12, writes by `getattr`."""
         if isinstance(owner, EnumType) and name in owner.__members__:
             return owner[name]
-        raise ValueError(_not_metadata(self._path, f"{name} of {owner!r}"))
+        raise _ForeignNameError(_not_metadata(self._path, f"{name} of {owner!r}"))
 
 
 def _not_metadata(path: Path, name: str) -> str:

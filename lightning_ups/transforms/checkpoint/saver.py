@@ -252,8 +252,9 @@ class Saver:
             in_flight.whole = True
         if in_flight.to_remove:
             self._observe("removing", path)
-        for old in in_flight.to_remove:
-            folder.remove(old)
+        while in_flight.to_remove:
+            folder.remove(in_flight.to_remove[0])
+            in_flight.to_remove.pop(0)
 
     def _on_first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0, and return on every rank what it returned, or raise what it raised."""
@@ -273,11 +274,17 @@ class Saver:
 
     def _failure(self, in_flight: _InFlight) -> str:
         path, error = in_flight.draft.path, in_flight.error
-        if in_flight.whole:
+        if in_flight.whole and in_flight.to_remove:
             return (
-                f"The checkpoint {path} is saved, but an older one could not be deleted: {_cause(error)}."
+                f"The checkpoint {path} is saved, but {in_flight.to_remove[0]} could not be deleted: {_cause(error)}."
                 " Checkpoints that nobody deletes fill the disk."
                 " Remove the cause, which stands above."
+            )
+        if in_flight.whole:
+            return (
+                f"The checkpoint {path} is whole, but what followed its save failed: {_cause(error)}."
+                " Another rank may be dead, and each save needs all of them."
+                f" Remove the cause, which stands above, and resume with ckpt_path={str(path)!r}."
             )
         last = self._newest(path)
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)

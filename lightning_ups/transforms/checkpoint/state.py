@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lightning_ups.optim import check_options
 from lightning_ups.transforms.checkpoint.staging import holds_tensors, is_sequence
 
 __all__ = [
@@ -156,9 +157,10 @@ def restore(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> N
     """Give ``optimizer`` a state that `named_state` returned, perhaps elsewhere.
 
     Raises:
-        ValueError: If the groups hold other parameters.
+        ValueError: If the groups hold other parameters, or are those of another optimizer.
     """
     groups = check_groups(module, optimizer, saved)
+    check_options(optimizer, saved["param_groups"])
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
     saved, forms = as_kept(saved), saved.get(_FORMS, {})
     state = {
@@ -213,5 +215,6 @@ def _other_groups(optimizer: Optimizer, groups: list[list[str]], saved: list[lis
     return (
         f"The groups of {type(optimizer).__name__} are not those of the checkpoint: {difference}."
         " The state of a parameter and the options of its group belong together."
-        " Build the optimizer as it was built when the checkpoint was saved."
+        " Build the optimizer as it was built when the checkpoint was saved, or begin with its weights alone: leave out"
+        " ckpt_path, and call lightning_ups.transforms.checkpoint.load_weights in on_fit_start."
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ups.transforms.checkpoint import folder
+from lightning_ups.transforms.checkpoint import folder, meta
 
 
 def save(path, *, content=b"data", stop_before=None, monkeypatch=None):
@@ -57,7 +57,7 @@ def test_a_folder_that_never_was_a_checkpoint_is_not_replaced(tmp_path, write):
     assert folder.is_complete(path), "an empty one is"
 
 
-@pytest.mark.parametrize("left", ["incomplete", ".metadata", "__0_0.distcp", folder.META, folder.MARKER])
+@pytest.mark.parametrize("left", ["incomplete", ".metadata", "__0_0.distcp", folder.META])
 def test_what_a_dead_run_has_left_is_replaced(tmp_path, left):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / left).write_text("{")
@@ -80,12 +80,49 @@ def test_what_is_not_whole_is_not_complete(tmp_path, harm):
     assert folder.newest(tmp_path) == tmp_path / "good"
 
 
-def test_a_folder_of_lightning_is_complete(tmp_path):
-    (tmp_path / "stock").mkdir()
-    (tmp_path / "stock" / ".metadata").touch()
-    assert not folder.is_complete(tmp_path / "stock")
-    (tmp_path / "stock" / "meta.pt").touch()
-    assert folder.is_complete(tmp_path / "stock")
+@pytest.mark.parametrize("text", ["", "{", "{}", "null", "[1]", "3", '"files"', '{"saved_at_ns": 1, "files": {}}'])
+def test_a_marker_that_is_none_of_ours_is_not_trusted(tmp_path, text):
+    save(tmp_path / "good")
+    save(tmp_path / "bad")
+    (tmp_path / "bad" / folder.MARKER).write_text(text)
+    assert not folder.is_complete(tmp_path / "bad")
+    assert folder.located(tmp_path / "bad") is None
+    assert folder.newest(tmp_path) == folder.newest_within(tmp_path) == tmp_path / "good"
+    save(tmp_path / "bad")
+    assert folder.is_complete(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_folder_with_a_file_of_the_name_of_our_marker_alone_is_not_replaced(tmp_path, text):
+    path = tmp_path / "results"
+    path.mkdir()
+    (path / folder.MARKER).write_text(text)
+    (path / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"holds complete\.json and no checkpoint"):
+        save(path)
+    assert (path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_marker_that_is_no_text_is_not_trusted(tmp_path):
+    save(tmp_path / "bad")
+    (tmp_path / "bad" / folder.MARKER).write_bytes(b"\xff\xfe")
+    assert not folder.is_complete(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("name", ["stock", "größe"], ids=["ascii", "no ascii, which torch writes as we do"])
+def test_a_folder_of_lightning_is_complete(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / ".metadata").touch()
+    assert not folder.is_complete(tmp_path / name)
+    torch.save({"epoch": 1}, tmp_path / name / "meta.pt")
+    assert folder.is_complete(tmp_path / name)
+
+
+def test_a_folder_of_ours_without_its_marker_is_none_of_lightning(tmp_path):
+    save(tmp_path / "a", content=meta.dumped({"epoch": 1}))
+    (tmp_path / "a" / folder.MARKER).unlink()
+    assert not folder.is_complete(tmp_path / "a")
+    assert folder.newest(tmp_path) is None
 
 
 def test_a_draft_on_a_taken_path_touches_nothing(tmp_path):

@@ -109,6 +109,21 @@ def test_other_names_are_told(tmp_path):
     assert torch.equal(other[0].weight, before)
 
 
+def test_other_names_in_fit_are_told_with_what_works_there(tmp_path):
+    path = sharded_file(tmp_path / "c", *trained())
+    other = Net(seed=9)
+    other.new = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(other.parameters())
+    with pytest.raises(
+        ValueError, match=r"new.bias, new.weight are missing.*if no optimizer.*load_weights with strict=False in"
+    ):
+        load(path, module=other, optimizers=[optimizer])
+    load_weights(other, path, strict=False)
+    assert torch.equal(other.first.weight, trained()[0].first.weight)
+    with pytest.raises(ValueError, match=r"new.weight only here.*load_weights.*on_fit_start"):
+        load(path, module=other, optimizers=[optimizer], strict=False)
+
+
 def test_another_shape_is_told(tmp_path):
     path = sharded_file(tmp_path / "c", *trained())
     with pytest.raises(ValueError, match=r"first.weight has the shape \(5, 3\) in .*, and \(4, 3\) in Net\."):

@@ -76,6 +76,28 @@ def test_a_file_that_is_no_checkpoint(tmp_path, content):
         meta.loaded(tmp_path / "m")
 
 
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("harm", [b"\0" * 40, b"\xff" * 40], ids=["zeros", "ones"])
+@pytest.mark.parametrize("part", [b"some_text", b"PK\x01\x02"], ids=["pickle", "directory of the archive"])
+def test_a_file_that_is_damaged(tmp_path, part, harm, weights_only):
+    path = write(tmp_path / "m", {"some_text": "x" * 400, "w": torch.ones(3)})
+    content = path.read_bytes()
+    start = content.index(part)
+    path.write_bytes(content[:start] + harm + content[start + len(harm) :])
+    with pytest.raises(ValueError, match=r"m cannot be read: .*\. It is damaged: .*Use an earlier checkpoint\.$"):
+        meta.loaded(path, weights_only=weights_only)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_memory_that_is_short_is_no_damage(tmp_path, monkeypatch, weights_only):
+    def refused(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", refused)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        meta.loaded(write(tmp_path / "m", {}), weights_only=weights_only)
+
+
 def test_a_file_of_another_user(tmp_path, monkeypatch):
     write(tmp_path / "m", {})
 

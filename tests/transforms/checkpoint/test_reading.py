@@ -74,6 +74,16 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("harm", [b"\0" * 40, b"\xff" * 40, b"]" * 40], ids=["zeros", "ones", "lists"])
+def test_damaged_metadata_is_refused(tmp_path, harm):
+    write(tmp_path, {"w": torch.ones(3)})
+    content = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(content[:100] + harm + content[140:])
+    with pytest.raises(ValueError, match=r"metadata cannot be read: .*It is damaged: .*Use an earlier checkpoint\.$"):
+        FolderReader(tmp_path).read_metadata()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("rank", [None, 1], ids=["one process", "the second of two, which reads alone"])
 def test_an_interrupt_is_no_damage(tmp_path, monkeypatch, rank):
     if rank is not None:

@@ -210,9 +210,21 @@ def test_what_cannot_be_deleted_is_not_a_failed_save(tmp_path, monkeypatch):
     saver.remove(tmp_path / "a")
     monkeypatch.setattr(saver_module.folder, "remove", lambda path: (_ for _ in ()).throw(PermissionError("no")))
     gate.opened.set()
-    with pytest.raises(RuntimeError, match="is saved, but an older one could not be deleted: no"):
+    with pytest.raises(RuntimeError, match=r"b is saved, but .*/a could not be deleted: no\. .*fill the disk"):
         saver.close()
     assert is_complete(tmp_path / "b")
+
+
+def test_what_fails_after_a_save_is_told_as_what_it_is(tmp_path):
+    def reset(phase, path):
+        if phase == "done":
+            raise ConnectionResetError("Connection reset by peer")
+
+    saver = Saver(asynchronous=True, observe=reset)
+    save(saver, tmp_path / "a")
+    with pytest.raises(RuntimeError, match=r"a is whole, .*: Connection reset by peer\. .*ckpt_path='.*/a'\.$") as told:
+        saver.close()
+    assert "delete" not in str(told.value)
 
 
 def test_abandoning_gives_it_time_and_tells(tmp_path):

@@ -48,11 +48,33 @@ def test_other_groups_are_refused_by_name():
     model, optimizer = two_groups()
     step(model, optimizer)
     saved = named_state(model, optimizer)
-    with pytest.raises(ValueError, match=r"in another order.*as it was built when the checkpoint was saved\.$"):
+    with pytest.raises(ValueError, match=r"in another order.*as it was built when the checkpoint was saved, or"):
         restore(*two_groups(reverse=True), saved)
     model, _ = two_groups()
-    with pytest.raises(ValueError, match=r"1.weight only in the checkpoint"):
+    with pytest.raises(ValueError, match=r"1.weight only in the checkpoint\..*load_weights"):
         restore(model, torch.optim.SGD(model[0].parameters(), lr=1), saved)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "now", "lacking"),
+    [
+        (momentum, torch.optim.Adam, "betas, eps"),
+        (torch.optim.AdamW, momentum, "momentum, dampening"),
+        (torch.optim.AdamW, torch.optim.RMSprop, "alpha"),
+    ],
+    ids=["SGD, now Adam", "AdamW, now SGD", "AdamW, now RMSprop"],
+)
+def test_the_state_of_another_optimizer_is_refused(saved_by, now, lacking):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = saved_by(model.parameters())
+    step(model, optimizer)
+    told = rf"saved by another optimizer than {type(now(model.parameters())).__name__}: .* no {lacking}, .*load_weights"
+    with pytest.raises(ValueError, match=told):
+        restore(model, now(model.parameters()), named_state(model, optimizer))
 
 
 def test_parameters_of_another_module_are_refused():
