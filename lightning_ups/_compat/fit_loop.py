@@ -92,7 +92,8 @@ def set_batches_taken(trainer: Any, number: int) -> None:
 def begin_epoch_anew(trainer: Any) -> None:
     """Let the loop forget the batches of an epoch that was over when it was saved.
 
-    Lightning does so only where it knows the number of batches; elsewhere it takes the next epoch to be over as well.
+    Lightning does so only where it knows the number of batches, and the next epoch has no more of them; elsewhere it
+    takes the next epoch to be over, or begun, as well.
     """
     epochs, most = trainer.fit_loop.epoch_progress, trainer.fit_loop.max_epochs
     ended = trainer.fit_loop.restarted_mid_epoch and epochs.current.ready == epochs.current.processed
@@ -101,7 +102,7 @@ def begin_epoch_anew(trainer: Any) -> None:
         epochs.increment_ready()
         epochs.increment_started()
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    if trainer.fit_loop.max_batches == float("inf"):
+    if trainer.fit_loop.max_batches > progress.current.ready:
         current = progress.current
         current.completed -= current.ready  # -1 if the loop was saved before it counted the last batch; it does so now
         current.ready = current.started = current.processed = 0

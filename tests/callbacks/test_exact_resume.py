@@ -364,6 +364,17 @@ def test_a_run_resumed_at_the_end_of_an_epoch_may_be_resumed_again(tmp_path):
     assert third == whole[8:]
 
 
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_the_epoch_after_the_one_that_ended_may_have_more_batches_or_fewer(tmp_path, batch_size):
+    run(tmp_path, stock(), max_epochs=1)
+
+    def other():
+        return DataLoader(Rows(), batch_size=batch_size, shuffle=True)
+
+    resumed = run(tmp_path, other, ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again", max_epochs=2)
+    assert len(resumed) == len(other())
+
+
 class AtEnd(ModelCheckpoint):
     """Saves when an epoch has ended; a class of its own, since a Trainer tells callbacks apart by their class."""
 
