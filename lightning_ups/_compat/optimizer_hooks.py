@@ -1,12 +1,21 @@
 """Hooks of optimizers that stand for others, or make a step in several."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["hooked_once", "share_state_dict_hooks"]
+__all__ = ["before_loading", "hooked_once", "share_state_dict_hooks"]
+
+
+def before_loading(optimizer: Optimizer, hook: Callable[[Optimizer, dict[str, Any]], None]) -> Callable[[], None]:
+    """Call ``hook``, once, before ``optimizer`` loads a state, and return what undoes it; some optimizers take none."""
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+    if hooks is None or hook in hooks.values():
+        return lambda: None
+    return optimizer.register_load_state_dict_pre_hook(hook).remove
 
 
 @contextmanager

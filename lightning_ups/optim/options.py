@@ -1,24 +1,20 @@
 """The options in a saved state, of which an optimizer reads its own: torch takes any, and fails in the first step."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_ups._compat.optimizer_hooks import before_loading
 from lightning_ups.optim.low_bit import innermost
 
 __all__ = ["check_options", "refuse_state_of_others"]
 
-_HOOKED = "_state_of_others_is_refused"
 
-
-def refuse_state_of_others(optimizers: Iterable[Optimizer]) -> None:
-    """Let each of ``optimizers`` call `check_options` before it loads a state."""
-    for optimizer in map(innermost, optimizers):
-        if not getattr(optimizer, _HOOKED, False):
-            setattr(optimizer, _HOOKED, True)
-            optimizer.register_load_state_dict_pre_hook(_check)
+def refuse_state_of_others(optimizers: Iterable[Optimizer]) -> list[Callable[[], None]]:
+    """Let each of ``optimizers`` call `check_options` before it loads a state, and return what undoes that."""
+    return [before_loading(optimizer, _check) for optimizer in map(innermost, optimizers)]
 
 
 def _check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
