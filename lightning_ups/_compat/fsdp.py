@@ -34,6 +34,7 @@ __all__ = [
     "expect_backward",
     "flattened",
     "follow_requires_grad",
+    "gather_all",
     "gather_with_root",
     "gathered_with",
     "held_parameters",
@@ -106,8 +107,9 @@ def initialise(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
     states = _states(root)
     context: Any = root._get_fsdp_state()._state_ctx
-    context.note_reduced, context.puts_off = None, False
+    context.note_reduced, context.on_any, context.puts_off = None, None, False
     for state in states:
+        state._root_post_backward_final_callback = partial(_end_backward, root, state, context)
         _gather_unseen(state)
         find_in_objects(state)
         for group in _groups(state):
@@ -155,7 +157,7 @@ def _reduce_rightly(group: Any, context: Any) -> None:
     reached: set[Any] = set()
 
     def post_backward(*_: Any) -> None:
-        if context.puts_off and group.reduce_grads:
+        if context.puts_off:
             _keep_whole(group)
             return
         none_yet = _fill_up(group, reached)
@@ -174,13 +176,14 @@ def _reduce_rightly(group: Any, context: Any) -> None:
 
 
 def _keep_whole(group: Any) -> None:
-    """Let ``group`` keep the gradients that a backward left there, as if no reduction were due."""
-    group.reduce_grads = False
+    """Let ``group`` keep what it has gathered, and the gradients that a backward left there, until that ends."""
+    before = group.reduce_grads, group.reshard_after_backward
+    group.reduce_grads, group.reshard_after_backward = False, False
     try:
         type(group).post_backward(group)
     finally:
-        group.reduce_grads = True
-    group._training_state = TrainingState.IDLE  # so that it is gathered if it is reached again, and is ended at the end
+        group.reduce_grads, group.reshard_after_backward = before
+    group._training_state = TrainingState.IDLE  # in which the end of a backward finds what it has to reduce
 
 
 def _has_gradient(held: Any) -> bool:
@@ -204,45 +207,45 @@ def noting_reductions(root: FSDPModule, note: Callable[[list[str]], None]) -> It
 def reducing_last(root: FSDPModule, on_any: Callable[[list[bool]], list[bool]]) -> Iterator[None]:
     """Reduce what has a gradient on any rank when a backward has ended, in one order, while the context is open.
 
-    A rank that lacks one of these gradients counts it as zero. Until then gradients are kept whole.
+    A rank that lacks one of these gradients counts it as zero. Until then gradients, and what was gathered, are whole.
 
     Args:
         root: The outermost sharded module.
         on_any: Is given, in each backward, which parameters have a gradient here, and returns which have one on any
             rank; all ranks call it at once.
     """
-    states, context = _states(root), root._get_fsdp_state()._state_ctx
-
-    def end(state: Any) -> None:
-        context.puts_off = False  # type: ignore[attr-defined]
-        try:
-            _count_missing_as_zero(root, on_any)
-            type(state)._root_post_backward_final_callback(state)
-        finally:
-            context.puts_off = True  # type: ignore[attr-defined]
-
-    context.puts_off = True  # type: ignore[attr-defined]
-    for state in states:
-        state._root_post_backward_final_callback = partial(end, state)
+    context: Any = root._get_fsdp_state()._state_ctx
+    context.on_any, context.puts_off = on_any, True
     try:
         yield
     finally:
-        context.puts_off = False  # type: ignore[attr-defined]
-        for state in states:
-            del state._root_post_backward_final_callback
+        context.on_any, context.puts_off = None, False
+
+
+def gather_all(root: FSDPModule) -> None:
+    """Gather, in one order on all ranks, what a backward may ask for: ranks may reach it in different orders."""
+    for state in _states(root):
+        for group in _groups(state):
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def _end_backward(root: FSDPModule, state: Any, context: Any) -> None:
+    context.puts_off = False
+    try:
+        if context.on_any is not None:
+            _count_missing_as_zero(root, context.on_any)
+        type(state)._root_post_backward_final_callback(state)
+    finally:
+        context.puts_off = context.on_any is not None
 
 
 def _count_missing_as_zero(root: FSDPModule, on_any: Callable[[list[bool]], list[bool]]) -> None:
-    due = [(group, held) for group, held in _handles(root) if group.reduce_grads and held.sharded_param.requires_grad]
-    here = [_has_gradient(held) for _, held in due]
-    for (group, held), has, wanted in zip(due, here, on_any(here) if due else [], strict=True):
-        if has or not wanted:
-            continue
-        if not hasattr(held, "_unsharded_param"):  # of a module that has not run here
-            group.unshard()
-            group.wait_for_unshard()
-            group.reshard()
-        held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
+    due = [held for group, held in _handles(root) if group.reduce_grads and held.sharded_param.requires_grad]
+    here = [_has_gradient(held) for held in due]
+    for held, has, wanted in zip(due, here, on_any(here) if due else [], strict=True):
+        if wanted and not has:
+            held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
 
 
 def _fill_up(group: Any, reached: set[Any]) -> list[Any]:

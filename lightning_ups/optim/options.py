@@ -22,16 +22,17 @@ def _check(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def check_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ``saved``, the groups of a state, if they lack an option that ``optimizer`` has.
+    """Refuse ``saved``, the groups of a state, if they lack an option that ``optimizer`` has, and have others.
 
-    What its class fills in, for checkpoints of older versions, may be missing.
+    What its class fills in, for checkpoints of older versions, may be missing, and what only its constructor reads.
 
     Raises:
         ValueError: If one lacks any.
     """
     groups, optimizer = optimizer.param_groups, innermost(optimizer)
     options = [name for name in optimizer.defaults if all(name in group for group in groups)]
-    if _lacking(options, saved) and (lacking := _lacking(options, _filled_in(optimizer, saved))):
+    has_others = any(group.keys() - {"param_names"} - optimizer.defaults.keys() - groups[0].keys() for group in saved)
+    if has_others and _lacking(options, saved) and (lacking := _lacking(options, _filled_in(optimizer, saved))):
         name = type(optimizer).__name__
         raise ValueError(
             f"The checkpoint was saved by another optimizer than {name}: its groups have no {', '.join(lacking)}, which"

@@ -47,6 +47,13 @@ def test_what_an_optimizer_has_not_itself_may_be_missing():
     check_options(Steady(nn.Linear(2, 2).parameters(), lr=1), saved(Steady)["param_groups"])
 
 
+@pytest.mark.parametrize(("kind", "option"), [(torch.optim.Adagrad, "initial_accumulator_value"), (Steady, "momentum")])
+def test_an_option_that_is_new_may_be_missing(kind, option):
+    groups = saved(kind)["param_groups"]
+    del groups[0][option]
+    check_options(kind(nn.Linear(2, 2).parameters(), lr=1), groups)
+
+
 @pytest.mark.parametrize("mastered", [False, True])
 def test_an_optimizer_refuses_the_state_of_another_before_it_takes_any(mastered):
     model = nn.Linear(2, 2)

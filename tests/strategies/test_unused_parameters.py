@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_ups.strategies import FSDP2Strategy
-from tests.strategies.cases import WIDTH, Case, data, weights_of
+from tests.strategies.cases import WIDTH, Block, Case, data, weights_of
 from tests.toys import trainer
 
 DDP = "ddp_find_unused_parameters_true"
@@ -46,6 +46,51 @@ class Dropped(Case):
             y = layer(x)
             x = x if i == dist.get_rank() % 2 else y
         return self.head(x)
+
+
+class DroppedByOne(Case):
+    """One device drops what the first of four blocks gave, and the other nothing."""
+
+    def build(self):
+        super().build()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def run(self, x):
+        for i, layer in enumerate(self.layers):
+            y = layer(x)
+            x = x if self.drops(i) else y
+        return self.head(x)
+
+    def drops(self, i):
+        return dist.get_rank() % 2 == 0 and i < 2
+
+
+class DroppedByTurns(DroppedByOne):
+    """One device drops what the first two of four blocks gave, and the other what the last two did."""
+
+    def drops(self, i):
+        return i // 2 == dist.get_rank() % 2
+
+
+class Twice(Dropped):
+    """All devices run all blocks twice."""
+
+    def run(self, x):
+        for i, layer in enumerate([*self.layers, *self.layers]):
+            y = layer(x)
+            x = x if i % 2 == dist.get_rank() % 2 else y
+        return self.head(x)
+
+
+class Penalised(DroppedByTurns):
+    """Every third step penalises the gradient for its input."""
+
+    def loss(self, x):
+        if len(self.losses) % 3:
+            return super().loss(x)
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.run(x).sum(), x, create_graph=True)
+        return super().loss(x) + slope.square().mean()
 
 
 class LeftOut(Case):
@@ -85,7 +130,11 @@ class Scalar(Case):
         return self.head(x + 0.1 * self.gain if dist.get_rank() == 0 else x)
 
 
-CASES = {kind.__name__: kind for kind in (Heads, Dropped, LeftOut, Idle, Scalar)}
+CASES = {
+    kind.__name__: kind
+    for kind in (Heads, Dropped, DroppedByOne, DroppedByTurns, Twice, Penalised, LeftOut, Idle, Scalar)
+}
+TRAINED = [name for name in CASES if name != "LeftOut"]
 
 
 def trained(tmp_path, name, strategy, accumulate=1, accelerator="cpu"):
@@ -114,7 +163,7 @@ def assert_as_ddp(ours, ddp):
     assert without == theirs_without
 
 
-@pytest.mark.parametrize("name", ["Heads", "Dropped", "Idle", "Scalar"])
+@pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("options", [{}, {"sharding": "gradients"}, {"sharding": "none"}])
 def test_it_trains_as_ddp(ranks, tmp_path, name, options):
     options = {"unused_parameters": True, **options}
@@ -122,7 +171,7 @@ def test_it_trains_as_ddp(ranks, tmp_path, name, options):
 
 
 @pytest.mark.parametrize("options", [{"sync": "last"}, {"sync": "every"}, {"sharding": "none"}])
-@pytest.mark.parametrize("name", ["Heads", "Idle"])
+@pytest.mark.parametrize("name", ["Heads", "Twice", "Idle"])
 def test_an_accumulation_trains_as_ddp(ranks, tmp_path, name, options):
     options = {"unused_parameters": True, **options}
     assert_as_ddp(ranks(trained, tmp_path, name, options, 2), ranks(trained, tmp_path, name, DDP, 2))
@@ -131,6 +180,13 @@ def test_an_accumulation_trains_as_ddp(ranks, tmp_path, name, options):
 def test_copies_left_out_blocks_train_as_ddp(ranks, tmp_path):
     options = {"sharding": "none", "unused_parameters": True}
     assert_as_ddp(ranks(trained, tmp_path, "LeftOut", options), ranks(trained, tmp_path, "LeftOut", DDP))
+
+
+@pytest.mark.parametrize("keep", [True, 2, "auto"])
+def test_what_frees_between_forward_and_backward_is_refused_beside_it(keep):
+    with pytest.raises(ValueError, match=r"unused_parameters=True, reshard_after_forward=.* contradicts itself"):
+        FSDP2Strategy(unused_parameters=True, reshard_after_forward=keep)
+    assert FSDP2Strategy(unused_parameters=True).settings["reshard_after_forward"] is False
 
 
 @pytest.mark.slow
@@ -158,7 +214,7 @@ RUN = """
 import json, sys
 import torch
 import torch.distributed as dist
-from tests.strategies.test_unused_parameters import DDP, assert_as_ddp, trained
+from tests.strategies.test_unused_parameters import DDP, TRAINED, assert_as_ddp, trained
 
 accelerator, folder = sys.argv[1:]
 dist.init_process_group("gloo" if accelerator == "cpu" else "cpu:gloo,cuda:nccl")
@@ -166,7 +222,7 @@ if accelerator == "gpu":
     torch.cuda.set_device(dist.get_rank())
 same = []
 for options in ({}, {"sharding": "gradients"}, {"sharding": "none"}):
-    for name in ("Heads", "Dropped", "Idle", "Scalar") + (("LeftOut",) if options.get("sharding") == "none" else ()):
+    for name in TRAINED + ["LeftOut"] * (options.get("sharding") == "none"):
         ours = trained(folder, name, {"unused_parameters": True, **options}, 1, accelerator)
         assert_as_ddp(ours, trained(folder, name, DDP, 1, accelerator))
         same.append([name, options])
@@ -187,4 +243,4 @@ def test_processes_that_torchrun_starts_train_as_ddp(tmp_path, accelerator):
         [*launch, accelerator, str(tmp_path)], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(json.loads(done.stdout.splitlines()[-1])) == 13
+    assert len(json.loads(done.stdout.splitlines()[-1])) == 25

@@ -77,7 +77,7 @@ def begin(path: Path) -> Draft:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path)
-    taken = path.is_symlink() or path.is_file() or is_complete(path)
+    taken = path.is_symlink() or path.is_file() or is_complete(path) or _may_be_stock(path)
     if not taken and path.exists():
         _check_ours(path)
         _delete(path)  # left by a run that died
@@ -206,8 +206,14 @@ def newest(directory: Path) -> Path | None:
 def newest_within(path: Path) -> Path | None:
     """Return the whole checkpoint that was saved last of those in the folder ``path``, or in folders of it, or None."""
     below = chain.from_iterable(path.glob("/".join("*" * depth)) for depth in range(1, _DEEPEST + 1))
-    whole = (p for p in below if (p.suffix == ".ckpt" or p.is_dir()) and is_complete(p))
-    return max(whole, key=_saved_at, default=None)
+    return max(filter(_is_open_and_whole, below), key=_saved_at, default=None)
+
+
+def _is_open_and_whole(path: Path) -> bool:
+    try:
+        return (path.suffix == ".ckpt" or path.is_dir()) and is_complete(path)
+    except PermissionError:
+        return False  # closed to this user
 
 
 def newer(one: Path | None, other: Path | None) -> Path | None:
@@ -268,12 +274,17 @@ def _beside(path: Path, suffix: str) -> Path:
 
 def _is_stock(folder: Path) -> bool:
     """Return whether ModelParallelStrategy wrote ``folder``, which has no marker; one of ours may have lost its own."""
-    if not (folder / ".metadata").is_file() or not (folder / META).is_file() or (folder / _STARTED).exists():
+    if not _may_be_stock(folder):
         return False
     # Torch calls an archive by the name of the file that it opens, and ours, which it writes into memory, "archive".
     # That is also what it does where a path is not of ASCII.
     with (folder / META).open("rb") as file:
         return file.read(64).startswith(b"meta/", _NAME_IN_ZIP) or not str(folder.absolute()).isascii()
+
+
+def _may_be_stock(folder: Path) -> bool:
+    """Return whether ``folder`` has what ModelParallelStrategy writes; a tool may have written part of it anew."""
+    return (folder / ".metadata").is_file() and (folder / META).is_file() and not (folder / _STARTED).exists()
 
 
 def _marker(folder: Path) -> dict[str, Any] | None:

@@ -125,6 +125,32 @@ def test_a_folder_of_ours_without_its_marker_is_none_of_lightning(tmp_path):
     assert folder.newest(tmp_path) is None
 
 
+def test_what_lightning_may_have_written_stays_until_its_successor_is_whole(tmp_path):
+    save(tmp_path / "last", content=meta.dumped({"epoch": 1}))  # as a tool leaves meta.pt that writes it anew
+    (tmp_path / "last" / folder.MARKER).unlink()
+    draft = folder.begin(tmp_path / "last")
+    assert content_of(tmp_path / "last") == meta.dumped({"epoch": 1})
+    (draft.folder / ".metadata").write_bytes(b"metadata")
+    (draft.folder / "data").write_bytes(b"new")
+    folder.finish(draft, files={"meta.pt": b""}, facts={})
+    assert content_of(tmp_path / "last") == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["last"]
+
+
+def test_a_folder_that_is_closed_to_this_user_is_passed_over(tmp_path, monkeypatch):
+    save(tmp_path / "run" / "open")
+    (tmp_path / "run" / "closed").mkdir()
+    stock = folder.is_complete
+
+    def closed(path):
+        if path.name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return stock(path)
+
+    monkeypatch.setattr(folder, "is_complete", closed)
+    assert folder.newest_within(tmp_path) == tmp_path / "run" / "open"
+
+
 def test_a_draft_on_a_taken_path_touches_nothing(tmp_path):
     save(tmp_path / "last", content=b"old")
     draft = folder.begin(tmp_path / "last")
