@@ -16,16 +16,9 @@ from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedRead
 from lightning_ups.transforms.checkpoint.saving import numbered
 from lightning_ups.transforms.checkpoint.state import as_kept
 
-__all__ = ["Everything", "SavedWeights", "check_file", "consolidated", "rest_of", "write_safetensors"]
+__all__ = ["SavedWeights", "check_file", "consolidated", "rest_of", "write_safetensors"]
 
 _INDEX = "model.safetensors.index.json"
-
-
-class Everything:
-    """Contains every key: whatever is not trusted may stay behind."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
 
 
 class SavedWeights(Mapping[str, Tensor]):
@@ -37,7 +30,7 @@ class SavedWeights(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         if path.is_file():
-            saved, _ = meta.loaded(path, needless=Everything(), mmap=True)
+            saved, _ = meta.loaded(path, needless=meta.Everything(), mmap=True)
             state = meta.weights(path, saved)
             self._reader, self._prefix = SlicedReader({n: t for n, t in state.items() if isinstance(t, Tensor)}), ""
         else:
@@ -69,7 +62,7 @@ class SavedWeights(Mapping[str, Tensor]):
 
 def check_file(path: Path) -> None:
     """Raise ValueError if the file at ``path`` is no checkpoint from which a stock strategy goes on."""
-    saved, _ = meta.loaded(path, needless=Everything(), mmap=True)
+    saved, _ = meta.loaded(path, needless=meta.Everything(), mmap=True)
     meta.check_saved(path, saved, keys=("state_dict", "pytorch-lightning_version"))
 
 
@@ -80,13 +73,13 @@ def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], d
         The rest, and the class of everything that was left out, by its place.
     """
     if path.is_file():
-        saved, left = meta.loaded(path, needless=Everything(), weights_only=weights_only, mmap=weights_only)
+        saved, left = meta.loaded(path, needless=meta.Everything(), weights_only=weights_only, mmap=weights_only)
         return {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}, left
-    rest, left = meta.loaded(path / folder.META, needless=Everything(), weights_only=weights_only)
+    rest, left = meta.loaded(path / folder.META, needless=meta.Everything(), weights_only=weights_only)
     if not (path / APART).exists():
         return rest, left
     try:
-        apart, left_apart = meta.loaded(path / APART, needless=Everything(), weights_only=weights_only)
+        apart, left_apart = meta.loaded(path / APART, needless=meta.Everything(), weights_only=weights_only)
     except ValueError:  # in a form that cannot be read around
         return rest, {**left, "hyper_parameters": "classes that change how a dict is built"}
     return {**rest, **apart}, {**left, **left_apart}

@@ -129,7 +129,7 @@ def load_weights(
     path = Path(path)
     if not path.is_file() and not _is_safetensors(path):
         path = resolve(path)
-    reading = _Reading(path=path, module=module, strict=strict, needless=_Everything(), group=group)
+    reading = _Reading(path=path, module=module, strict=strict, needless=meta.Everything(), group=group)
     if _is_safetensors(path):
         _load_module(reading, SlicedReader(safetensors_slices(path)))
     elif path.is_file():
@@ -138,11 +138,6 @@ def load_weights(
     else:
         rest, _ = _content(replace(reading, path=path / folder.META)) if (path / folder.META).exists() else ({}, {})
         _load_module(reading, FolderReader(path), prefix="state_dict.", others=rest.get(EXTRA, {}))
-
-
-class _Everything:
-    def __contains__(self, key: object) -> bool:
-        return True
 
 
 def _content(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
@@ -156,7 +151,7 @@ def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     rest, left = _content(replace(reading, path=reading.path / folder.META))
     if (apart := reading.path / APART).exists():
         try:
-            more, left_apart = _content(replace(reading, path=apart, needless=_Everything()))
+            more, left_apart = _content(replace(reading, path=apart, needless=meta.Everything()))
         except ValueError as error:
             more, left_apart = {}, {"hyperparameters": str(error).partition(". ")[0]}
         rest, left = {**rest, **more}, {**left, **left_apart}

@@ -11,7 +11,14 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-__all__ = ["check_saved", "damage", "dumped", "loaded", "weights"]
+__all__ = ["Everything", "check_saved", "damage", "dumped", "loaded", "weights"]
+
+
+class Everything:
+    """Contains every key: whatever is not trusted may stay behind."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
 
 
 def dumped(state: Any) -> bytes:
