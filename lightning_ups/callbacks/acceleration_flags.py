@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_ups._compat.logged_numbers import without_waiting
+from lightning_ups._compat.logged_values import moved_if_elsewhere
 from lightning_ups.callbacks.late_logs import LateLogs
 from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
@@ -120,6 +121,7 @@ class AccelerationFlags(Declaration):
         with (
             accelerated(self.flags, device=context.device) as self._collection,
             recorded_decisions() as self._chosen,
+            instead_of(*moved_if_elsewhere()),
             ExitStack() as self._of_run,
         ):
             try:

@@ -82,7 +82,7 @@ class Slot:
     addresses: tuple[int, ...] = field(init=False)
     kind: tuple[torch.device, torch.dtype, torch.dtype | None, bool] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # addresses are read in each step, since others may move what they are of
         weight, copy = self.weight, self.copy
         gradient, here = self.gradient.data_ptr(), weight.data_ptr()
         average, square = self.average.data_ptr(), self.square.data_ptr()

@@ -61,11 +61,11 @@ class Writes:
 
     def possible(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is to be compared with its master."""
-        return self._looking or self._are_counted(parameter)
+        return self._looking or count_writes(parameter) != self._counts[id(parameter)]
 
     def found(self, parameter: nn.Parameter, written: Tensor) -> None:
         """Note whether any element of ``parameter`` was found to be ``written``."""
-        if not (self._by_value or self._are_counted(parameter)):
+        if not (self._by_value or count_writes(parameter) != self._counts[id(parameter)]):
             self._flags.append(written)
 
     def end(self) -> None:
@@ -80,9 +80,6 @@ class Writes:
         """Take what ``parameters`` hold now for written by their masters."""
         for parameter in parameters:
             self._counts[id(parameter)] = count_writes(parameter)
-
-    def _are_counted(self, parameter: nn.Parameter) -> bool:
-        return count_writes(parameter) != self._counts[id(parameter)]
 
     def _found_before(self) -> bool:
         # Of the look before: its event has passed, or is about to, and what was queued since is not waited for.
@@ -168,11 +165,11 @@ class MasterWeights:
         self._settle()
         if not by_value:
             self.writes.begin()
-        for parameter, master in self.of.items():
-            if by_value or self.writes.possible(parameter):
-                self.writes.found(parameter, taken_over(master.detach(), parameter.detach()))
+        compared = [p for p in self.of if by_value or self.writes.possible(p)]
+        for parameter in compared:
+            self.writes.found(parameter, taken_over(self.of[parameter].detach(), parameter.detach()))
         self.writes.end()
-        self.note_writes(self.of)
+        self.note_writes(compared)
 
     def _settle(self) -> None:
         if self.settle is not None:
@@ -338,8 +335,8 @@ class MasteredOptimizer(Optimizer):
         with torch.no_grad():
             self.masters.take_over()
             self.prepare_step()
-            if (settings := self._one_kernel()) is not None:
-                self._step_in_one_kernel(settings)
+            if (settings := self._one_kernel(pairs := self._pairs())) is not None:
+                self._step_in_one_kernel(pairs, settings)
             else:
                 self._step_by_inner(_once(loss, self.inner) if closure is not None else None)
         return loss
@@ -356,13 +353,18 @@ class MasteredOptimizer(Optimizer):
     @property
     def in_one_kernel(self) -> bool:
         """Whether a step is one pass over the weights: `adamw_step.settings_of` says when."""
-        return self._one_kernel() is not None
+        return self._one_kernel(self._pairs()) is not None
 
-    def _one_kernel(self) -> list[Settings] | None:
-        return one_kernel(self.inner) if all(p.is_contiguous() for p in self._mastered()) else None
+    def _one_kernel(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> list[Settings] | None:
+        return one_kernel(self.inner) if all(low.is_contiguous() for low, _ in pairs) else None
 
-    def _step_in_one_kernel(self, settings: Sequence[Settings]) -> None:
-        pairs = [(p, self.masters.of[p]) for p in self._mastered()]
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        masters = self.masters.of
+        return [(p, master) for p in self._parameters() if (master := masters.get(p)) is not None]
+
+    def _step_in_one_kernel(
+        self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], settings: Sequence[Settings]
+    ) -> None:
         low = {id(master): p for p, master in pairs}
 
         def gradient(weight: Tensor) -> Tensor | None:
