@@ -48,6 +48,7 @@ from lightning_ups.order import (
 )
 from lightning_ups.order.arguments import check_kind, check_least, check_path, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
+from lightning_ups.strategies.waiting import come_together
 from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.explained import note_shards
@@ -368,7 +369,8 @@ class ShardingStrategy(ModelParallelStrategy):
                 multiprocessors=self._multiprocessors,
             )
             destroy_at_exit()
-        self._setup_distributed()
+        with come_together(self.cluster_environment, timeout=self._timeout):
+            self._setup_distributed()
         self._device_mesh = build_mesh(self.root_device.type, sizes)
         self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may ask for it
         self._change_loops(self.lightning_module.trainer)
