@@ -265,6 +265,7 @@ class ShardingStrategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(minutes=timeout_minutes),
         )
+        self._patience = timedelta(minutes=timeout_minutes)
         check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
         check_least("replicate_size", replicate_size, 1, of=of, why="It counts copies of the sharded model.")
         check_least("sigterm_every", sigterm_every, 1, of=of, why="It counts steps.")
@@ -359,6 +360,7 @@ class ShardingStrategy(ModelParallelStrategy):
             tensor=self.tensor_parallel_size,
         )
         assert self.accelerator is not None
+        assert self.cluster_environment is not None
         assert self.lightning_module is not None
         self.accelerator.setup_device(self.root_device)
         self._check_communication()
@@ -369,7 +371,7 @@ class ShardingStrategy(ModelParallelStrategy):
                 multiprocessors=self._multiprocessors,
             )
             destroy_at_exit()
-        with come_together(self.cluster_environment, timeout=self._timeout):
+        with come_together(self.cluster_environment, timeout=self._patience):
             self._setup_distributed()
         self._device_mesh = build_mesh(self.root_device.type, sizes)
         self.lightning_module._device_mesh = self._device_mesh  # a `configure_model` may ask for it
