@@ -46,6 +46,13 @@ class Toy(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Unannotated(Toy):
+    """Says of its width neither what it is nor what it is by default."""
+
+    def __init__(self, wide, act="gelu"):
+        super().__init__(width=8 if wide is None else wide)
+
+
 class Predicting(Toy):
     """Predicts."""
 

@@ -26,7 +26,7 @@ from lightning_ups._compat.lightning import class_settings
 from lightning_ups.tools.layers import Keys, Layer, Tree, items
 from lightning_ups.tools.spelling import nearest, suggestion
 
-__all__ = ["diagnosis", "find_class", "ignored", "offered", "stray"]
+__all__ = ["diagnosis", "find_class", "ignored", "offered", "stray", "unfilled"]
 
 _ROOMS = ("callbacks", "data", "models", "precision", "strategies")  # whose classes are for configurations
 
@@ -73,6 +73,39 @@ def ignored(
     """
     look = _Look(types, layers, may_be_null)
     return list(dict.fromkeys(fault for layer in layers for fault in look.hollow(layer.tree, types, (), layer)))
+
+
+def unfilled(key: str, kind: type, settings: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:
+    """Return what ``kind`` needs, at ``key``, and nothing gives, though the parser has let it pass.
+
+    It makes None of an argument that has neither a default nor an annotation; one that is given null has that.
+
+    Args:
+        key: Where the class is.
+        kind: The class.
+        settings: What it is about to be made with, but for what comes from elsewhere.
+        layers: What the parser was given.
+    """
+    annotated = inspect.signature(kind).parameters
+    lacking = [
+        name
+        for name in _without_default(kind)
+        if annotated[name].annotation is inspect.Parameter.empty
+        and settings.get(name, name) is None
+        and not any(_mentions(layer.tree.get(key), name) for layer in layers)
+    ]
+    return _needs(key, kind, lacking) if lacking else None
+
+
+def _mentions(tree: Any, name: str) -> bool:
+    return isinstance(tree, dict) and (name in tree or any(_mentions(value, name) for value in tree.values()))
+
+
+def _needs(key: str, kind: type, lacking: Sequence[str]) -> str:
+    return (
+        f"{key}: {kind.__name__} needs {' and '.join(lacking)}. There is no default."
+        f" Give it under init_args, or by --{key}.{lacking[0]} VALUE."
+    )
 
 
 def stray(word: str) -> str:
@@ -297,10 +330,7 @@ class _Look:
             given = {arg for layer in self.layers for arg in _at(layer.tree, (*keys, "init_args")) or ()}
             lacking = [arg for arg in _without_default(kind) if arg not in given] if kind else []
             if kind and lacking:
-                faults.append(
-                    f"{key}: {kind.__name__} needs {' and '.join(lacking)}. There is no default."
-                    f" Give it under init_args, or by --{key}.{lacking[0]} VALUE."
-                )
+                faults.append(_needs(key, kind, lacking))
         return faults
 
 
