@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -15,6 +15,7 @@ __all__ = [
     "gradient_hooks",
     "has_hooks_after_accumulation",
     "local_of",
+    "memory_of",
     "plain_memory",
     "whole_of",
 ]
@@ -52,6 +53,11 @@ def _waits(value: Any) -> bool:
 def count_writes(tensor: Tensor) -> int:
     """Return how often ``tensor`` was written in place; writes through ``tensor.data`` are not counted."""
     return tensor._version
+
+
+def memory_of(parameter: nn.Parameter) -> int:
+    """Return where ``parameter`` lies, which is another place once ``parameter.data`` was set; a fake one has none."""
+    return parameter.data_ptr() if type(parameter) is nn.Parameter else 0
 
 
 def local_of(tensor: Any) -> Any:

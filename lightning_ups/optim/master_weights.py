@@ -13,11 +13,12 @@ State dicts of the module, and of any module around it, hold the masters under t
 """
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeGuard, overload
+from typing import Any, NoReturn, SupportsIndex, TypeGuard, overload
 
 import torch
 import torch.distributed as dist
@@ -31,24 +32,28 @@ from typing_extensions import override
 from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
 from lightning_ups._compat.optimizers import closure_of, flag_to_skip, has_modes, needs_closure
-from lightning_ups._compat.tensors import count_writes
+from lightning_ups._compat.tensors import count_writes, memory_of
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
 __all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "has_statistics", "taken_over"]
 
 FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
+TOLD_AFTER = 3  # steps in which others have written into a parameter
 PIECE = 2**24  # elements that are compared at once: an embedding's own size again may not be free
 
 
 class Writes:
     """Which parameters others may have written into since their masters were last written into them.
 
-    Writes in place are seen by their count. Writes through ``.data`` are not counted, and looked for by value: at the
-    first steps and at every fiftieth, and, once one was found, at each.
+    Writes in place are seen by their count, and other memory in the place of a parameter's by its address. Writes
+    through ``.data`` are not counted, and looked for by value: at the first steps and at every fiftieth, and, once one
+    was found, at each.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}  # by the parameters' ids: hashing a tensor is Python's, and slow
+        # By the parameters' ids: hashing a tensor is Python's, and slow.
+        self._counts: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self._looks, self._looking, self._by_value = 0, False, False
         self._flags: list[Tensor] = []
         self._found: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -61,11 +66,15 @@ class Writes:
 
     def possible(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is to be compared with its master."""
-        return self._looking or count_writes(parameter) != self._counts[id(parameter)]
+        return self._looking or self.counted(parameter) or memory_of(parameter) != self._places[id(parameter)]
+
+    def counted(self, parameter: nn.Parameter) -> bool:
+        """Return whether ``parameter`` was written in place, which torch counts."""
+        return count_writes(parameter) != self._counts[id(parameter)]
 
     def found(self, parameter: nn.Parameter, written: Tensor) -> None:
         """Note whether any element of ``parameter`` was found to be ``written``."""
-        if not (self._by_value or count_writes(parameter) != self._counts[id(parameter)]):
+        if not (self._by_value or self.counted(parameter) or memory_of(parameter) != self._places[id(parameter)]):
             self._flags.append(written)
 
     def end(self) -> None:
@@ -79,7 +88,8 @@ class Writes:
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take what ``parameters`` hold now for written by their masters."""
         for parameter in parameters:
-            self._counts[id(parameter)] = count_writes(parameter)
+            key = id(parameter)
+            self._counts[key], self._places[key] = count_writes(parameter), memory_of(parameter)
 
     def _found_before(self) -> bool:
         # Of the look before: its event has passed, or is about to, and what was queued since is not waited for.
@@ -117,20 +127,29 @@ class MasterWeights:
     statistics beside their weights, such as BatchNorm, whose kernels want both of one kind. Tied parameters have one
     master. Buffers stay as they are. A copy or a pickle of the module has full-precision parameters of its own.
 
-    Others may write into the parameters: a target network, a clamp, a reset. What they wrote is taken over by the
-    masters before the next step, and before a state dict is made; `Writes` says how they are seen.
+    Others may write into the parameters: a copy, a clamp, a reset. What they wrote is taken over by the masters before
+    the next step, and before a state dict is made; `Writes` says how they are seen. It is computed and rounded in
+    ``dtype``, where small changes are lost, so that parameters that are written again and again are told.
 
     Args:
         module: The module, with its float32 parameters.
         dtype: The type to compute in.
         leave: Modules in it whose parameters stay as they are.
+        tell: Is told of what others write again and again.
 
     Raises:
         ValueError: If a parameter has no shape yet.
     """
 
-    def __init__(self, module: nn.Module, *, dtype: torch.dtype, leave: Collection[nn.Module] = ()) -> None:
-        self.dtype = dtype
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype,
+        leave: Collection[nn.Module] = (),
+        tell: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self.dtype, self._tell = dtype, tell
         _refuse_lazy(module)
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         self.accumulates = True  # whether a reduction adds to what there is: else parameters keep it themselves
@@ -142,6 +161,9 @@ class MasterWeights:
             parameter.data = parameter.data.to(dtype)
             _copy_as(parameter, self.of[parameter])
         self.writes = Writes()
+        self._names = {id(p): name for name, p in module.named_parameters() if p in self.of}
+        self._loaded = set[int]()  # since the last step, from a state dict
+        self._written: dict[int, int] | None = {}  # in how many steps by others; None: that was told
         self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
         self.note_writes(self.of)
         self._handles: list[RemovableHandle] = []
@@ -166,10 +188,32 @@ class MasterWeights:
         if not by_value:
             self.writes.begin()
         compared = [p for p in self.of if by_value or self.writes.possible(p)]
+        if compared:
+            self._note_others(filter(self.writes.counted, compared))
         for parameter in compared:
             self.writes.found(parameter, taken_over(self.of[parameter].detach(), parameter.detach()))
         self.writes.end()
         self.note_writes(compared)
+
+    def _note_others(self, written: Iterable[nn.Parameter]) -> None:
+        if self._written is None:
+            return
+        for key in {id(parameter) for parameter in written} - self._loaded:
+            self._written[key] = self._written.get(key, 0) + 1
+        self._loaded.clear()
+        names = [self._names[key] for key, steps in self._written.items() if steps >= TOLD_AFTER]
+        if not names:
+            return
+        self._written = None
+        low = str(self.dtype).removeprefix("torch.")
+        self._tell(
+            f"{len(names)} parameters, {names[0]} among them, are written in place in one step after another, beside the"
+            f" optimizer. The module holds its weights in {low}, with float32 masters, and what is written is computed"
+            " and rounded there: a copy or a clamp is well so, and changes of less than about 1/256 of a value, as of a"
+            " moving average or of weight decay, are lost, in part or in whole."
+            f" Set weights='autocast' in the precision, which keeps weights in float32, or let it keep those so, as by"
+            f" in_float32=['{names[0].rpartition('.')[0] or names[0]}']."
+        )
 
     def _settle(self) -> None:
         if self.settle is not None:
@@ -218,6 +262,7 @@ class MasterWeights:
                 value = state.get(prefix + name)
                 if parameter in self.of and isinstance(value, Tensor) and value.shape == parameter.shape:
                     self.of[parameter].copy_(value)
+                    self._loaded.add(id(parameter))
 
 
 class MasteredOptimizer(Optimizer):
@@ -273,6 +318,14 @@ class MasteredOptimizer(Optimizer):
         self._adopt_state()
         self._complete = True
         self._follow(self._parameters())
+
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"A MasteredOptimizer over {type(self.inner).__name__} can be neither copied nor pickled."
+            " It steps the masters behind a module's weights, and a copy of the module has none."
+            " Make another optimizer over the copy's parameters and load this one's state_dict(), or copy undo()."
+        )
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

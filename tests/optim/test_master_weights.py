@@ -1,11 +1,13 @@
 import copy
 import io
 import pickle
+import re
 from collections import defaultdict
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -500,7 +502,8 @@ def through_data(parameter, change):
 def test_what_others_write_is_taken_over(write):
     model = make_model()
     model[2].weight.requires_grad_(False)  # as a target network's is
-    masters = MasterWeights(model, dtype=torch.bfloat16)
+    told = []
+    masters = MasterWeights(model, dtype=torch.bfloat16, tell=told.append)
     optimizer = MasteredOptimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=1e-6), masters)
     for step in range(60):
         model(batch(torch.bfloat16)).float().sum().backward()
@@ -514,6 +517,60 @@ def test_what_others_write_is_taken_over(write):
     masters.undo()
     assert model[0].weight.abs().max() <= 0.011
     assert torch.equal(model[2].weight, torch.full((8, 32), 59.0))
+    assert len(told) == (write is in_place)
+    assert all(re.match(r"2 parameters, 0.weight among them, .* in_float32=\['0'\]", each) for each in told)
+
+
+def test_small_changes_by_others_are_told_and_state_dicts_and_single_writes_are_not():
+    model, told = make_model(), []
+    masters = MasterWeights(model, dtype=torch.bfloat16, tell=told.append)
+    optimizer = MasteredOptimizer(SGD(model[0].parameters(), lr=1e-6), masters)
+
+    def step():
+        model(batch(torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(6):
+        model.load_state_dict(kept)
+        step()
+    for _ in range(2):
+        in_place(model[2].bias, lambda bias: bias.zero_())
+        step()
+        step()
+    assert not told
+    before = masters.of[model[2].weight].detach().clone()
+    for _ in range(5):
+        in_place(model[2].weight, lambda weight: weight.mul_(1 - 1e-3))
+        step()
+    assert torch.equal(masters.of[model[2].weight], before), "nothing of it is left"
+    (line,) = told
+    assert line.startswith("1 parameters, 2.weight among them, are written in place in one step after another")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_refused(copied):
+    model = make_model()
+    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=0.1), MasterWeights(model, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="A MasteredOptimizer over SGD can be neither copied nor pickled"):
+        copied(optimizer)
+    copied(model)
+    assert isinstance(copied(optimizer.undo()), (SGD, bytes))
+
+
+def test_other_memory_is_seen_at_once():
+    model = make_model()
+    masters = MasterWeights(model, dtype=torch.bfloat16)
+    optimizer = MasteredOptimizer(SGD(model.parameters(), lr=1e-6), masters)
+    for step in range(9):
+        model(batch(torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 5:  # at which nothing is looked for
+            zeros = torch.zeros_like(parameters_to_vector(model.parameters()))
+            vector_to_parameters(zeros, model.parameters())
+    assert all(master.abs().max() < 1e-3 for master in masters.of.values())
 
 
 def test_what_nobody_wrote_keeps_all_its_bits():
