@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_ups._compat.outputs import was_skipped
@@ -62,6 +63,7 @@ class ActivationOffload(Declaration):
         )
         self.every_k, self.min_mb = every_k, min_mb
         self._unproven: tuple[Offloaded, Report] | None = None
+        self._told = False  # that nothing was moved so far
         self._began_at = 0  # the global step of the present batch
 
     @override
@@ -82,7 +84,7 @@ class ActivationOffload(Declaration):
         with offload_activations(
             chosen.values(), memory=context.memory, device=context.device, min_bytes=int(self.min_mb * 2**20)
         ) as offloaded:
-            self._unproven = offloaded, context.report
+            self._unproven, self._told = (offloaded, context.report), False
             try:
                 yield
             finally:
@@ -99,6 +101,15 @@ class ActivationOffload(Declaration):
         if self._unproven is None or was_skipped(pl_module, outputs, began_at=self._began_at):
             return
         (done, report), self._unproven = self._unproven, None
+        if done.ran and not done.moved_bytes and not done.left_bytes:  # frozen, perhaps until a later epoch
+            self._unproven = done, report
+            if not self._told:
+                self._told = True
+                rank_zero_warn(
+                    f"ActivationOffload has moved nothing so far: its {len(done.ran)} blocks save nothing for backward,"
+                    " as blocks do in which nothing needs gradients. It takes effect once they are unfrozen."
+                )
+            return
         report.update(
             _PART,
             blocks_run=len(done.ran),

@@ -19,6 +19,7 @@ from lightning_ups.transforms.forward import Forward, replaced_forward
 __all__ = ["Offloaded", "offload_activations"]
 
 MIN_BYTES = 2**20  # of a saved tensor: a copy takes some microseconds however small it is
+COMPARED_BYTES = 64 * 2**20  # at once, of a copy and what it is of
 SPREAD = 4  # a tensor with gaps goes with all of its storage, if that is not larger by more than this
 # Of a parameter, by which a cast or a view of it is told; autograd has no other name for them.
 _RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}
@@ -93,13 +94,29 @@ class _Range:
         self._loaded: Mark = None
         weakref.finalize(self, _give_back, memory, pool, self._host, self._state).atexit = False
 
-    def let_go(self, *, keep: bool = False) -> None:
-        """Let what is queued from now on use its memory; or keep it there, since it is needed next."""
+    def let_go(self, *, keep: bool = False, check: bool = False) -> None:
+        """Let what is queued from now on use its memory; or keep it there, since it is needed next.
+
+        Args:
+            keep: Whether it stays on the device as well.
+            check: Whether the copy is compared with it; the host waits for that.
+
+        Raises:
+            RuntimeError: If they differ, although nobody is known to have written to it.
+        """
         self._memory.wait(self.stored)
         self._written = self.written  # a copy may have been made after that
+        if check and not self._written and not self._is_copied():
+            raise RuntimeError(_filled_late(self.nbytes))
         if keep and self.device is None:
             self.device = self._kept = self.source
         self.source = None
+
+    def _is_copied(self) -> bool:
+        assert self.source is not None
+        host = self._host[: self.nbytes]
+        pairs = zip(host.split(COMPARED_BYTES), self.source.split(COMPARED_BYTES), strict=True)
+        return all(torch.equal(one.to(other.device), other) for one, other in pairs)
 
     @property
     def written(self) -> bool:
@@ -150,6 +167,7 @@ class _Run:
 
     def __init__(self, before: "_Run | None") -> None:
         self.before = None if before is None else weakref.ref(before)  # which is next in backward
+        self.is_first = False  # of its block, with anything to hold
         self.ranges: dict[_Key, weakref.ref[_Range]] = {}
         self.held: list[_Range] = []  # whose sources must live
         self.prefetched = False
@@ -177,6 +195,7 @@ class _Mover:
         self.done = Offloaded()
         self._last: _Run | None = None
         self._own: set[int] = set()  # storages of parameters and buffers
+        self._compared: set[nn.Module] = set()  # blocks whose copies were
 
     @contextmanager
     def running(self, block: nn.Module) -> Iterator[None]:
@@ -189,6 +208,9 @@ class _Mover:
                 yield
         finally:
             self._own = own
+            if run.held and block not in self._compared:
+                self._compared.add(block)
+                run.is_first = True
             self._follow(run)
 
     def _follow(self, run: _Run) -> None:
@@ -200,9 +222,11 @@ class _Mover:
         """Let go of the last block's tensors; or keep those that are on the device still, for its backward begins."""
         last, self._last = self._last, None
         if last is not None:
-            for held in last.held:
-                held.let_go(keep=keep)
-            last.held.clear()
+            try:
+                for held in last.held:
+                    held.let_go(keep=keep, check=last.is_first)
+            finally:
+                last.held.clear()
 
     def close(self) -> None:
         """Give up the memory."""
@@ -279,6 +303,16 @@ def _written_to(form: Form) -> str:
     )
 
 
+def _filled_late(nbytes: int) -> str:
+    return (
+        f"A tensor of {nbytes} bytes was filled after a block had saved it for backward, by a kernel that torch does not"
+        " count as a write: RReLU does so with its noise."
+        " ActivationOffload has copied it before, and gradients would be wrong."
+        " Use another operator, leave that block out with ActivationOffload(blocks=[...]), or recompute it, by"
+        " ActivationCheckpoint(save='nothing') beside this."
+    )
+
+
 def _storages(module: nn.Module) -> set[int]:
     tensors = (part for t in (*module.parameters(), *module.buffers()) for part in plain_parts(t.detach()))
     return {_storage(part) for tensor in tensors for part in dense_parts(tensor)}
@@ -307,7 +341,8 @@ def offload_activations(
     """Keep on the host what ``blocks`` save for backward while the context is open.
 
     Parameters, views of them and casts of them stay. Each storage is copied once. Backward of a block brings back what
-    the block before it saved, while it computes. Values stay as they are, bit for bit.
+    the block before it saved, while it computes. Values stay as they are, bit for bit. What a block saves first is
+    compared with its copies.
 
     Args:
         blocks: Whose forwards are followed, whatever runs in them, compiled or recomputed code too.

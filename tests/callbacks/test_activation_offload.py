@@ -135,3 +135,19 @@ def test_a_first_batch_that_is_skipped_before_any_block_ran_is_no_first_step(tmp
     module, reports = SkipsTheFirst(), Reports()
     trainer(tmp_path, callbacks=[ActivationOffload(min_mb=0), reports], epochs=1).fit(module, loader(2))
     assert reports.parts["ActivationOffload"]["blocks_run"] == 3
+
+
+class Thawing(Net):
+    """Trains its blocks from the second epoch on."""
+
+    def on_train_epoch_start(self):
+        self.layers.requires_grad_(self.current_epoch > 0)
+
+
+def test_blocks_that_are_frozen_at_first_are_told_and_moved_later(tmp_path):
+    model = Thawing()
+    offload = ActivationOffload(min_mb=0)
+    fitting = trainer(tmp_path, epochs=2, callbacks=[offload])
+    with pytest.warns(UserWarning, match="has moved nothing so far: its [0-9]+ blocks save nothing for backward"):
+        fitting.fit(model, loader())
+    assert offload._unproven is None

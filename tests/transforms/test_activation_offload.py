@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_ups.optim.offload_memory import Memory
+from lightning_ups.transforms import activation_offload
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.compile import Compiler, compiled
 from lightning_ups.transforms.recompute import recompute
@@ -255,6 +256,46 @@ def test_what_is_saved_before_and_after_a_write_is_saved_twice():
         return x.grad
 
     assert torch.equal(found(offloads=True), found(offloads=False))
+
+
+class Noisy(nn.Sequential):
+    """Saves a tensor that its kernel fills afterwards, where it is an RReLU that trains."""
+
+    def __init__(self, activation):
+        super().__init__(*(nn.Sequential(nn.Linear(32, 32), activation) for _ in range(3)))
+
+
+@pytest.mark.parametrize("pieces", [64, 2**20])
+def test_what_is_filled_after_it_was_saved_is_an_error(monkeypatch, pieces):
+    monkeypatch.setattr(activation_offload, "COMPARED_BYTES", pieces)
+    x = torch.randn(16, 32)
+    for block in (0, 2):  # followed by another, and last
+        model = Noisy(nn.GELU())
+        model[block][1] = nn.RReLU()
+        with (
+            offload_activations(model, memory=Memory(CPU), min_bytes=0, device=CPU),
+            pytest.raises(RuntimeError, match="A tensor of 2048 bytes was filled after a block had saved it.*RReLU"),
+        ):
+            model(x).sum().backward()
+    model = Noisy(nn.RReLU()).eval()
+    with offload_activations(model, memory=Memory(CPU), min_bytes=0, device=CPU):
+        model(x).sum().backward()
+
+
+def test_only_what_a_block_saves_first_is_compared(monkeypatch):
+    compared = []
+    equal = torch.equal
+    model, x = Noisy(nn.GELU()), torch.randn(16, 32)
+    model.requires_grad_(False)
+    with offload_activations(model, memory=Memory(CPU), min_bytes=0, device=CPU) as done:
+        monkeypatch.setattr(torch, "equal", lambda *pair: compared.append(pair[0].nbytes) or equal(*pair))
+        model(x)
+        assert not compared
+        assert len(done.ran) == 3
+        model.requires_grad_(True)
+        for _ in range(3):
+            model(x).sum().backward()
+    assert len(compared) == done.moved_bytes // 2048 // 3 > 3
 
 
 def test_memory_of_the_host_is_used_again():

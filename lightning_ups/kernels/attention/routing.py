@@ -168,6 +168,8 @@ def _routed(
 ) -> Tensor:
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     named = "auto" not in priority
+    if attn_mask is not None and q_BHSD.dtype is torch.float64 and attn_mask.is_floating_point():
+        attn_mask = attn_mask.double()  # of another type torch's flash kernel for CPUs reads the bits as float64
     if named:
         if (seen := _with_four_axes(q_BHSD, k_BKTD, v_BKTD, attn_mask)) is not None:
             out = _routed(priority, *seen[:3], attn_mask=seen[3], enable_gqa=enable_gqa, **options)

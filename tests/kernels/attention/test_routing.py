@@ -418,6 +418,16 @@ def test_a_transformers_model_is_routed(fa4_on_cpu):
         torch.testing.assert_close(llama(tokens).logits, wanted)
 
 
+@pytest.mark.parametrize("backend", ["math", "flash", "auto", ["flash", "math"]])
+def test_a_float32_mask_beside_float64_is_read_as_what_it_is(backend):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 17, 4, dtype=torch.float64) for _ in range(3))
+    mask = torch.randn(17, 17)
+    wanted = (q @ k.mT / 2 + mask).softmax(-1) @ v
+    with routed_attention(backend):
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, mask), wanted)
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the first that inductor captures on a GPU is
 @pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "fa4", "auto"])
