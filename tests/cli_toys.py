@@ -1,6 +1,9 @@
 """What a user names in YAML: a module, its data, a callback, and a strategy that replaces parameters."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -121,6 +124,70 @@ class Sized(Toy):
 
     def __init__(self, sizes: Sizes | None = None):
         super().__init__(width=sizes.width if sizes else 8)
+
+
+class Shape(Enum):
+    """A choice, which YAML has by its name."""
+
+    ROUND = "o"
+    SQUARE = "[]"
+
+
+@dataclass
+class Within:
+    """What belongs together, below what belongs together."""
+
+    x: int = 1
+    y: int = 2
+
+
+@dataclass
+class Nested:
+    """Has another one."""
+
+    depth: int = 4
+    within: Within = field(default_factory=Within)
+
+
+class Part:
+    """A class that a module is made with."""
+
+    def __init__(self, p: int = 1, q: int = 2):
+        self.p, self.q = p, q
+
+
+class OtherPart(Part):
+    """Another one."""
+
+
+class Various(Toy):
+    """Takes what YAML writes in another way than Python has it; one setting has no default."""
+
+    def __init__(
+        self,
+        width: int,
+        shape: Shape = Shape.ROUND,
+        file: Path = Path("a"),  # noqa: B008
+        act_of: Callable = nn.functional.relu,
+        pair: tuple[int, int] = (1, 2),
+        nested: Nested = Nested(),  # noqa: B008
+        maybe: Nested | None = None,
+        part: Part | None = None,
+    ):
+        super().__init__(width=width)
+        self.save_hyperparameters()
+        self.nested, self.maybe, self.part, self.shape = nested, maybe, part, shape
+
+
+class MoreKeywords(Toy):
+    """Takes any keyword."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, dim: int = 6, gain: float = 1.0, **more):
+        super().__init__()
+        self.save_hyperparameters()
+        MoreKeywords.made.append({"dim": dim, "gain": gain, **more})
 
 
 class NoMeta(Toy):

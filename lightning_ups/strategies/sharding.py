@@ -261,11 +261,8 @@ class ShardingStrategy(ModelParallelStrategy):
             )
         if process_group_backend is not None:
             self._check_backend(process_group_backend)
-        super().__init__(
-            process_group_backend=process_group_backend,
-            timeout=timedelta(minutes=timeout_minutes),
-        )
         self._patience = timedelta(minutes=timeout_minutes)
+        super().__init__(process_group_backend=process_group_backend, timeout=self._patience)
         check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
         check_least("replicate_size", replicate_size, 1, of=of, why="It counts copies of the sharded model.")
         check_least("sigterm_every", sigterm_every, 1, of=of, why="It counts steps.")
@@ -387,7 +384,7 @@ class ShardingStrategy(ModelParallelStrategy):
                 f" {type(self.cluster_environment).__name__} counts {started} processes where {wanted} are asked for."
                 " Each device needs a process of its own, which must see all devices of its node: with srun it does by"
                 " --gpus-per-node, and by --gpus-per-task it sees one alone."
-                f" Give devices and num_nodes whose product is {started}, or start {wanted} processes."
+                f" Give devices and num_nodes whose product is {started}, or start as many processes as devices: {wanted}."
             )
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
 

@@ -110,12 +110,21 @@ def test_the_budget_is_put_back():
     assert config.activation_memory_budget == before
 
 
+def test_a_budget_is_none_under_which_torch_has_cached_a_graph_that_it_split_by_itself():
+    for budget in (0.0, 0.5):
+        with activation_memory_budget(budget):
+            assert config.activation_memory_budget != budget
+            assert config.activation_memory_budget == pytest.approx(budget)
+    with activation_memory_budget(1.0):
+        assert config.activation_memory_budget == 1.0
+
+
 def test_equal_budgets_may_be_closed_in_any_order():
     before = config.activation_memory_budget
     first, second = activation_memory_budget(0.5), activation_memory_budget(0.5)
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
-    assert config.activation_memory_budget == 0.5
+    assert config.activation_memory_budget == pytest.approx(0.5)
     second.__exit__(None, None, None)
     assert config.activation_memory_budget == before
 

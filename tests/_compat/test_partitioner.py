@@ -1,5 +1,8 @@
 """How backends split a graph: whether a memory budget counts, and what goes wrong where parameters are sharded."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ups._compat.autograd import activation_memory_budget
-from lightning_ups._compat.partitioner import gradients_apart, heeds_memory_budget, random_states_in_place
+from lightning_ups._compat.partitioner import (
+    gradients_apart,
+    heeds_memory_budget,
+    random_numbers_kept,
+    random_states_in_place,
+)
 from tests.backends import register
+from tests.compiled_afresh import compiled_afresh
 
 
 def dropped(x, weight):
@@ -69,12 +78,90 @@ def test_parameters_with_equal_gradients_share_no_memory(ranks, placements):
     assert ranks(equal_gradients, placements) == ([24.0] * 8, [12.0] * 8)
 
 
-@pytest.mark.parametrize("change", [random_states_in_place, gradients_apart])
+@pytest.mark.parametrize("change", [random_states_in_place, gradients_apart, random_numbers_kept])
 def test_the_partitioner_is_put_back(change):
     before = {**vars(partitioners)}
     with change():
         pass
     assert vars(partitioners) == before
+
+
+def test_random_numbers_are_kept_as_long_as_one_asks_for_it():
+    before = partitioners.choose_saved_values_set
+    first, second = random_numbers_kept(), random_numbers_kept()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert partitioners.choose_saved_values_set is not before
+    second.__exit__(None, None, None)
+    assert partitioners.choose_saved_values_set is before
+
+
+def attended(x, *, rate):
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=rate).sin()
+
+
+def dropped_often(x):
+    for _ in range(3):
+        x = x + F.dropout(F.gelu(F.dropout(x @ x, 0.5) @ x), 0.5)
+    return x
+
+
+@torch.compiler.nested_compile_region
+def region(x):
+    return F.dropout((x @ x).sin(), 0.5)
+
+
+def dropped_in_regions(x):
+    return region(region(x).sin()).sin()
+
+
+def step(run, backend, budget, *, context=random_numbers_kept):
+    """Return what a step under a budget gives, with a random number drawn after it, and the bytes that it keeps."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 8, 8).requires_grad_()
+    saved = {}
+    with context(), activation_memory_budget(budget):
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t
+        ):
+            loss = compiled(x)
+        loss.sum().backward()
+    return (loss.detach(), x.grad, torch.rand(1)), sum(saved.values())
+
+
+@pytest.mark.parametrize(
+    "run",
+    [dropped_often, partial(attended, rate=0.5), dropped_in_regions],
+    ids=["dropout", "attention", "regions"],
+)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_what_a_budget_recomputes_has_the_random_numbers_of_the_forward(run, backend):
+    with compiled_afresh():
+        expected, most = step(run, backend, 1.0)
+        for budget in (0.9, 0.5, 0.1, 0.0):
+            actual, kept = step(run, backend, budget)
+            for a, e in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+            assert kept <= most
+
+
+def test_without_it_they_are_others():
+    expected, _ = step(dropped_often, "aot_eager", 1.0)
+    actual, _ = step(dropped_often, "aot_eager", 0.0, context=nullcontext)
+    assert not torch.allclose(actual[1], expected[1])
+
+
+def test_what_is_kept_falls_with_the_budget_where_random_numbers_are_drawn():
+    kept = [step(dropped_often, "aot_eager", budget)[1] for budget in (1.0, 0.4, 0.0)]
+    assert kept[0] > kept[1] > kept[2]
+
+
+def test_attention_without_dropout_is_recomputed():
+    with_dropout, without = (step(partial(attended, rate=rate), "aot_eager", 0.0)[1] for rate in (0.5, 0.0))
+    assert without < with_dropout
+    assert without == 2 * 8 * 8 * 4  # the argument
 
 
 def recomputed_flops(backend):

@@ -6,7 +6,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -92,9 +94,9 @@ def whole_and_resumed(path, loader, step, **options):
     return whole, resumed
 
 
-def stock(**options):
+def stock(dataset=None, **options):
     def make():
-        return DataLoader(Rows(), batch_size=4, **{"shuffle": True, **options})
+        return DataLoader(dataset or Rows(), batch_size=4, **{"shuffle": True, **options})
 
     return make
 
@@ -148,6 +150,91 @@ LOADERS = {
 def test_the_same_losses_bit_for_bit(tmp_path, loader, step):
     whole, resumed = whole_and_resumed(tmp_path, LOADERS[loader], step)
     assert resumed == whole[step:]
+
+
+class Several(Noisy):
+    """Learns from what each loader gives, as far as it gives something."""
+
+    def training_step(self, batch, index):
+        given = [each if isinstance(each, torch.Tensor) else None for each in tree_leaves(batch)]
+        self.losses.append([None if each is None else each.tolist() for each in given])
+        return super().training_step(torch.cat([each for each in given if each is not None]), index)
+
+
+def short_of_its_own_generator():
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(Rows(10), batch_size=4, shuffle=True, generator=generator)
+
+
+SHORT = {
+    "in order": stock(shuffle=False, dataset=Rows(10)),
+    "shuffled": stock(dataset=Rows(10)),
+    "own generator": short_of_its_own_generator,
+    "noise in the dataset": stock(dataset=Rows(10, noise=True)),
+    "a state": lambda: Stateful(num=3),
+    "a state, of unknown length": lambda: Stateful(sized=False, num=3),
+    "a stream": lambda: DataLoader(Streamed(), batch_size=8),
+}
+COLLECTIONS = {
+    "list": lambda short, long: [short, long],
+    "the longer first": lambda short, long: [long, short],
+    "nested": lambda short, long: {"a": [long, short], "b": (DataLoader(Rows(6), batch_size=3),)},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [2, 3, 4, 5, 8, 9, 11, 12])  # of six to an epoch, and three of the shorter one
+@pytest.mark.parametrize("collection", COLLECTIONS)
+@pytest.mark.parametrize("short", SHORT)
+def test_a_loader_that_ends_before_the_others(tmp_path, short, collection, step):
+    def loader():
+        return CombinedLoader(
+            COLLECTIONS[collection](SHORT[short](), stock(dataset=Rows(22, noise=True))()), "max_size"
+        )
+
+    whole, resumed = whole_and_resumed(tmp_path, loader, step, kind=Several)
+    assert None in whole[6]
+    assert resumed == whole[2 * step :]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loader_that_has_ended_may_be_resumed_twice_and_its_batches_counted_on(tmp_path):
+    def loader():
+        return CombinedLoader([SHORT["own generator"](), stock(dataset=Rows(400))()], "max_size")
+
+    whole = run(tmp_path, loader, kind=Several)
+    run(tmp_path, loader, ckpt_path=tmp_path / "c" / "step=70.ckpt", folder="again", kind=Several)
+    third = run(tmp_path, loader, ckpt_path=tmp_path / "again" / "step=80.ckpt", folder="third", seed=99, kind=Several)
+    assert third == whole[160:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loader_that_had_ended_and_goes_on_now_is_told(tmp_path):
+    def loader(rows=Rows(8)):
+        return CombinedLoader([DataLoader(rows, batch_size=4), stock()()], "max_size")
+
+    run(tmp_path, loader, kind=Several)
+    with pytest.warns(UserWarning, match="does not give the samples that it gave before the checkpoint"):
+        run(
+            tmp_path,
+            lambda: loader(Rows(12)),
+            ckpt_path=tmp_path / "c" / "step=4.ckpt",
+            folder="again",
+            kind=Several,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [3, 4, 7])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_with_workers_that_ends_before_the_others(tmp_path, persistent, step):
+    def loader():
+        short = stock(dataset=Rows(10), num_workers=1, persistent_workers=persistent)()
+        return CombinedLoader([short, stock(num_workers=1, persistent_workers=persistent)()], "max_size")
+
+    whole, resumed = whole_and_resumed(tmp_path, loader, step, kind=Several, max_epochs=2)
+    assert resumed == whole[2 * step :]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -68,6 +68,31 @@ def test_what_was_read_ahead_is_read_again(depth, take):
     assert ([batch.tolist() for batch in iterator], torch.rand(()).item()) == expected
 
 
+@pytest.mark.parametrize("take", [3, 4, 5, 6, 9])
+def test_a_loader_whose_end_was_read_ahead_has_its_generator_as_it_was(take):
+    def make():
+        generator = torch.Generator().manual_seed(3)  # from which its sampler draws at its end, too
+        return ReadsAhead(DataLoader(range(12), batch_size=2, shuffle=True, generator=generator), 2), generator
+
+    def rest(resume, iterator, loader, generator):
+        batches = [batch.tolist() for batch in iterator]
+        resume.epoch()
+        return batches, [batch.tolist() for batch in loader], generator.get_state().tolist()
+
+    loader, generator = make()
+    resume = resumption()
+    _, _, iterator = epoch(loader, take=min(take, 6), resume=resume)
+    if take > 6:
+        assert next(iterator, None) is None
+    state = resume.state(Progress(taken=take))  # more than it has, where other loaders go on
+    expected = rest(resume, iterator, loader, generator)
+    later = resumption()
+    later.load([state], process=0)
+    loader, generator = make()
+    _, _, iterator = epoch(loader, take=0, resume=later)
+    assert rest(later, iterator, loader, generator) == expected
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12 says so of forks
 def test_workers_that_lived_before_do_not_begin_anew():
     def make():
