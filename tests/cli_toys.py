@@ -167,7 +167,7 @@ class Various(Toy):
         self,
         width: int,
         shape: Shape = Shape.ROUND,
-        file: Path = Path("a"),  # noqa: B008
+        file: Path = Path("a"),
         act_of: Callable = nn.functional.relu,
         pair: tuple[int, int] = (1, 2),
         nested: Nested = Nested(),  # noqa: B008
@@ -188,6 +188,11 @@ class MoreKeywords(Toy):
         super().__init__()
         self.save_hyperparameters()
         MoreKeywords.made.append({"dim": dim, "gain": gain, **more})
+
+
+def toy_of(width: int = 8) -> Toy:
+    """Make a toy."""
+    return Toy(width=width)
 
 
 class NoMeta(Toy):

@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "automatic_specs",
     "class_settings",
+    "linked",
     "linked_late",
     "setting_types",
     "stand_for_none",
@@ -63,6 +64,12 @@ def setting_types(parser: Any) -> dict[str, Any]:
         for action in parser._actions
         if type(action).__name__ not in _NO_SETTING and not isinstance(action, ActionConfigFile)
     }
+
+
+def linked(parser: Any) -> set[str]:
+    """Return each key whose value a parser of jsonargparse has from another one, or from another object."""
+    links = getattr(parser, "_links_group", None)
+    return {link.target[0] for link in links._group_actions} if links else set()
 
 
 def linked_late(parser: Any) -> set[str]:
