@@ -42,6 +42,15 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
         debug: Show the whole traceback all the same.
     """
     try:
+        return _explained(run, debug=debug)
+    except BrokenPipeError:
+        if not (_is_unread(sys.stdout) or _is_unread(sys.stderr)):
+            raise
+        return _unread()
+
+
+def _explained(run: Callable[[], int], *, debug: bool) -> int:
+    try:
         code = run()
         print(end="", flush=True)  # here, where it is caught if no one reads it
         return code
@@ -52,10 +61,12 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
             return _ended("Interrupted.", signal.SIGINT)
         if type(stop).__name__ == _SIGTERM:
             return _ended("Ended by SIGTERM.", signal.SIGTERM)
+        if isinstance(stop.__context__, BrokenPipeError) and _package(_frames(stop)[-1][0]) == "rich":
+            return _unread()  # rich, which prints the progress bar and tables, takes that for an exit
         raise
+    except BrokenPipeError:
+        raise  # which is looked at where it may also come of what is printed here
     except Exception as error:  # the one place where all are caught, and none is lost
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-            return _unread()
         message = shortened(error)
         if message is None and not debug and (root := unwrapped(error)) is not error:
             raise root from root.__cause__
@@ -67,12 +78,15 @@ def explained(run: Callable[[], int], *, debug: bool) -> int:
             message = f"[rank {rank}] {message.partition(chr(10))[0]}"
         else:
             message += "\n(--debug shows the traceback.)"
-        print(message, file=sys.stderr)
+        print(message, file=sys.stderr, flush=True)
         return 2
 
 
 def _ended(said: str, by: signal.Signals) -> int:
-    print(said, file=sys.stderr)
+    try:
+        print(said, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _drop(sys.stderr)
     return 128 + by
 
 
@@ -87,9 +101,14 @@ def _is_unread(output: IO[str] | None) -> bool:
 
 
 def _unread() -> int:
-    print("Stopped: what read the output has ended.", file=sys.stderr)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it fails at exit otherwise
+    for output in filter(_is_unread, (sys.stdout, sys.stderr)):
+        _drop(output)
+    _ended("Stopped: what read the output has ended.", signal.SIGPIPE)
     return 128 + signal.SIGPIPE
+
+
+def _drop(output: IO[str]) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # what is left of it fails at exit otherwise
 
 
 def _rank() -> str:
@@ -199,7 +218,30 @@ def _raises(file: Path, line: int) -> bool:
 
 def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
     constructing = any(frame.f_code.co_name == _CONSTRUCTS for frame, _ in _frames(error))
-    return constructing and {_package(frame) for frame, _ in frames} <= _CONSTRUCTORS
+    return constructing and _packages(frames) <= _CONSTRUCTORS
+
+
+def _packages(frames: list[tuple[FrameType, int]]) -> set[str]:
+    """Return which packages took part in a run, or in making it, without the command line's own methods around it.
+
+    A subclass of LightningCLI may have any method around the run, which is Lightning's from its own method on, or from
+    where that of the user calls the Trainer.
+    """
+    start = 0
+    for index, (frame, _) in enumerate(frames):
+        outer = frames[index - 1][0] if index else frame
+        if _package(frame) == "lightning" and (
+            _is_of(frame, "LightningCLI") or (_is_of(outer, "LightningCLI") and _is_of(frame, "Trainer"))
+        ):
+            start = index
+    return {_package(frame) for frame, _ in frames[start:]}
+
+
+def _is_of(frame: FrameType, kind: str) -> bool:
+    """Return whether ``frame`` is of a method of a class of that name, or of one below it."""
+    first = frame.f_code.co_varnames[: frame.f_code.co_argcount][:1]
+    owner = frame.f_locals.get(first[0]) if first else None
+    return any(base.__name__ == kind for base in type(owner).__mro__)
 
 
 def _not_made(root: OSError, frames: list[tuple[FrameType, int]]) -> str | None:
@@ -212,19 +254,19 @@ def _not_made(root: OSError, frames: list[tuple[FrameType, int]]) -> str | None:
 def _reads_checkpoint(frames: list[tuple[FrameType, int]]) -> bool:
     """Return whether it was while Lightning looked for a checkpoint, before torch had begun to read it."""
     loads = any(frame.f_code.co_name == "load_checkpoint" for frame, _ in frames)
-    return loads and {_package(frame) for frame, _ in frames} <= _CONSTRUCTORS | _REMOTE
+    return loads and _packages(frames) <= _CONSTRUCTORS | _REMOTE
 
 
 def _is_refusal(root: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
     refused = type(root).__name__ == _REFUSAL or frames[-1][0].f_code.co_name in _REFUSING
-    return refused and {_package(frame) for frame, _ in frames} <= {*_CONSTRUCTORS, "torch"}
+    return refused and _packages(frames) <= {*_CONSTRUCTORS, "torch"}
 
 
 def _differences(root: BaseException, frames: list[tuple[FrameType, int]]) -> list[str]:
     """Return how the weights of a checkpoint differ from the model's, if it was Lightning that loaded them."""
     said = str(root).splitlines()
     loads = frames[-1][0].f_code.co_name == "load_state_dict" and "Error(s) in loading state_dict" in "".join(said[:1])
-    known = {_package(frame) for frame, _ in frames} <= {*_CONSTRUCTORS, "torch"}
+    known = _packages(frames) <= {*_CONSTRUCTORS, "torch"}
     return [" ".join(line.split()).rstrip(". ") for line in said[1:]] if loads and known else []
 
 

@@ -254,3 +254,77 @@ def test_ours_after_another_is_the_last(tmp_path):
     assert text is not None
     assert "this is no YAML" in " ".join(text.split())
     assert "Traceback" not in text
+
+
+PIPED = """
+import sys
+from lightning_ups.tools.errors import explained
+sys.stdin.read()  # until the reader has ended
+def run():
+    {body}
+    return 0
+sys.exit(explained(run, debug=False))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "closed"),
+    [
+        ("print('x' * 100_000)", "stdout"),
+        ("import rich.console; rich.console.Console().print('x')", "stdout"),  # which ends by itself
+        ("from lightning_ups.tools import presets; presets.text('none of them')", "stderr"),
+        ("print('x' * 100_000, file=sys.stderr)", "stderr"),
+        ("raise KeyboardInterrupt", "stderr"),
+    ],
+)
+def test_a_pipe_whose_reader_has_ended_is_141(body, closed):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = [sys.executable, "-c", PIPED.format(body=body)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True, **pipes) as process:
+        getattr(process, closed).close()
+        process.stdin.close()
+        other = process.stderr if closed == "stdout" else process.stdout
+        said = other.read()
+        code = process.wait(60)
+    assert code == (130 if "Keyboard" in body else 141)
+    assert said == ("Stopped: what read the output has ended.\n" if closed == "stdout" else "")
+
+
+def test_methods_of_the_command_line_lie_around_a_run_and_not_within_it():
+    lightning = {"__name__": "lightning.pytorch.cli", "__package__": "lightning.pytorch"}
+    exec(
+        "class MisconfigurationException(Exception): pass\n"
+        "class Trainer:\n"
+        "    def fit(self, step=None): return step() if step else refuse()\n"
+        "def refuse(): raise MisconfigurationException('no test_step')\n"
+        "class LightningCLI:\n"
+        "    def __init__(self): self._run_subcommand()\n"
+        "    def _run_subcommand(self): self.before_fit(), self.fit()\n"
+        "    def before_fit(self): pass\n"
+        "    def fit(self): Trainer().fit()\n",
+        lightning,
+    )
+
+    class Mine(lightning["LightningCLI"]):
+        def __init__(self):
+            super().__init__()
+
+        def _run_subcommand(self):
+            super()._run_subcommand()
+
+        def fit(self):
+            lightning["Trainer"]().fit()
+
+    assert shortened(caught(Mine)) == "error: Lightning refuses this run. It says: no test_step"
+
+    class OfItsOwn(Mine):
+        def before_fit(self):
+            lightning["refuse"]()
+
+    assert shortened(caught(OfItsOwn)) is None, "it was the user's method that asked"
+
+    class Within(Mine):
+        def fit(self):
+            lightning["Trainer"]().fit(lambda: lightning["refuse"]())
+
+    assert shortened(caught(Within)) is None, "a frame of the user's lies within the run"
