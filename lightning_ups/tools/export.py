@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,7 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
         weights, config = _named_for_hf(SavedWeights(path), rest_of(path, weights_only=not asked.trust)[0], path)
     cast = _Cast(weights, getattr(torch, asked.dtype) if asked.dtype else None)
     written = write_safetensors(output, cast, sizes=cast.sizes(), max_shard_bytes=limit)
+    _let_read(written)
     if asked.config is not None:
         shutil.copyfile(asked.config, output / "config.json")
     elif config is not None:
@@ -125,6 +127,14 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
         print("No config.json: this checkpoint does not hold the model's config. Give one with --config.")
     extra = [output / name for name in ("config.json", "model.safetensors.index.json") if (output / name).exists()]
     return written + extra
+
+
+def _let_read(files: Sequence[Path]) -> None:
+    """Give files the mode that any new one has: safetensors makes them for their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for file in files:
+        file.chmod(0o666 & ~mask)
 
 
 class _Renamed(Mapping[str, Tensor]):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ Tree = dict[str, Any]
 Keys = tuple[str | int, ...]  # the way to a value: ("trainer", "callbacks", 0, "init_args", "blocks")
 LISTS = ("callbacks", "plugins")  # of trainer
 _DOTTED_LISTS = {f"trainer.{name}{sign}": f"{name}{sign}" for name in LISTS for sign in ("", "+", "-")}
+_LISTING = tuple(f"trainer.{name}{sign}" for name in LISTS for sign in ("", "+"))
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -282,18 +284,21 @@ class Addressed(NamedTuple):
 def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | None) -> Addressed:
     """Do what options ask that name a class of a list, such as ``--trainer.callbacks.Compile.mode default``.
 
-    What a layer lists is changed there; what only the preset lists becomes options that go over it.
+    What a layer lists is changed there; what only the preset lists becomes options that go over it. What an option before
+    it lists, and nothing else, gets the setting there.
 
     Raises:
         ValueError: If no layer lists the class, or one does so more than once.
     """
     layers = [replace(layer, tree=deepcopy(layer.tree)) for layer in layers]
-    left: list[str] = []
+    left: list[list[str]] = [[]]  # in parts, each but the first beginning with an option that lists classes
+    typed: dict[tuple[str, str], list[str]] = {}
     over: dict[tuple[str, str], list[str]] = {}
     for key, text, spelled in options(words):
         _check_names_a_setting(key, [*layers, *filter(None, [preset])])
         list_, kind, setting = _parts(key)
-        found = _listing(layers, list_, kind) if setting else []
+        found = _listing(layers, list_, kind) if setting and (list_, "") not in typed else []
+        in_preset = setting and preset is not None and _listing([preset], list_, kind)
         if len(found) > 1:
             raise ValueError(
                 f"--{key}: {found[0][0].name} lists {kind} {len(found)} times. The option does not say which is meant."
@@ -304,8 +309,10 @@ def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | 
             layers = [replace(each, whole=False) if each is layer else each for each in layers]
             there[index] = _as_mapping(there[index])
             _put(there[index], _below_class(setting), _value(text), ())
-        elif setting and preset is not None and _listing([preset], list_, kind):
+        elif in_preset and preset is not None:
             over.setdefault((list_, kind), []).append(f"--trainer.{list_}.{'.'.join(setting)}={text}")
+        elif setting and (list_, kind) in typed:
+            typed[list_, kind].append(f"--trainer.{list_}.{'.'.join(setting)}={text}")
         elif setting and kind[:1].isupper():
             known = {class_name(item) for each in (*layers, *filter(None, [preset])) for item in _listed(each, list_)}
             add = f"Add one by --trainer.{list_}+={kind} --trainer.{list_}.{'.'.join(setting)} VALUE."
@@ -314,10 +321,24 @@ def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | 
                 f"--{key}: no {kind} is listed in trainer.{list_}. An option of this form changes what is."
                 f" {f'Did you mean {near!r}?' if near else add}"
             )
+        elif key in _LISTING:
+            left.append(spelled)
+            _note_typed(typed, key, spelled)
         else:
-            left += spelled
+            left[-1] += spelled
     added = [word for (list_, kind), more in over.items() for word in (f"--trainer.{list_}+={kind}", *more)]
-    return Addressed([*added, *left], layers)
+    return Addressed([*added, *chain(*left)], layers)
+
+
+def _note_typed(typed: dict[tuple[str, str], list[str]], key: str, words: list[str]) -> None:
+    """Note which class an option lists last, and, as a class without a name, that it replaces what files list."""
+    list_, name = key.removeprefix("trainer."), key.removeprefix("trainer.").removesuffix("+")
+    if name == list_:
+        for known in [known for known in typed if known[0] == name]:
+            del typed[known]
+        typed[name, ""] = words
+    if listed := option_layer(words, classes=())[0].trainer.get(list_):
+        typed[name, class_name(listed[-1])] = words
 
 
 def _check_names_a_setting(key: str, layers: Sequence[Layer]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,6 +132,11 @@ def _number(count: int, what: str) -> str:
 
 def _device(name: str | None) -> Device | None:
     if name is not None:
+        if re.match(r"-[\d.]|nan$|[+-]?inf", name.lower()):
+            raise ValueError(
+                f"--gpu {name} is no size of a GPU. A number is its memory in GiB, and more than none."
+                " Use its size, as in --gpu 24, or its name, as in --gpu h100-80."
+            )
         return device_of(name)
     if not torch.cuda.is_available():
         return None

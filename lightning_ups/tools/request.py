@@ -17,8 +17,9 @@ from lightning_ups.tools import presets
 from lightning_ups.tools.diagnosis import find_class, stray
 from lightning_ups.tools.layers import LISTS, Layer, Tree, addressed, items, option_layer, options, preset_layer, read
 from lightning_ups.tools.merge import over_preset
+from lightning_ups.tools.spelling import nearest
 
-__all__ = ["Request", "ask", "environment_layers", "preset_of_device"]
+__all__ = ["Request", "ask", "environment_layers", "preset_of_device", "stray_variables"]
 
 _CLASSES = ("model", "data", "optimizer", "lr_scheduler", "trainer.strategy", "trainer.logger", "trainer.profiler")
 _SLOTS = (CheckpointIO, ClusterEnvironment, LayerSync)
@@ -128,6 +129,28 @@ def environment_layers(variables: Mapping[str, str], *, command: str) -> list[La
         name = f"{variable}: {layer.name}" if key == "config" else variable
         layers.append(replace(layer, name=name))
     return layers
+
+
+def stray_variables(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each variable of the environment that is none of ``variables``, though it looks like one.
+
+    Args:
+        variables: The variable of each key.
+    """
+    names = {*variables.values()}
+    prefix = variables.get("config", "").removesuffix("CONFIG")
+    section = "__" in prefix  # of a command: nothing else has variables that begin so
+    for name in sorted(os.environ):
+        rest = name.removeprefix(prefix)
+        if not prefix or rest == name or name in names or not (section or "__" in rest):
+            continue
+        above = max((known for known in names if name.startswith(f"{known}__")), key=len, default=None)
+        near = nearest(name, names, cutoff=0.9)
+        if section or above or near:
+            cure = f"Did you mean {near!r}?" if near else "Unset it."
+            if above and not near:
+                cure = f"Settings of a class stand with it in {above}, as YAML."
+            yield f"{name} is set, and no setting has that variable. It is passed over. {cure}"
 
 
 def preset_of_device(accelerator: str) -> tuple[str | None, str]:

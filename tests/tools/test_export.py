@@ -146,6 +146,9 @@ def test_plain_names_and_another_type(tmp_path):
     assert set(weights) == set(model.state_dict())
     assert weights["model.norm.weight"].dtype == torch.bfloat16
     assert json.loads((tmp_path / "p" / "config.json").read_text()) == {}
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "p").iterdir()}
+    (tmp_path / "any").touch()
+    assert modes["model.safetensors"] == (tmp_path / "any").stat().st_mode, "others may read what they may read of mine"
 
 
 class Strange:

@@ -279,6 +279,28 @@ def test_other_options_stay():
     assert addressed(words, layers, preset=None).words == words
 
 
+def test_an_option_about_a_class_that_is_typed_before_it():
+    layers, _ = listed({"callbacks": ["Compile"]})
+    words = ["--trainer.callbacks+=ModelCheckpoint", "--x=1", "--trainer.callbacks+", '{"class_path": "her.EMA"}']
+    of_the_first = ["--trainer.callbacks.ModelCheckpoint.save_top_k", "2"]
+    of_the_last = ["--trainer.callbacks.EMA.decay=0.5"]
+    assert addressed([*words, *of_the_first, *of_the_last], layers, preset=None).words == [
+        *words[:2],
+        "--trainer.callbacks.save_top_k=2",
+        *words[2:],
+        "--trainer.callbacks.decay=0.5",
+    ]
+    with pytest.raises(ValueError, match="no ModelCheckpoint is listed"):
+        addressed([*of_the_first, *words], layers, preset=None)
+    # Of one that a file lists as well, the file's; of one that replaces the file's, that one.
+    mode = "--trainer.callbacks.Compile.mode=default"
+    assert addressed(["--trainer.callbacks+=Compile", mode], layers, preset=None).words == [
+        "--trainer.callbacks+=Compile"
+    ]
+    words = ["--trainer.callbacks=Compile", "--trainer.callbacks.mode=default"]
+    assert addressed([words[0], mode], layers, preset=None).words == words
+
+
 @pytest.mark.parametrize(
     ("listed_", "cure"),
     [

@@ -90,6 +90,12 @@ def test_the_table_of_gpus(capsys):
     assert "NVIDIA GeForce RTX 4090" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("size", ["-5", "-0.5", "nan", "inf"])
+def test_a_size_that_no_gpu_has(size):
+    with pytest.raises(ValueError, match=rf"^--gpu {size} is no size of a GPU\..*as in --gpu 24, or its name"):
+        show(None, gpu=size)
+
+
 def test_with_a_configuration_main_leaves_it_to_the_parser():
     assert main(["--config", "run.yaml", "--gpu", "h200"]) is None
 
