@@ -10,20 +10,21 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ups._compat.after_closure import after_closure
 from lightning_ups._compat.averages import averaged_copies
 from lightning_ups._compat.optimizers import needs_closure
 from lightning_ups._compat.rollback import roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
 from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
-from lightning_ups.transforms.checkpoint import is_complete
 from lightning_ups.transforms.clip import gradients_of, total_norm
-from lightning_ups.transforms.guard import Deferred, KeptBuffers, LossWatch, Verdict
+from lightning_ups.transforms.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
 
 __all__ = ["Action", "GuardEvent", "StepGuard"]
 
@@ -58,6 +59,7 @@ class StepGuard(Callback):
     """See NaN, infinity and loss spikes without waiting for the GPU, and leave such steps out or go back before them.
 
     The loss and the norm of all gradients are judged on the device, by all ranks together, before the optimizer steps.
+    Who looks at gradients before a step finds them, also where it is skipped.
     The host reads the verdict some steps late. A step is skipped on the device where the optimizer is one of torch's
     fused ones: parameters, moments and step count stay as they are, bit for bit. For any other optimizer the host has
     to read the verdict first.
@@ -146,13 +148,17 @@ class StepGuard(Callback):
         self.events = []
         self._watch = LossWatch(device, window=self.window, sigmas=self.sigmas, least=self.warmup_steps)
         self._verdicts = Deferred(late=_LATE if device.type == "cuda" else 0)
-        self._loss = torch.zeros((), device=device)
+        self._loss = torch.zeros((), device=device, dtype=_dtype_of(pl_module))
         self._in_a_row = self._rollbacks = 0
         self._on_device = self.skip_on != "host" and all(map(skips_on_device, trainer.optimizers))
         self._buffers = KeptBuffers(pl_module) if "skip" in (self.on_nonfinite, self.on_spike) else None
         self._begins = True  # the next batch is the first one of a step
         self._has_loss = False  # since the last step
-        self._saved: list[tuple[int, Path]] = []
+        self._leaves_out = False  # the step that comes next, by the host
+        if self._buffers is not None and not self._on_device:
+            self._undo.callback(after_closure(trainer.precision_plugin, self._leave_out))
+        self._keeps_gradients = is_overridden("optimizer_zero_grad", pl_module)  # perhaps
+        self._saved = Saved()
         for optimizer in trainer.optimizers:
             self._undo.callback(clear_skip, optimizer)  # a run may end amid a step
         if "rollback" in (self.on_nonfinite, self.on_spike):
@@ -166,8 +172,13 @@ class StepGuard(Callback):
         self._begins = False
 
     @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._has_loss and not self._keeps_gradients:  # of batches whose gradients go without a step
+            self._loss, self._has_loss = torch.zeros_like(self._loss), False
+
+    @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._loss = self._loss + loss.detach().float()  # of each microbatch, divided by their number
+        self._loss = self._loss + loss.detach()  # of each microbatch, divided by their number; of the wider type
         self._has_loss = True
 
     @override
@@ -183,13 +194,19 @@ class StepGuard(Callback):
         ]:
             flag = torch.stack(skipped).amax()
             if self._on_device:
-                skip_if(optimizer, flag)
-            elif flag.item():  # the price of optimizers that know no flag
-                optimizer.zero_grad(set_to_none=True)  # without gradients no optimizer changes anything
+                skip_if(optimizer, flag.float())
+            else:
+                self._leaves_out = bool(flag.item())  # the price of optimizers that know no flag
             assert self._buffers is not None
             self._buffers.take_back(flag)
         place = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
         self._verdicts.push(verdict, place)
+
+    def _leave_out(self, optimizer: Optimizer) -> None:
+        # Not before everyone has seen them: who looks at gradients does not expect that there are none.
+        if self._leaves_out:
+            optimizer.zero_grad(set_to_none=True)  # without gradients no optimizer changes anything
+        self._leaves_out = False
 
     @override
     def on_train_batch_end(
@@ -283,7 +300,15 @@ class StepGuard(Callback):
         checkpoints = getattr(strategy, "checkpoints", None)
         if checkpoints is not None:
             checkpoints.saver.wait()  # one may be on its way in the background
-        path = strategy.broadcast(self._newest_before(step))
+        found = {"step": step, "layout": layout_of(trainer.optimizers)}
+        path, others = strategy.broadcast((self._saved.newest(**found), self._saved.others(**found)))
+        if path is None and others:
+            raise RuntimeError(
+                f"{where}. All whole checkpoints from before that step, such as {others[-1]}, have other groups of"
+                " parameters in the state of the optimizer than it has now."
+                " They are from before a callback such as BaseFinetuning gave it more, and it cannot load them."
+                " Save just after parameters are unfrozen (ModelCheckpoint(every_n_train_steps=...)), or use 'skip'."
+            )
         if path is None:
             raise RuntimeError(
                 f"{where}. There is no whole checkpoint from before that step to go back to."
@@ -303,26 +328,22 @@ class StepGuard(Callback):
 
     def _undone(self, step: int) -> str:
         """Forget what was saved after ``step``, which was bad, and return what to say of it."""
-        undone = [path for saved, path in self._saved if saved > step and is_complete(path)]
-        self._saved = [(saved, path) for saved, path in self._saved if saved <= step]
+        undone = self._saved.undo(step=step)
         return f"; saved since, with the bad step in it: {', '.join(map(str, undone))}" if undone else ""
-
-    def _newest_before(self, step: int) -> Path | None:
-        return next((path for saved, path in reversed(self._saved) if saved <= step and is_complete(path)), None)
 
     def _follow_saves(self, trainer: Trainer) -> None:
         strategy: Any = trainer.strategy
         if trainer.ckpt_path:
-            self._saved.append((trainer.global_step, Path(trainer.ckpt_path)))
+            layout = layout_of(trainer.optimizers)
+            self._saved.add(Path(trainer.ckpt_path), step=trainer.global_step, layout=layout)
         stock: Callable[..., None] = strategy.save_checkpoint
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
             step, whole = checkpoint["global_step"], "optimizer_states" in checkpoint
             stock(checkpoint, filepath, *args, **kwargs)
-            # Under that name there may have been another.
-            self._saved = [(saved, path) for saved, path in self._saved if path != Path(filepath)]
+            self._saved.forget(Path(filepath))  # under that name there may have been another
             if whole:
-                self._saved.append((step, Path(filepath)))
+                self._saved.add(Path(filepath), step=step, layout=layout_of(trainer.optimizers))
 
         strategy.save_checkpoint = save_checkpoint
         self._undo.callback(vars(strategy).pop, "save_checkpoint", None)
@@ -389,3 +410,8 @@ class StepGuard(Callback):
         report_of(trainer).note("StepGuard", line, on_device=self._on_device if skips else None, events=[])
         if skips and not self._on_device and self.skip_on == "auto":
             rank_zero_info(f"StepGuard: {line}. A fused optimizer (fused=True) would not make it wait.")
+
+
+def _dtype_of(module: LightningModule) -> torch.dtype:
+    """Return in what type to judge at least, the same on every rank whatever its gradients are."""
+    return torch.float64 if any(p.dtype is torch.float64 for p in module.parameters()) else torch.float32

@@ -94,3 +94,63 @@ def test_a_resumed_module_that_skips_its_first_batch_has_not_shown_that_nothing_
         resumed.fit(StepsFromTheSecond(), loader(4), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
         steps.append(resumed.global_step)
     assert steps == [4, 4]
+
+
+class Raw(Manual):
+    """Steps the optimizer itself, of which Lightning then counts no step."""
+
+    def __init__(self, *, skips=()):
+        super().__init__()
+        self.skips = skips
+
+    def training_step(self, batch, index):
+        if index in self.skips:
+            return
+        super().training_step(batch, index)
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class AsksTwice(Asks):
+    """Beside another one, and no longer than for some batches."""
+
+    def on_train_batch_end(self, *args):
+        if len(self.answers) < 6:
+            super().on_train_batch_end(*args)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("asked", [Asks, AsksTwice])
+def test_steps_that_lightning_does_not_count_are_heard_from_the_second_batch_on(tmp_path, asked):
+    asks = [asked(), AsksTwice()] if asked is Asks else [asked()]
+    fitting = trainer(tmp_path, callbacks=asks, epochs=3)
+    fitting.fit(Raw(skips=[2]), loader(2))
+    assert fitting.global_step == 0
+    expected = [True, False, True, False, False, False, True, False, False, False, True, False]
+    assert all(each.answers == expected[: len(each.answers)] for each in asks)
+    assert bool(fitting.optimizers[0]._optimizer_step_post_hooks) == (asked is Asks)  # who no longer asks leaves none
+
+
+NO_EFFECT = {
+    "recompute": (lambda: ActivationCheckpoint(blocks=["unused"]), "none of its blocks ran"),
+    "save": (lambda: ActivationCheckpoint(blocks=["layers.*"], save=["aten.mm"]), "keeps nothing"),
+    "offload activations": (lambda: ActivationOffload(min_mb=1000), "moved nothing in the first step"),
+    "offload the optimizer": (lambda: OptimizerOffload(update="host"), "keeps no state"),
+}
+
+
+class Stateless(Raw):
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Sequential(torch.nn.Linear(8, 8))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("callback", "said"), NO_EFFECT.values(), ids=NO_EFFECT)
+def test_what_has_no_effect_is_told_where_lightning_counts_no_step(tmp_path, callback, said):
+    with pytest.raises(RuntimeError, match=said):
+        trainer(tmp_path, callbacks=[callback()], epochs=1).fit(Stateless(), loader(2))

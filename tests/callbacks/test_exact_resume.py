@@ -5,7 +5,7 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -210,10 +210,10 @@ def test_a_loader_that_has_ended_may_be_resumed_twice_and_its_batches_counted_on
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_loader_that_had_ended_and_goes_on_now_is_told(tmp_path):
-    def loader(rows=Rows(8)):
+    def loader(rows):
         return CombinedLoader([DataLoader(rows, batch_size=4), stock()()], "max_size")
 
-    run(tmp_path, loader, kind=Several)
+    run(tmp_path, lambda: loader(Rows(8)), kind=Several)
     with pytest.warns(UserWarning, match="does not give the samples that it gave before the checkpoint"):
         run(
             tmp_path,
@@ -326,6 +326,39 @@ def under_ddp(path):
 
 def test_under_ddp_on_every_rank(ranks, tmp_path):
     assert ranks(under_ddp, tmp_path) == (True, 6)
+
+
+def of_a_loader_that_ends_under_ddp(path):
+    warnings.simplefilter("ignore")
+    options = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "kind": Several}
+
+    def loader():
+        return CombinedLoader([stock(dataset=Rows(10))(), stock()()], "max_size")
+
+    whole = run(path, loader, **options)
+    right = []
+    for step in (1, 2, 3, 5):  # of three to an epoch, and two of the shorter one
+        saved = path / "c" / f"step={step}.ckpt"
+        right.append(run(path, loader, ckpt_path=saved, folder="again", seed=99, **options) == whole[2 * step :])
+    return right, None in whole[4]
+
+
+def test_a_loader_that_ends_before_the_others_on_every_rank(ranks, tmp_path):
+    assert ranks(of_a_loader_that_ends_under_ddp, tmp_path) == ([True] * 4, True)
+
+
+def of_trials_under_ddp(path):
+    warnings.simplefilter("ignore")
+    options = {"strategy": "ddp", "devices": 2, "kind": Tuned, "max_epochs": 2}
+    runs = []
+    for ours in ([], [ExactResume()]):
+        tuner = FindsAtAnEpoch(num_training_steps=3)
+        runs.append(run(path, lambda: None, callbacks=[tuner, *ours], folder=f"{len(runs)}", **options))
+    return runs[0] == runs[1], len(runs[0])
+
+
+def test_trials_of_values_on_every_rank(ranks, tmp_path):
+    assert ranks(of_trials_under_ddp, tmp_path) == (True, 6)
 
 
 def under_another_global_seed(path, step, policy, options):
@@ -567,3 +600,73 @@ def test_a_position_that_was_loaded_is_known_when_loaders_are_made_anew(tmp_path
         warnings.simplefilter("always")
         run(tmp_path, stock(), ckpt_path=tmp_path / "c" / "step=6.ckpt", folder="again", **options)
     assert not any("holds no position" in str(each.message) for each in said)
+
+
+class Tuned(Noisy):
+    """Can be given a learning rate and a batch size, and notes what it saw beyond the trials."""
+
+    def __init__(self):
+        super().__init__()
+        self.lr, self.batch_size = 1e-2, 4
+        self.own = torch.Generator().manual_seed(3)
+
+    def train_dataloader(self):
+        return DataLoader(Rows(), batch_size=self.batch_size, shuffle=True, generator=self.own)
+
+    def val_dataloader(self):
+        return DataLoader(Rows(6), batch_size=2)
+
+    def training_step(self, batch, index):
+        if not any(isinstance(each, ModelCheckpoint) for each in self.trainer.callbacks):  # in a trial
+            return super().training_step(batch, index) + self.losses.pop()[0] * 0
+        return super().training_step(batch, index)
+
+
+class FindsAtAnEpoch(LearningRateFinder):
+    def on_fit_start(self, *_):
+        pass
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, module)
+
+
+TUNERS = {
+    "learning rate": lambda: LearningRateFinder(num_training_steps=3),
+    "learning rate, at an epoch": lambda: FindsAtAnEpoch(num_training_steps=3),
+    "batch size": lambda: BatchSizeFinder(max_trials=1, init_val=4),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_what_tries_values_leaves_the_random_numbers_as_without_it(tmp_path, tuner):
+    right = run(tmp_path, lambda: None, callbacks=[TUNERS[tuner]()], kind=Tuned)
+    mine = run(tmp_path, lambda: None, callbacks=[TUNERS[tuner](), ExactResume()], kind=Tuned, folder="mine")
+    assert mine == right
+    rates = torch.load(tmp_path / "mine" / "step=4.ckpt", weights_only=False)["optimizer_states"]
+    first = Tuned()
+    first.lr = rates[0]["param_groups"][0]["lr"]
+    if tuner != "learning rate, at an epoch":
+        resumed = run(
+            tmp_path,
+            lambda: None,
+            kind=lambda: first,
+            ckpt_path=tmp_path / "mine" / "step=4.ckpt",
+            folder="again",
+            seed=99,
+        )
+        assert resumed == mine[4:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_that_tries_values_begins_its_epoch_anew_and_says_so(tmp_path):
+    run(tmp_path, lambda: None, kind=Tuned)
+    tuner = LearningRateFinder(num_training_steps=3, update_attr=False)
+    options = {"kind": Tuned, "ckpt_path": tmp_path / "c" / "step=4.ckpt", "folder": "again", "seed": 99}
+    with pytest.warns(UserWarning, match="what tries values.*begin anew.*Leave it out of the resumed run"):
+        resumed = run(tmp_path, lambda: None, callbacks=[tuner, ExactResume()], **options)
+    assert len(resumed) == 18
+    refusing = ExactResume(on_unreplayable="refuse")
+    with pytest.raises(ValueError, match=r"what tries values.*Leave it out of the resumed run, or set"):
+        run(tmp_path, lambda: None, callbacks=[tuner, refusing], **options)

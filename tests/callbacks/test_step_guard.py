@@ -3,11 +3,11 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_ups.callbacks import ActivationCheckpoint, RunManifest, StepGuard
+from lightning_ups.callbacks import ActivationCheckpoint, OptimizerOffload, RunManifest, StepGuard
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net
 
@@ -144,6 +144,123 @@ def test_the_host_reads_nothing_before_the_step_where_the_device_skips(tmp_path,
     assert Hook.during == 0
     fit(tmp_path, Bad([5]), StepGuard(skip_on="host"), callbacks=[Before(), Hook()])
     assert Hook.during > 0  # the check can fail
+
+
+class Looks(Bad):
+    """Reads gradients in the hooks of a module that come before the step, and notes what they were."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.norms = []
+
+    def look(self):
+        self.norms.append(self.head.weight.grad.norm().item())
+
+    def on_before_optimizer_step(self, optimizer):
+        self.look()
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.look()
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+class LooksToo(Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        module.look()
+
+
+BESIDE = {
+    "alone": dict,
+    "masters": lambda: {"plugins": [BF16Precision()]},
+    "autocast": lambda: {"plugins": [BF16Precision(weights="autocast")]},
+    "offload": lambda: {"callbacks": [OptimizerOffload(update="host")]},
+    "offload of masters": lambda: {"callbacks": [OptimizerOffload(update="host")], "plugins": [BF16Precision()]},
+    "accumulation": lambda: {"accumulate_grad_batches": 2},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", ["plain", "momentum", "fused on the host"])
+def test_who_looks_at_the_gradients_of_a_skipped_step_finds_them(tmp_path, kind, clip, beside):
+    optimizer = OPTIMIZERS[kind.removesuffix(" on the host")]
+    guarded, without = Looks([4], optimizer=optimizer), Looks(optimizer=optimizer)
+    guard = StepGuard(skip_on="host")
+    mine, right = BESIDE[beside](), BESIDE[beside]()
+    mine["callbacks"] = [guard, LooksToo(), *mine.get("callbacks", [])]
+    right["callbacks"] = [LooksToo(), *right.get("callbacks", [])]
+    made = fit(tmp_path, guarded, gradient_clip_val=clip, **mine)
+    left_out = [4, 5] if beside == "accumulation" else [4]
+    other = fit(tmp_path, without, data=batches(without=left_out), gradient_clip_val=clip, **right)
+    assert [event.step for event in guard.events] == [2 if beside == "accumulation" else 4]
+    finite = [value for value in guarded.norms if value == value]
+    assert len(guarded.norms) == len(finite) + 3
+    assert finite == without.norms
+    assert same(guarded, without)
+    states = [run.optimizers[0].state_dict()["state"] for run in (made, other)]
+    assert str(states[0]) == str(states[1])
+    assert "_after_closure" not in vars(made.precision_plugin)
+
+
+class Recipe(Bad):
+    """Steps at every second batch, as Lightning's documentation of `optimizer_step` shows."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class Accumulates(Recipe):
+    """Keeps the gradients of the batches in between, and so divides nothing by their number."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+def test_a_bad_batch_whose_gradients_are_discarded_is_of_no_step(tmp_path):
+    guarded, without = Recipe([8]), Bad()
+    fit(tmp_path, guarded, guard := StepGuard(gradients=False))
+    fit(tmp_path, without, data=batches(without=range(0, 24, 2)))
+    assert not guard.events
+    assert same(guarded, without)
+
+
+def test_a_bad_batch_whose_gradients_are_kept_by_the_module_is_of_their_step(tmp_path):
+    fit(tmp_path, module := Accumulates([8]), guard := StepGuard(gradients=False))
+    assert [(event.step, event.batch) for event in guard.events] == [(9, 9)]
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+class Huge(Bad):
+    """Has losses and gradients that no float32 can hold."""
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) * 1e40
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_float64_is_judged_in_float64(tmp_path, kind):
+    optimizer = OPTIMIZERS[kind]
+    guarded, plain = Huge([5], optimizer=optimizer), Huge(optimizer=optimizer)
+    in_float64 = DataLoader([row.double() for row in batches().dataset], batch_size=None)
+    without = DataLoader([row for index, row in enumerate(in_float64.dataset) if index != 5], batch_size=None)
+    fit(tmp_path, guarded, guard := StepGuard(warmup_steps=2), data=in_float64, precision="64-true")
+    fit(tmp_path, plain, data=without, precision="64-true")
+    assert [(event.step, event.kind) for event in guard.events] == [(5, "nonfinite")]
+    assert same(guarded, plain)
+
+
+def test_a_loss_of_float64_is_judged_so_beside_weights_of_float32(tmp_path):
+    class Mixed(Bad):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index).double() + (1e41 if index == 12 else 1e40)
+
+    fit(tmp_path, Mixed(), guard := StepGuard(warmup_steps=4))
+    assert [(event.step, event.kind) for event in guard.events] == [(12, "spike")]
+    assert "the loss is 1e+41, a spike above" in guard.events[0].what
 
 
 def test_spikes_are_skipped(tmp_path):
@@ -341,6 +458,59 @@ def test_a_checkpoint_that_was_saved_again_is_the_newer_one(tmp_path):
     (event,) = guard.events
     assert "went back to step 6" in event.done
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+class UnfreezesLate(BaseFinetuning):
+    """Unfreezes the blocks at the beginning of the second epoch, in a group of parameters of their own."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.layers)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.layers, optimizer, lr=1e-3)
+
+
+class Finetuned(Bad):
+    """Has its bad loss in the second epoch."""
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index + 24 * self.current_epoch)
+
+    def configure_optimizers(self):
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plugins", [list, lambda: [BF16Precision()]], ids=["float32", "masters"])
+def test_checkpoints_from_before_parameters_were_unfrozen_are_passed_over(tmp_path, plugins):
+    guard = StepGuard(on_nonfinite="rollback")
+    options = {"callbacks": [UnfreezesLate(), saving(tmp_path, every=5)], "plugins": plugins(), "max_epochs": 2}
+    fit(tmp_path, module := Finetuned([26 + 1]), guard, **options)  # step 27; saved at 25
+    assert "went back to step 25" in guard.events[0].done
+    assert all(p.isfinite().all() for p in module.parameters())
+    options = {"callbacks": [UnfreezesLate(), saving(tmp_path, every=5)], "plugins": plugins(), "max_epochs": 2}
+    with pytest.raises(RuntimeError, match=r"Step 24 .*other groups of parameters.*just after parameters are unfrozen"):
+        fit(tmp_path, Finetuned([24]), StepGuard(on_nonfinite="rollback"), **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_from_a_checkpoint_may_go_back_to_that_before_it_unfreezes(tmp_path):
+    fit(tmp_path, Finetuned(), callbacks=[UnfreezesLate(), saving(tmp_path, every=26)], max_epochs=2)
+    (path,) = (tmp_path / "saved").glob("*.ckpt")
+    guard = StepGuard(on_nonfinite="rollback")
+    made = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[guard, UnfreezesLate(), saving(tmp_path, every=1000)],
+    )
+    made.fit(Finetuned([27]), batches(), ckpt_path=path, weights_only=False)
+    assert "went back to step 26" in guard.events[0].done
 
 
 def test_loggers_get_the_number_of_each_kind(tmp_path):

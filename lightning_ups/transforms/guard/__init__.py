@@ -3,5 +3,6 @@
 from lightning_ups.transforms.guard.anomaly import LossWatch, Verdict
 from lightning_ups.transforms.guard.deferred import Deferred
 from lightning_ups.transforms.guard.kept_buffers import KeptBuffers
+from lightning_ups.transforms.guard.saved import Saved, layout_of
 
-__all__ = ["Deferred", "KeptBuffers", "LossWatch", "Verdict"]
+__all__ = ["Deferred", "KeptBuffers", "LossWatch", "Saved", "Verdict", "layout_of"]

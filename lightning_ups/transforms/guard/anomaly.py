@@ -70,7 +70,9 @@ class LossWatch:
         self._sigmas, self._least = sigmas, least
 
     def judge(self, values: Tensor) -> Tensor:
-        """Return a verdict on ``values`` [loss, norm], float32, as `Verdict.of` reads it."""
+        """Return a verdict on ``values`` [loss, norm], as `Verdict.of` reads it, in float64 if any were in it."""
+        dtype = torch.promote_types(values.dtype, self._last.dtype)
+        self._last, values = self._last.to(dtype), values.to(dtype)
         window = self._rows.numel()
         there = (self._rows < self._seen).unsqueeze(1)
         count = self._seen.clamp(1, window)
@@ -85,4 +87,4 @@ class LossWatch:
         kept = torch.where(finite, torch.minimum(values, limit), self._last.index_select(0, row).squeeze(0))
         self._last.index_copy_(0, row, kept.unsqueeze(0))
         self._seen += finite
-        return torch.cat([torch.stack([~finite, spike]).float(), values, limit])
+        return torch.cat([torch.stack([~finite, spike]).to(dtype), values, limit])

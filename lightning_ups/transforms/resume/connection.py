@@ -66,8 +66,10 @@ class Connection:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up what `state` returned on the first rank; every rank has read it."""
-        self._positioned = True
-        self._resumption.load(state["ranks"], process=dist.get_rank() if dist.is_initialized() else 0)
+        process = dist.get_rank() if dist.is_initialized() else 0
+        if not self._resumption.is_own(state["ranks"], process=process):
+            self._positioned = True
+            self._resumption.load(state["ranks"], process=process)
 
     def begin(self) -> None:
         """Note that training begins.

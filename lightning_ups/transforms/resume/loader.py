@@ -76,6 +76,7 @@ class _Position:
     digest: int = 0  # of the indices of the batches given
     before_next: dict[str, Any] | None = None  # generators when the next batch was read
     state: Any = None  # of a loader that has one, then
+    ended: bool = False  # whether this iterator was asked for a further batch, and had none
 
 
 class FollowedLoader:
@@ -142,15 +143,19 @@ class FollowedLoader:
         if self._pending is not None:
             return self._pending
         at = next((p for p in reversed(self._positions) if p.number == number), None)
+        if at is None and self._current.ended and number > self._current.number:
+            at = self._current  # others go on, and this one gives nothing any more
         if at is None:
             raise RuntimeError(
                 f"{self._name()} has given {self._current.number} batches, and the loop has taken {number}."
                 f" Positions are kept of the last {_REMEMBERED} batches, since that many may be read ahead."
                 " Read fewer batches ahead."
             )
-        ahead = [p for p in self._positions if at.number <= p.number < self._current.number]
+        later = [p for p in self._positions if at.number <= p.number < self._current.number]
+        ahead = [*later, self._current] if later and self._current.ended else later  # that there was none was read, too
         return {
             "given": at.given,
+            "ended": at.ended,
             "start": at.start,
             "digest": at.digest,
             "ahead": [p.before_next for p in ahead],
@@ -161,10 +166,17 @@ class FollowedLoader:
 
     def end(self) -> dict[str, Any]:
         """Return the position at the end of an epoch."""
-        return {"state": self.state(), "workers": keeps_workers(self._inner), "order": self.order}
+        return {
+            "state": self.state(),
+            "ended": self._current.ended,
+            "workers": keeps_workers(self._inner),
+            "order": self.order,
+        }
 
     def state(self) -> Any:
         """Return the state of a loader that has one."""
+        if self._ended is not None and self._ended["state"] is not None:
+            return self._ended["state"]  # not loaded yet
         return self._inner.state_dict() if self._stateful else None
 
     def take_up(self, position: dict[str, Any]) -> None:
@@ -216,6 +228,7 @@ class FollowedLoader:
     def _begun(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._current.start = {"iterator": host_state(self.generators), "sampler": None}
         self._current.given = self._current.digest = self._skip = 0
+        self._current.ended = False
         self._digests.clear()
         return make()
 
@@ -223,6 +236,8 @@ class FollowedLoader:
         ended, self._ended = self._ended, None
         if ended is not None and ended["state"] is not None:
             self._inner.load_state_dict(ended["state"])
+            if ended.get("ended"):  # nothing is read before its time: other loaders draw random numbers meanwhile
+                return _again_if_empty(self._begun(make), make)
             found, iterator = host_state(self.generators), make()
             try:
                 first = next(iterator)
@@ -238,6 +253,11 @@ class FollowedLoader:
         assert self._pending is not None
         position, self._pending = self._pending, None
         self._replay = list(position["ahead"])
+        self._current.ended = position.get("ended", False)  # which older checkpoints do not have
+        if self._current.ended and self._stateful:
+            self._current.given = position["given"]
+            self._ended = {"state": position["state"], "ended": True, "workers": False}
+            return iter(())
         if self._stateful:
             self._inner.load_state_dict(position["state"])
         if self._stateful or position["start"] is None:
@@ -254,6 +274,10 @@ class FollowedLoader:
         if not self._by_index:
             for _ in range(self._skip):
                 next(iterator)
+        if self._current.ended:  # made all the same, for workers that live on, and read to the end of its sampler
+            if next(iterator, None) is not None:
+                self._check(None)
+            iterator = iter(())
         restore_host_state(found, self.generators)  # another loader's first batch may have put them back
         return iterator
 
@@ -280,7 +304,7 @@ class FollowedLoader:
                 self._digests[number] = digest
                 yield indices
 
-    def _check(self, digest: int) -> None:
+    def _check(self, digest: int | None) -> None:
         if self._expected is not None and digest != self._expected:
             self._listener.name(f"{self._name()} does not give the samples that it gave before the checkpoint")
 
@@ -297,6 +321,11 @@ class FollowedLoader:
         """Make the iterators of all loaders, in their order: each draws random numbers when it is made."""
         self._listener.make_iterators()
 
+    @property
+    def ended(self) -> bool:
+        """Whether this iterator has given all that it has, and was asked for more."""
+        return self._current.ended
+
     def before_fetch(self) -> None:
         """Prepare for reading a batch."""
         if not self._replay:
@@ -307,6 +336,10 @@ class FollowedLoader:
             self._current.before_next = host_state(self.generators)
         if self._stateful:
             self._current.state = self._inner.state_dict()
+
+    def end_iterator(self) -> None:
+        """Note that there was no further batch."""
+        self._current.ended = True
 
     def fetched(self) -> None:
         """Note that a batch was read."""
@@ -355,14 +388,29 @@ class _Iterator:
         if callable(self._inner):
             self._follower.make_iterators()
         assert not callable(self._inner)
+        if self._follower.ended:
+            raise StopIteration  # generators are put back by one that goes on
         self._follower.before_fetch()
-        batch = next(self._inner)
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._follower.end_iterator()
+            raise
         self._follower.fetched()
         return batch
 
     def make(self) -> None:
         if callable(self._inner):
             self._inner = self._inner()
+
+
+def _again_if_empty(iterator: Iterator[Any], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    empty = True
+    for batch in iterator:
+        empty = False
+        yield batch
+    if empty:
+        yield from make()
 
 
 class _StandIn:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -56,6 +57,7 @@ class Resumption:
         self._restarted: list[bool] = []
         self._orders: list[tuple[Any, Any]] = []  # of each loader's samples: as this run has it, and as the saved one
         self.taken: int | None = None
+        self._run, self._is_early = uuid4().hex, False  # whether the last state is from before a loaded one was used
 
     # Following
 
@@ -97,7 +99,7 @@ class Resumption:
         over = saved["loaders"] is None
         positions = saved["ends"] if over else saved["loaders"]
         if not positions and not over:
-            return  # saved before there was a loader, as what tries learning rates does: from the beginning
+            return  # saved before there was a loader, as another run's trial of learning rates: from the beginning
         if len(positions) != len(self._loaders):
             raise ValueError(
                 f"The checkpoint holds the positions of {len(positions)} training loaders, and there are"
@@ -162,7 +164,9 @@ class Resumption:
                 reason, cure="Save when its optimizer step is made, as ModelCheckpoint(every_n_train_steps=...) does."
             )
         over = progress.epoch_over
+        self._is_early = self._saved is not None
         return {
+            "run": self._run,
             "rank": self._rank,
             "num_ranks": self._num_ranks,
             "random": random_state(self._generators) if self._now is None else self._now,
@@ -171,6 +175,20 @@ class Resumption:
             "loaders": None if over else [loader.position(progress.taken) for loader in self._loaders],
             "ends": [loader.end() for loader in self._loaders] if over else None,
         }
+
+    def is_own(self, states: Sequence[dict[str, Any]], *, process: int) -> bool:
+        """Return whether this very run has saved ``states``, as a callback does that tries values and undoes it.
+
+        Such a one leaves generators as it found them, or as Lightning alone would; and it lets an epoch begin anew.
+        """
+        own = process < len(states) and states[process].get("run") == self._run
+        if own and self._is_early:
+            self._saved, self._now, self._at_end = None, None, False
+            self.name(
+                "what tries values, as LearningRateFinder does, lets the epoch begin anew in which it is resumed",
+                cure="Leave it out of the resumed run.",
+            )
+        return own
 
     def load(self, states: Sequence[dict[str, Any]], *, process: int) -> None:
         """Take the state up; the next call of `follow` uses it.

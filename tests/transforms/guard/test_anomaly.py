@@ -91,3 +91,13 @@ def test_the_host_reads_nothing():
 )
 def test_a_verdict_is_said_in_words(values, text):
     assert str(Verdict.of(values)) == text
+
+
+def test_float64_is_judged_in_float64_from_the_first_value_in_it_on():
+    watch = LossWatch(torch.device("cpu"), window=8, least=2)
+    for value in (1.0, 2.0, 1.0):
+        assert not Verdict.of(watch.judge(torch.tensor([value, value])).tolist()).nonfinite
+    huge = Verdict.of(watch.judge(torch.tensor([1e40, 1.0], dtype=torch.float64)).tolist())
+    assert (huge.nonfinite, huge.spike, huge.loss) == (False, True, 1e40)
+    again = watch.judge(torch.tensor([1.0, 1.0]))
+    assert again.dtype is torch.float64

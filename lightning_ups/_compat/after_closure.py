@@ -1,0 +1,27 @@
+"""The last moment before a step at which gradients are there: Lightning has no hook for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+__all__ = ["after_closure"]
+
+
+def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Call ``do`` when everyone has seen the gradients of an optimizer, and these are clipped; return what undoes it.
+
+    A step hook of the optimizer comes too early for this: it is called before the closure that computes them.
+
+    Args:
+        precision: The precision plugin of a Trainer whose module does not optimize by itself.
+        do: Is given the optimizer, which steps next.
+    """
+    stock = precision._after_closure
+
+    def closed(model: Any, optimizer: Optimizer) -> None:
+        stock(model, optimizer)
+        do(optimizer)
+
+    precision._after_closure = closed
+    return lambda: vars(precision).pop("_after_closure", None)
