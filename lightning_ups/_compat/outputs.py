@@ -49,6 +49,8 @@ _heard: WeakKeyDictionary[Optimizer, _Heard] = WeakKeyDictionary()
 
 
 def _has_stepped(optimizer: Optimizer, trainer: Trainer) -> bool:
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        return False  # of a class of its own, which tells nobody
     heard = _heard.get(optimizer)
     if heard is not None and heard.trainer() is not trainer:
         heard.handle.remove()

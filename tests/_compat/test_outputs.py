@@ -132,6 +132,27 @@ def test_steps_that_lightning_does_not_count_are_heard_from_the_second_batch_on(
     assert bool(fitting.optimizers[0]._optimizer_step_post_hooks) == (asked is Asks)  # who no longer asks leaves none
 
 
+class Plain(torch.optim.SGD):
+    """Was made by hand, without what torch's own have."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1e-2)
+        del self._optimizer_step_post_hooks
+
+    def step(self, closure=None):
+        pass
+
+    step.hooked = True
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_optimizer_that_takes_no_hooks_is_not_heard(tmp_path):
+    asks, model = Asks(), Raw()
+    model.configure_optimizers = lambda: Plain(model.parameters())
+    trainer(tmp_path, callbacks=[asks], epochs=1).fit(model, loader(4))
+    assert asks.answers == [True, True]
+
+
 NO_EFFECT = {
     "recompute": (lambda: ActivationCheckpoint(blocks=["unused"]), "none of its blocks ran"),
     "save": (lambda: ActivationCheckpoint(blocks=["layers.*"], save=["aten.mm"]), "keeps nothing"),
