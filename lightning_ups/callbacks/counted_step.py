@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_ups._compat.flop_counter import run_backward
-from lightning_ups.transforms.resume.random_state import host_state, restore_host_state
+from lightning_ups.transforms.resume.random_state import random_state, restore_random_state
 from lightning_ups.transforms.throughput import StepFlops, step_flops
 
 __all__ = ["counted_step"]
@@ -19,13 +19,21 @@ def counted_step(module: LightningModule, batch: Any) -> StepFlops:
     """Return what one training step of ``module`` with ``batch`` costs, backward included; nothing of it is run.
 
     Raises:
+        NotCopiedError: If the step uses something of which it cannot have a copy.
         Exception: Whatever the step raises on tensors without data.
     """
-    state = host_state()
+    state = random_state()
     try:
-        return step_flops(module, batch, step=_training_step, attributes=_stand_ins(module))
+        optimizers = [_NoOptimizer() for _ in module.trainer.optimizers]
+        return step_flops(
+            module,
+            batch,
+            step=_training_step,
+            attributes=_stand_ins(optimizers),
+            instead=[(module.trainer, lambda twin: _NoTrainer(module.trainer, twin, optimizers))],
+        )
     finally:
-        restore_host_state(state)
+        restore_random_state(state)
 
 
 def _training_step(module: Any, batch: Any) -> Any:
@@ -35,12 +43,11 @@ def _training_step(module: Any, batch: Any) -> Any:
     return module.training_step(batch, 0) if len(needed) > 1 else module.training_step(batch)
 
 
-def _stand_ins(module: LightningModule) -> dict[str, Any]:
+def _stand_ins(optimizers: "list[_NoOptimizer]") -> dict[str, Any]:
     """Return what keeps a twin's step from acting on the run."""
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
-    optimizers = [_NoOptimizer() for _ in module.trainer.optimizers]
     one_or_all = optimizers[0] if len(optimizers) == 1 else optimizers
     return {
         **dict.fromkeys(
@@ -69,3 +76,36 @@ class _NoOptimizer:
     @staticmethod
     def _run(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         return closure() if callable(closure) else None
+
+
+class _NoTrainer:
+    """Answers as a Trainer does, by twins of what it has, and keeps to itself what is written to it."""
+
+    def __init__(self, trainer: Any, twin: Callable[[Any, str], Any], optimizers: list[_NoOptimizer]) -> None:
+        loggers = [_NoLogger(logger) for logger in trainer.loggers]
+        vars(self).update(_trainer=trainer, _twin=twin, optimizers=optimizers, loggers=loggers)
+        self.logger = loggers[0] if loggers else None
+
+    def __getattr__(self, name: str) -> Any:
+        return self._twin(getattr(self._trainer, name), f"self.trainer.{name}")
+
+
+class _NoLogger:
+    """Has everything that a logger and its experiment may have, and does nothing."""
+
+    _TOLD = ("log_dir", "name", "root_dir", "save_dir", "version")
+
+    def __init__(self, logger: Any = None) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name) if self._logger is not None and name in self._TOLD else _NoLogger()
+
+    def __call__(self, *_: Any, **__: Any) -> "_NoLogger":
+        return _NoLogger()
+
+    __getitem__ = __enter__ = __call__
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...

@@ -18,10 +18,12 @@ from torch.utils.data import DataLoader
 
 from lightning_ups._compat.fit_loop import fetches_in_step, is_logging_step, logged_step
 from lightning_ups._compat.flags import read_tf32
+from lightning_ups._compat.lightning import stand_for_none
 from lightning_ups._compat.nvml import Sampler, sensor
 from lightning_ups.callbacks.close_look import CloseLook, can_look_at
 from lightning_ups.callbacks.counted_step import counted_step
 from lightning_ups.callbacks.listening import Listener
+from lightning_ups.callbacks.steps_heard import StepsHeard
 from lightning_ups.order import PolicyPrecision
 from lightning_ups.transforms.quoted import quoted
 from lightning_ups.transforms.throughput import (
@@ -30,6 +32,7 @@ from lightning_ups.transforms.throughput import (
     Flops,
     Inspection,
     Meter,
+    NotCopiedError,
     Peaks,
     Phase,
     StepFlops,
@@ -87,7 +90,11 @@ class MeasuredRun:
         self._flops: Flops | None = None
         self._why_no_mfu = ""
         self._units: Any = 0.0  # of the step that runs
+        self._batch_units: Any = None  # of the batch that runs
+        self._trains = False  # of the step that runs, a batch
+        self._batches = 0
         self._steps = 0  # optimizer steps done
+        self._steps_heard = StepsHeard()  # under manual optimization
         self._global_step = trainer.global_step
         self._stepped = True
         self._training_began: float | None = None
@@ -106,12 +113,15 @@ class MeasuredRun:
 
     def listen(self, trainer: Trainer) -> None:
         """Begin to hear what ``trainer`` does, between two steps."""
-        self._global_step, self._stepped, self._units = trainer.global_step, True, 0.0
+        self._global_step, self._stepped, self._units, self._batch_units = trainer.global_step, True, 0.0, None
+        if not trainer.lightning_module.automatic_optimization:
+            self._steps_heard.listen([] if stand_for_none(trainer.optimizers) else trainer.optimizers)
         self._listener = Listener.install(trainer, enter=self.enter, leave=self.leave)
 
     def rest(self, trainer: Trainer) -> None:
         """Hear nothing until `listen`; between two steps."""
         self._listener.remove(trainer)
+        self._steps_heard.close()
         self._end_step()
         self._timeline.drop()
 
@@ -157,11 +167,16 @@ class MeasuredRun:
 
     def _end_step(self) -> None:
         """End the step that runs; what follows is none. Of a batch that was skipped no step came."""
-        if self._stepped or self._trainer.global_step != self._global_step:
+        if self._stepped or self._has_stepped():
+            if not self._stepped:
+                self._take_batch()  # of which the end was not heard
             self._timeline.rest(self._note())
         else:
             self._timeline.drop()
             self._units, self._stepped = 0.0, True
+
+    def _has_stepped(self) -> bool:
+        return self._trainer.global_step != self._global_step or self._steps_heard.any
 
     def _looks_now(self) -> bool:
         due = self._inspection is None and self._look is None and self._steps == self._look_at
@@ -180,7 +195,8 @@ class MeasuredRun:
         """Return how many units the step that ends now worked on, or None if it is not to count."""
         units, self._units = self._units, 0.0
         skip, self._skip = self._skip or self._look is not None, False
-        if skip:
+        trains, self._trains = self._trains, False
+        if skip or not trains:
             return None
         # A count that lies on the device is on the host when the device has passed the end of the step.
         return units.to("cpu", non_blocking=True) if isinstance(units, Tensor) else units
@@ -193,26 +209,49 @@ class MeasuredRun:
         if self._count is None:
             self._counts_at_end = fetches_in_step(self._trainer)
         if not self._counts_at_end:
-            self._add(batch)
+            self._batch_units = self._counted_units(batch)
 
-    def end_batch(self, batch: Any) -> None:
-        """Note that ``batch`` is done, and with the last one of an accumulation a step."""
+    def end_batch(self, batch: Any, *, left_out: bool = False) -> None:
+        """Note that ``batch`` is done, and with the last one of an accumulation a step.
+
+        Args:
+            batch: What was trained on.
+            left_out: Whether the step gave no loss: its gradients are those of the other batches.
+        """
+        self._batches += 1
         if self._counts_at_end:
-            self._add(batch)
-        if (step := self._trainer.global_step) == self._global_step:
+            self._batch_units = self._counted_units(batch)
+        if not left_out:
+            self._take_batch()
+        if not self._has_stepped() and not self._steps_heard.every_batch:
             return  # gradients accumulate
-        self._global_step, self._stepped = step, True
+        self._global_step, self._stepped = self._trainer.global_step, True
+        self._steps_heard.forget()
         self._steps += 1
         if self._steps == 1:
             self._training_began = time.perf_counter()
         if is_logging_step(self._trainer):
             self._log()
 
-    def _add(self, batch: Any) -> None:
+    def _take_batch(self) -> None:
+        if self._batch_units is not None:
+            self._units, self._trains, self._batch_units = self._units + self._batch_units, True, None
+
+    @property
+    def why_nothing(self) -> str:
+        """Why nothing was measured, as a part of a sentence."""
+        if self._batches and not self._steps:
+            cure = ". Return from there those that training_step steps" if self._steps_heard.listens else ""
+            return f"in {self._batches} batches no optimizer of configure_optimizers made a step{cure}"
+        if self._steps <= self._settings.warmup_steps:
+            return f"fit ended within {self._settings.warmup_steps} warm-up steps"
+        return f"of {self._steps} steps none had a loss or could be counted"
+
+    def _counted_units(self, batch: Any) -> Any:
         if self._count is None:
             self._first_batch(batch)
         assert self._count is not None
-        self._units = self._units + self._count(batch)
+        return self._count(batch)
 
     def end_epoch(self) -> None:
         """Note that an epoch has ended: what lies between two is no part of a step."""
@@ -222,6 +261,7 @@ class MeasuredRun:
     def close(self, trainer: Trainer) -> None:
         """Leave ``trainer`` as it was."""
         self._listener.remove(trainer)
+        self._steps_heard.close()
         if self._look is not None:
             self._look.cancel()
         if self._sampler is not None:
@@ -265,6 +305,14 @@ class MeasuredRun:
         module = self._trainer.lightning_module
         try:
             return counted_step(module, batch)
+        except NotCopiedError as error:
+            self._why_no_mfu = "FLOPs were not counted; give flops_per_unit"
+            rank_zero_info(
+                f"TokenThroughput did not count the FLOPs of {type(module).__name__}: its step uses {error}."
+                " Counting would take from it what training is to get."
+                " For MFU give flops_per_unit, such as 6 x parameters for each token."
+            )
+            return None
         except Exception as error:  # noqa: BLE001  (a user's step on tensors without data may raise anything)
             self._why_no_mfu = "FLOPs could not be counted; give flops_per_unit"
             why = quoted(error).rstrip(".")[:300]

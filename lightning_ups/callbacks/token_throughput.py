@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ups._compat.outputs import was_skipped
 from lightning_ups.callbacks.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.run_manifest import RunManifest
 from lightning_ups.order import Report, Run, applied, refuse_second
@@ -124,6 +125,8 @@ class TokenThroughput(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_second(Run.of(trainer))
+        if stage == "fit":
+            self.summary = None  # whatever becomes of it
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,7 +135,6 @@ class TokenThroughput(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close()
-        self.summary = None
         if not trainer.fast_dev_run and not trainer.barebones:  # type: ignore[attr-defined]
             self.open(trainer)
 
@@ -170,6 +172,7 @@ class TokenThroughput(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._run is not None:
+            self._began_at = trainer.global_step
             self._run.begin_batch(batch)
 
     @override
@@ -187,7 +190,8 @@ class TokenThroughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            self._run.end_batch(batch)
+            left_out = pl_module.automatic_optimization and was_skipped(pl_module, outputs, began_at=self._began_at)
+            self._run.end_batch(batch, left_out=left_out)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -215,9 +219,7 @@ class TokenThroughput(Callback):
         if (report := _report(trainer)) is not None:
             report.update("TokenThroughput", **facts(self.summary))
         if self.summary.units_per_s is None:
-            rank_zero_info(
-                f"TokenThroughput measured nothing: fit ended within {self.settings.warmup_steps} warm-up steps."
-            )
+            rank_zero_info(f"TokenThroughput measured nothing: {self._run.why_nothing}.")
         elif self.table and trainer.is_global_zero:
             sys.stdout.write(rendered(self.summary))
             sys.stdout.flush()

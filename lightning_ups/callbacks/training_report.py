@@ -67,6 +67,7 @@ class TrainingReport(Callback):
         self._began = datetime.now()
         self._undo = ExitStack()
         self._open = False
+        self._of_another_fit: tuple[Any, Any] = (None, None)
 
     # When
 
@@ -78,6 +79,7 @@ class TrainingReport(Callback):
             return
         self._folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks: every rank has to
         self._history, self._began, self.path = History(), datetime.now(), None
+        self._of_another_fit = _kept(trainer)
         if self._tells:  # in a run that writes a page, and not in one that only looks
             rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
         if trainer.is_global_zero and trainer.loggers:
@@ -150,6 +152,12 @@ class TrainingReport(Callback):
         manifest = _found(trainer, RunManifest)
         throughput = _found(trainer, TokenThroughput)
         summary = throughput.summary if throughput is not None else None
+        # Where a fit fails in setup, others may not have heard of it, and have what they had.
+        if summary is self._of_another_fit[0]:
+            summary = None
+        known = manifest.manifest if manifest is not None else {}
+        if known is self._of_another_fit[1]:
+            known = {}
         module = type(trainer.lightning_module).__name__
         duration = datetime.now() - self._began
         parts = [
@@ -166,7 +174,7 @@ class TrainingReport(Callback):
             error=error,
             charts=self._history.charts(),
             left_out=self._history.left_out(),
-            manifest=_without_run(manifest.manifest) if manifest is not None else {},
+            manifest=_without_run(known),
             **(_measured(summary) if summary is not None and summary.units_per_s is not None else {}),
         )
 
@@ -213,6 +221,14 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
 
 def _found(trainer: Trainer, kind: type) -> Any:
     return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+
+
+def _kept(trainer: Trainer) -> tuple[Any, Any]:
+    """Return what is there, before a fit, of another one: figures and a manifest."""
+    throughput, manifest = _found(trainer, TokenThroughput), _found(trainer, RunManifest)
+    known = manifest.manifest if manifest is not None else {}
+    ended = bool(known) and known["run"]["status"] != "running"
+    return (throughput.summary if throughput is not None else None), (known if ended else None)
 
 
 def _without_run(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -639,6 +639,100 @@ def test_a_second_fit_measures_anew(tmp_path):
     assert throughput.summary.steps == 2 * 20 - 2
 
 
+class NoOptimizer(Net):
+    def configure_optimizers(self):
+        raise RuntimeError("no optimizer")
+
+
+class Validated(Net):
+    def validation_step(self, batch, index): ...
+
+
+class NotSane(Net):
+    def validation_step(self, batch, index):
+        raise RuntimeError("not sane")
+
+    def val_dataloader(self):
+        return many(4)
+
+
+@pytest.mark.parametrize("module", [NoOptimizer(), NotSane(), None], ids=["optimizer", "sanity", "no batches"])
+def test_a_second_fit_that_does_not_train_has_no_figures(tmp_path, module):
+    throughput = TokenThroughput(warmup_steps=2, table=False, unit="samples")
+    trainer(tmp_path, callbacks=[throughput], epochs=1).fit(Net(), many(20))
+    assert throughput.summary is not None
+    made = trainer(tmp_path, callbacks=[throughput], epochs=1, limit_train_batches=0 if module is None else 1.0)
+    made.validate(Validated(), many(4), verbose=False)
+    assert throughput.summary is not None, "of the last fit"
+    if module is None:
+        made.fit(Net(), many(20))
+    else:
+        with pytest.raises(RuntimeError, match=r"no optimizer|not sane"):
+            made.fit(module, many(20))
+    assert throughput.summary is None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize(
+    ("accumulate", "steps", "batches"),
+    [(1, 5, 5), (2, 4, 6)],  # of batches in pairs, one has none with a loss, and two have one of two
+)
+def test_a_batch_that_the_step_leaves_out_does_not_count(tmp_path, accumulate, steps, batches):
+    class Leaving(Net):
+        def training_step(self, batch, index):
+            return None if index in (2, 4, 5, 7) else super().training_step(batch, index)
+
+    settings = {"accumulate_grad_batches": accumulate, "warmup_steps": 0}
+    throughput, _ = fitted(
+        tmp_path, Leaving(), many(40, batch_size=4), limit_train_batches=9 + accumulate - 1, **settings
+    )
+    summary = throughput.summary
+    assert summary.steps == steps
+    assert summary.units_per_step * summary.steps == pytest.approx(4 * batches)
+
+
+class Raw(Net):
+    """Steps an optimizer by hand, every second time, past Lightning, which counts no step of it."""
+
+    def __init__(self, *, every=2):
+        super().__init__()
+        self.automatic_optimization, self.every = False, every
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index))
+        if (index + 1) % self.every == 0:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_steps_that_lightning_does_not_hear_of_count(tmp_path):
+    throughput, made = fitted(tmp_path, Raw())
+    assert made.global_step == 0
+    assert (throughput.summary.steps, throughput.summary.units_per_step) == (16 - 2, 4)
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in made.optimizers)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_where_no_optimizer_is_known_each_batch_is_a_step(tmp_path):
+    class Own(Raw):
+        def configure_optimizers(self):
+            self.own = super().configure_optimizers()
+
+        def optimizers(self, use_pl_optimizer=True):
+            return self.own
+
+    throughput, _ = fitted(tmp_path, Own())
+    assert (throughput.summary.steps, throughput.summary.units_per_step) == (32 - 2, 2)
+
+
+def test_where_no_optimizer_makes_a_step_it_is_said(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        fitted(tmp_path, Raw(every=1000))
+    assert "measured nothing: in 32 batches no optimizer of configure_optimizers made a step" in caplog.text
+    assert "Return from there" in caplog.text
+
+
 def test_an_exception_leaves_the_trainer_as_it_was(tmp_path):
     throughput = TokenThroughput()
     made = trainer(tmp_path, callbacks=[throughput])

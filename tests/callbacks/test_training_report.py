@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ups.callbacks import RunManifest, TokenThroughput, TrainingReport
@@ -198,3 +198,32 @@ def test_evaluation_leaves_no_report(tmp_path):
         default_root_dir=tmp_path,
     ).validate(Logging(), loader(), verbose=False)
     assert not [*tmp_path.glob("*.html")]
+
+
+class NoOptimizer(Logging):
+    def configure_optimizers(self):
+        raise RuntimeError("no optimizer")
+
+
+class NoSetup(Callback):
+    def setup(self, trainer, pl_module, stage):
+        raise RuntimeError("no optimizer")
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["before", "after"])
+@pytest.mark.parametrize("by", [NoOptimizer, NoSetup])
+def test_a_fit_that_fails_early_has_nothing_of_the_one_before(tmp_path, order, by):
+    parts = [TrainingReport(pictures=False), throughput(), RunManifest()]
+    callbacks, report = [parts[place] for place in order], parts[0]
+    fit(tmp_path, *callbacks)
+    first = report.path
+    more = [NoSetup()] if by is NoSetup else []
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        fit(tmp_path, callbacks[0], *more, *callbacks[1:], module=NoOptimizer())
+    if report.path == first:  # the report itself heard nothing of a second fit
+        return
+    text = report.path.read_text()
+    assert "waiting for data" not in text
+    assert "failed, 0 steps" in text
+    assert '"status": "finished"' not in text.replace("&quot;", '"')
+    assert "&quot;model&quot;" not in text

@@ -6,6 +6,7 @@ from lightning_ups.transforms.throughput.peaks import Arithmetic, Peaks, own_pea
 from lightning_ups.transforms.throughput.step_flops import StepFlops, step_flops
 from lightning_ups.transforms.throughput.timeline import Phase, StepTime, Timeline, clock_for
 from lightning_ups.transforms.throughput.units import Count, counter, tensors_of
+from lightning_ups.transforms.throughput.untouched import NotCopiedError
 from lightning_ups.transforms.throughput.verdicts import Check, Trouble, checks, first_change, troubles
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Flops",
     "Inspection",
     "Meter",
+    "NotCopiedError",
     "Peaks",
     "Phase",
     "RankTimes",

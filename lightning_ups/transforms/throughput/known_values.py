@@ -27,18 +27,25 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._values = WeakTensorKeyDictionary()
+        self._unread = WeakTensorKeyDictionary()
 
     def __getitem__(self, tensor: Tensor) -> Tensor | None:
         """Return what ``tensor`` would hold, on the host, or None where that is not known."""
+        if (unread := self._unread.pop(tensor, None)) is not None and tensor._version == unread[1]:
+            with outside_modes():
+                self._note(tensor, unread[0].detach().to("cpu", copy=True))
         if (found := self._values.get(tensor)) is None:
             return None
         value, ahead = found  # both count writes, and their views' with them: else something was written to one alone
         return value if tensor._version - value._version == ahead else None
 
     def add(self, stand_in: Tensor, tensor: Tensor) -> None:
-        """Note that ``stand_in`` would hold what ``tensor`` does, if that is small and of integers or truths."""
+        """Note that ``stand_in`` would hold what ``tensor`` does, if that is small and of integers or truths.
+
+        It is read when it is asked for: of many that are held, most are not.
+        """
         if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta" and _fits(tensor):
-            self._note(stand_in, tensor.detach().to("cpu", copy=True))
+            self._unread[stand_in] = tensor, stand_in._version
 
     def can_follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether what ``func`` will give for the other two is known, before it is called."""
@@ -67,7 +74,11 @@ class KnownValues:
         """Forget all, if ``func`` is one that writes where no tensor counts it."""
         name = getattr(func, "__name__", "")
         if name == "__set__" or (name.startswith("_foreach") and name.endswith("_")):
-            self._values = WeakTensorKeyDictionary()
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._values, self._unread = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def _note(self, tensor: Tensor, value: Tensor) -> None:
         self._values[tensor] = value, tensor._version - value._version

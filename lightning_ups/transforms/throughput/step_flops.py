@@ -1,14 +1,13 @@
 """What one training step costs, counted on a twin of the module that has no data.
 
-The twin has the module's classes and attributes, meta tensors in place of all tensors, and none of its hooks. To run
-its ``training_step`` computes nothing, draws no random number on a device, and touches no gradient, buffer, metric,
-counter or logger of the run. Sharded, compiled and converted modules have a plain twin.
+The twin has the module's classes and twins of its attributes, meta tensors in place of all tensors, and none of its
+hooks. To run its ``training_step`` computes nothing, draws no random number on a device, and touches no gradient,
+buffer, metric, counter, generator or container of the run. Sharded, compiled and converted modules have a plain twin.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -24,6 +23,8 @@ from lightning_ups._compat.distributions import without_checks
 from lightning_ups._compat.flop_counter import run_backward
 from lightning_ups.transforms.flops import count_flops
 from lightning_ups.transforms.throughput.known_values import KnownValues
+from lightning_ups.transforms.throughput.twins import Twins
+from lightning_ups.transforms.throughput.untouched import NotCopiedError, Untouched
 
 __all__ = ["StepFlops", "step_flops"]
 
@@ -44,7 +45,12 @@ class StepFlops:
 
 
 def step_flops(
-    module: nn.Module, batch: Any, *, step: Callable[[Any, Any], Any], attributes: Mapping[str, Any] | None = None
+    module: nn.Module,
+    batch: Any,
+    *,
+    step: Callable[[Any, Any], Any],
+    attributes: Mapping[str, Any] | None = None,
+    instead: Iterable[tuple[Any, Callable[[Any], Any]]] = (),
 ) -> StepFlops:
     """Count ``step(twin, batch)``, which returns a loss, a mapping with one, or None, and the backward of that loss.
 
@@ -53,77 +59,108 @@ def step_flops(
         batch: Shapes and types matter, and the values of small tensors of integers, such as lengths and masks.
         step: Calls the twin's training step.
         attributes: What the twin has in place of the module's own, such as a ``log`` that does nothing.
+        instead: Objects that the module holds and what makes a stand-in of each, given a function that makes twins.
 
     Raises:
+        NotCopiedError: If the step uses something of which it cannot have a copy.
         Exception: Whatever the step raises on tensors without data.
     """
+    given = step, attributes or {}, [*instead]
     try:
-        return _step_flops(module, batch, step, attributes, knows=True)
+        return _step_flops(module, batch, *given, knows=True)
+    except NotCopiedError:
+        raise
     except Exception:  # noqa: BLE001  (a branch that its values lead to may be one that needs others)
-        return _step_flops(module, batch, step, attributes, knows=False)
+        return _step_flops(module, batch, *given, knows=False)
 
 
 def _step_flops(
     module: nn.Module,
     batch: Any,
     step: Callable[[Any, Any], Any],
-    attributes: Mapping[str, Any] | None,
+    attributes: Mapping[str, Any],
+    instead: Iterable[tuple[Any, Callable[[Any], Any]]],
     *,
     knows: bool,
 ) -> StepFlops:
-    twins = _Twins()
-    twin = twins.of(module)
-    for name, value in (attributes or {}).items():
-        object.__setattr__(twin, name, value)
-    found = twins.value(batch)
+    twins = _Twins(instead)
+    try:
+        twin, found = twins.value(module, "self"), twins.value(batch, "the batch")
+        if isinstance(twin, Untouched):
+            twin()
+        for name, value in attributes.items():
+            object.__setattr__(twin, name, value)
+        with twins.watch.on(), _without_data(twins.known if knows else KnownValues()):
+            counted = count_flops(lambda: _run(step, twin, found))
+    finally:
+        twins.close()
+    low = sum(layer.operations for layer in twins.low_precision)
+    return StepFlops(model=counted.total - counted.recomputed, hardware=counted.total, low_precision=low)
 
-    def run() -> None:
-        result = step(twin, found)
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if isinstance(loss, Tensor) and loss.requires_grad:
-            run_backward(loss)  # attention that is recomputed is counted as it was in forward
 
+def _run(step: Callable[[Any, Any], Any], twin: Any, batch: Any) -> None:
+    result = step(twin, batch)
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        run_backward(loss)  # attention that is recomputed is counted as it was in forward
+
+
+@contextmanager
+def _without_data(known: KnownValues) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # what would be said is said when the step runs
+        stack.enter_context(_no_tensor_of_what_is_held())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):  # casts follow the device, and meta has none of its own
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(torch.device("meta"))  # for what the step makes itself
-        stack.enter_context(_Answers(twins.known if knows else KnownValues()))
+        stack.enter_context(_Answers(known))
         stack.enter_context(without_checks())
-        counted = count_flops(run)
-    low = sum(layer.operations for layer in twins.low_precision)
-    return StepFlops(model=counted.total - counted.recomputed, hardware=counted.total, low_precision=low)
+        yield
 
 
-class _Twins:
-    """Makes each module's and each tensor's twin once, so that what is shared stays shared."""
+@contextmanager
+def _no_tensor_of_what_is_held() -> Iterator[None]:
+    """Let ``from_numpy`` refuse an array of the run, which it would make a tensor that can be written."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    warnings.filterwarnings("error", message="The given (NumPy array|buffer) is not writable")
+    try:
+        yield
+    finally:
+        torch.set_warn_always(always)
 
-    def __init__(self) -> None:
-        self._modules: dict[int, nn.Module] = {}
-        self._tensors: dict[int, Tensor] = {}
+
+class _Twins(Twins):
+    """Twins of modules without hooks, and of tensors without data."""
+
+    def __init__(self, instead: Iterable[tuple[Any, Callable[[Any], Any]]] = ()) -> None:
+        super().__init__(instead)
         self.low_precision: list[_LowPrecisionLinear] = []
         self.known = KnownValues()
 
-    def of(self, module: nn.Module) -> nn.Module:
-        if id(module) not in self._modules:
-            self._make(module)
-        return self._modules[id(module)]
+    @override
+    def close(self) -> None:
+        super().close()
+        self.known.clear()
 
-    def _make(self, module: nn.Module) -> None:
+    @override
+    def module(self, module: nn.Module) -> Any:
         if isinstance(inner := vars(module).get("_modules", {}).get("_orig_mod"), nn.Module):
-            self._modules[id(module)] = self.of(inner)  # what torch.compile(module) returned
-        elif _is_metric(module):
-            self._modules[id(module)] = _Silent()
-        elif _is_low_precision(module):
-            self._modules[id(module)] = layer = _LowPrecisionLinear(self, module)
-            self.low_precision.append(layer)
-        else:
-            twin = self._modules[id(module)] = _bare(module)
-            self._fill(module, twin)
+            return self.value(inner)  # what torch.compile(module) returned
+        if _is_metric(module):
+            return _Silent()
+        if _is_low_precision(module):
+            self.low_precision.append(layer := _LowPrecisionLinear(self, module))
+            return layer
+        if hasattr(type(module), "__del__"):
+            return self._untouched(module, "whose end would be that of what it has")
+        twin = self._keep(module, _bare(module))
+        self._fill(module, twin)
+        return twin
 
     def _fill(self, module: nn.Module, twin: nn.Module) -> None:
         own = vars(twin)
@@ -131,42 +168,22 @@ class _Twins:
             if name.endswith("_hooks") or name.endswith(("_hooks_with_kwargs", "_hooks_always_called")):
                 own[name] = type(value)()  # they belong to the run: sharding, capturing, counting
             elif name in ("_parameters", "_buffers", "_modules"):
-                own[name] = {key: self.value(inner) for key, inner in value.items()}
+                own[name] = {key: self.value(inner, f".{key}") for key, inner in value.items()}
             elif name == "forward":
                 if (forward := _forward_of(value, module, twin)) is not None:
                     own["forward"] = forward
             elif name != "_compiled_call_impl":
-                own[name] = self.value(value)
+                own[name] = self.value(value, f".{name}")
 
-    def value(self, value: Any) -> Any:
-        """Return what stands for ``value`` in a twin: tensors and modules within plain containers, too."""
-        data = getattr(value, "data", None)
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, nn.Module):
-            return self.of(value)
-        if type(value) in (list, tuple, set):
-            return type(value)(map(self.value, value))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.value, value))
-        if isinstance(value, dict) and type(value).__init__ is dict.__init__:
-            return type(value)((key, self.value(inner)) for key, inner in value.items())
-        if isinstance(value, Mapping) and isinstance(data, dict):  # a UserDict
-            twin = copy(value)
-            twin.data = self.value(data)  # type: ignore[attr-defined]
-            return twin
-        return value
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._tensors:
-            # In one type: what casts between types is left out with the hooks, and costs no operations that count.
-            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            twin = torch.empty(tensor.shape, dtype=dtype, device="meta")
-            if isinstance(tensor, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            self._tensors[id(tensor)] = twin
-            self.known.add(twin, tensor)
-        return self._tensors[id(tensor)]
+    @override
+    def tensor(self, tensor: Tensor) -> Tensor:
+        # In one type: what casts between types is left out with the hooks, and costs no operations that count.
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        twin = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        self.known.add(twin, tensor)
+        return twin
 
 
 def _bare(module: nn.Module) -> nn.Module:
@@ -193,8 +210,8 @@ class _LowPrecisionLinear(nn.Module):
 
     def __init__(self, twins: _Twins, layer: nn.Module) -> None:
         super().__init__()
-        self.weight = twins.value(layer.weight)
-        self.bias = twins.value(layer.bias)
+        self.weight = twins.value(layer.weight, ".weight")
+        self.bias = twins.value(layer.bias, ".bias")
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.operations = 0
 
@@ -250,7 +267,8 @@ class _Answers(TorchFunctionMode):
         if name in _GROUPED and len(args) > 1 and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0] @ args[1][0]  # each row meets one of the matrices, all of one shape: as many operations
         known = self._known.can_follow(func, args, kwargs)
-        result = func(*args, **kwargs)
+        drawn = {"generator": None} if isinstance(kwargs.get("generator"), torch.Generator) else {}  # meta has none
+        result = func(*args, **kwargs | drawn)
         self._known.forget(func)
         if known:
             self._known.follow(func, args, kwargs, result)

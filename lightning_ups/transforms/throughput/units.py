@@ -12,7 +12,8 @@ __all__ = ["Count", "counter", "tensors_of"]
 Count = Callable[[Any], "int | float | Tensor"]
 
 _IDS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)  # not bool: that is a mask
-_TOKENS = ("input_ids", "tokens", "token_ids", "decoder_input_ids", "idx")
+_TOKENS = ("input_ids", "tokens", "token_ids", "decoder_input_ids")
+_INDICES = ("idx",)  # or the numbers of samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,21 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
 
 
 def _token_ids(found: list[_Found]) -> _Found | None:
-    named = next((each for each in found if each.name.rpartition(".")[2] in _TOKENS), None)
-    if named is not None or any(each.tensor.is_floating_point() and each.tensor.dim() > 1 for each in found):
+    matrices = [each.tensor for each in found if each.tensor.is_floating_point() and each.tensor.dim() > 1]
+    named = next((each for each in found if _is_named_tokens(each, matrices)), None)
+    if named is not None or matrices:
         return named  # beside inputs of another kind, integers are labels
     return next((each for each in found if each.tensor.dim() == 2 and each.tensor.dtype in _IDS), None)
+
+
+def _is_named_tokens(found: _Found, matrices: list[Tensor]) -> bool:
+    name, tensor = found.name.rpartition(".")[2], found.tensor
+    if tensor.dtype not in _IDS or name not in (*_TOKENS, *_INDICES):
+        return False
+    if tensor.dim() != 1:
+        return tensor.dim() > 1
+    packed = all(len(matrix) != len(tensor) for matrix in matrices)  # else it is one number of each sample
+    return packed and name in _TOKENS
 
 
 def _rowed(found: list[_Found]) -> _Found | None:

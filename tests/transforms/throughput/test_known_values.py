@@ -86,3 +86,16 @@ def test_a_generator_of_the_user_is_left_as_it_is():
     assert not values.can_follow(torch.Tensor.random_, (x,), {"generator": generator})
     assert not values.can_follow(torch.Tensor.bernoulli_, (x, 0.3), {})
     assert torch.equal(generator.get_state(), before)
+
+
+def test_values_are_read_when_they_are_asked_for():
+    given = torch.tensor([3, 5])
+    values, x = known(given)
+    assert not len(values._values)
+    assert values[x].tolist() == [3, 5]
+    values, x = known(given)
+    x.add_(1)  # with nobody to follow it
+    assert values[x] is None
+    values, x = known(given)
+    values.clear()
+    assert values[x] is None

@@ -44,6 +44,16 @@ IMAGE = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
         ({"weight": torch.tensor(1.0), "x": torch.randn(4, 8)}, "samples", 4),
         ((torch.randn(4, 3, 8, 8), IDS), "samples", 4),  # images and their labels
         ({"image": torch.randn(4, 3, 8, 8), "input_ids": IDS}, "tokens", 64),
+        ({"idx": torch.arange(4), "x": torch.randn(4, 8)}, "samples", 4),  # numbers of samples
+        ({"idx": torch.arange(4), "y": torch.arange(4)}, "samples", 4),
+        ({"idx": IDS, "x": torch.randn(4, 8)}, "tokens", 64),
+        ({"input_ids": torch.arange(20), "labels": torch.arange(20)}, "tokens", 20),  # packed
+        ({"input_ids": torch.arange(20), "pixels": torch.randn(2, 3, 8, 8)}, "tokens", 20),
+        ({"tokens": torch.arange(4), "x": torch.randn(4, 8)}, "samples", 4),  # how many each has
+        ({"tokens": torch.randn(4, 16, 8)}, "samples", 4),  # embedded
+        ({"tokens": torch.ones(4, 16, dtype=torch.bool), "input_ids": IDS}, "tokens", 64),
+        ({"tokens": torch.tensor(64), "x": torch.randn(4, 8)}, "samples", 4),
+        ({"a": torch.randn(4, 8), "b": torch.randn(3, 8)}, "samples", 4),  # of two loaders, the first
         (["text"], "batches", 1),
         (None, "batches", 1),
         (object(), "batches", 1),
