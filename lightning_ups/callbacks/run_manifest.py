@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ class RunManifest(Callback):
             return
         self._seen_batch = True
         self._look(trainer)
-        self.manifest["batch"] = _shape_of(batch)
+        self.manifest["batch"] = _read("batch", lambda: _shape_of(batch))
 
     def _finish(self, trainer: Trainer, *, status: str, error: str | None = None) -> None:
         if not self.manifest or not trainer.is_global_zero:
@@ -186,16 +186,17 @@ class RunManifest(Callback):
         context = applied(trainer.strategy)
         if context is not None:
             self._report = context.report
-        self.manifest |= {
-            "device": _device(trainer),
-            "model": _model(trainer.lightning_module),
-            "precision": _precision(trainer),
-            "strategy": _strategy(trainer),
-            "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
-            "schedulers": [_name(config.scheduler) for config in trainer.lr_scheduler_configs],
-            "training": _training(trainer),
-            "flags": current_flags(),
+        parts: dict[str, Callable[[], Any]] = {
+            "device": lambda: _device(trainer),
+            "model": lambda: _model(trainer.lightning_module),
+            "precision": lambda: _precision(trainer),
+            "strategy": lambda: _strategy(trainer),
+            "optimizers": lambda: [_optimizer(optimizer) for optimizer in trainer.optimizers],
+            "schedulers": lambda: [_name(config.scheduler) for config in trainer.lr_scheduler_configs],
+            "training": lambda: _training(trainer),
+            "flags": current_flags,
         }
+        self.manifest |= {name: _read(name, part) for name, part in parts.items()}
 
     def _write(self, trainer: Trainer) -> None:
         made = graphs_made()
@@ -229,6 +230,17 @@ class RunManifest(Callback):
             # With the module's own, which Lightning logs next: TensorBoard would leave those out.
             own = logged_hyperparameters(trainer) if isinstance(logger, TensorBoardLogger) else {}
             logger.log_hyperparams({**own, **flat})
+
+
+def _read(name: str, part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    except Exception as error:  # noqa: BLE001  (of a class that nobody has thought of: what only looks ends no run)
+        rank_zero_warn(
+            f"RunManifest could not read the {name}: {quoted(error)}. It only looks on, so the run goes on, and the"
+            " manifest lacks that. Report it, or leave RunManifest out."
+        )
+        return {"not_read": quoted(error)}
 
 
 def _device(trainer: Trainer) -> dict[str, Any]:
@@ -336,9 +348,14 @@ def _config(trainer: Trainer) -> Any:
 
 def _shape_of(batch: Any) -> dict[str, Any]:
     tensors = tensors_of(batch)
-    shapes = {name: f"{shown(tensor.dtype)} {[*tensor.shape]}" for name, tensor in [*tensors.items()][:16]}
-    sized = [tensor.shape[0] for tensor in tensors.values() if tensor.dim()]
+    shapes = {name: f"{shown(tensor.dtype)} [{_sizes(tensor)}]" for name, tensor in [*tensors.items()][:16]}
+    sized = [tensor.size(0) for tensor in tensors.values() if tensor.dim()]
     return {"size": sized[0] if sized else None, "tensors": shapes}
+
+
+def _sizes(tensor: Tensor) -> str:
+    ragged = tensor.is_nested and tensor.layout == torch.strided  # which has no shape
+    return ", ".join(map(str, [tensor.size(0), *["*"] * (tensor.dim() - 1)] if ragged else tensor.shape))
 
 
 _TO_LOGGERS = ("versions", "device", "model", "precision", "strategy", "optimizers", "training", "flags")

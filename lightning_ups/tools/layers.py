@@ -284,8 +284,8 @@ class Addressed(NamedTuple):
 def addressed(words: Sequence[str], layers: Sequence[Layer], *, preset: Layer | None) -> Addressed:
     """Do what options ask that name a class of a list, such as ``--trainer.callbacks.Compile.mode default``.
 
-    What a layer lists is changed there; what only the preset lists becomes options that go over it. What an option before
-    it lists, and nothing else, gets the setting there.
+    What a layer lists is changed there; what only the preset lists becomes options that go over it. What only an option
+    before it lists gets the setting there.
 
     Raises:
         ValueError: If no layer lists the class, or one does so more than once.

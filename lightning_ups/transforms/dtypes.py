@@ -7,6 +7,7 @@ operation for each kind of layer runs in the context that the steps run in, and 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def _description(
 
 def _operation(kind: type[nn.Module]) -> "_Operation | None":
     # A subclass that only initialises in its own way computes as its base; one with a forward of its own as it likes.
-    return next((run for base, run in _OPERATIONS.items() if kind.forward is base.forward), None)
+    forward = getattr_static(kind, "forward", None)  # of a scripted module it is what its object has, and no class's
+    return next((run for base, run in _OPERATIONS.items() if forward is getattr_static(base, "forward")), None)
 
 
 _Operation = Callable[[Mapping[str, Any]], Tensor]

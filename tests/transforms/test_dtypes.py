@@ -47,6 +47,13 @@ def test_it_says_what_each_layer_really_returns(context):
     assert "GELU" not in said
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_module_that_was_scripted_is_one_of_its_own():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    said = layer_dtypes(nn.Sequential(scripted, nn.Linear(4, 4)), device=CPU, context=nullcontext)
+    assert said == {"Linear": {"param float32, compute float32": 1}, "RecursiveScriptModule": {"param float32": 1}}
+
+
 def test_layers_of_one_class_with_several_types():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2, dtype=torch.bfloat16))
     assert layer_dtypes(net, device=CPU, context=nullcontext) == {
