@@ -172,7 +172,6 @@ class TokenThroughput(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._run is not None:
-            self._began_at = trainer.global_step
             self._run.begin_batch(batch)
 
     @override
@@ -190,7 +189,9 @@ class TokenThroughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            left_out = pl_module.automatic_optimization and was_skipped(pl_module, outputs, began_at=self._began_at)
+            left_out = pl_module.automatic_optimization and was_skipped(
+                pl_module, outputs, began_at=trainer.global_step
+            )
             self._run.end_batch(batch, left_out=left_out)
 
     @override

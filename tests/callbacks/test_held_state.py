@@ -5,6 +5,7 @@ import io
 import queue
 import random
 import re
+import sys
 import tracemalloc
 
 import numpy as np
@@ -46,6 +47,8 @@ def test_what_is_held_goes_on_as_if_nothing_had_happened(tmp_path, name):
     summary = fitted(tmp_path, counted, counts=True)
     assert_same(plain, counted)
     assert len(counted.seen) == 4
+    if name in ("count", "cycle") and sys.version_info >= (3, 14):
+        return  # Python has no copy of those of itertools any more
     assert summary.flops is not None, summary.why_no_mfu
     assert summary.flops.model == 2 * LAYER
 

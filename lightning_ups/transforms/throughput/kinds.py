@@ -3,6 +3,7 @@
 import enum
 import pathlib
 import re
+import struct
 import types
 from typing import Any
 
@@ -46,7 +47,7 @@ _REFUSED_ROOTS = frozenset(
     )
 )
 _REBUILT_ROOTS = frozenset(("_random", "array", "builtins", "itertools", "numpy", "random"))
-_POINTER = object.__basicsize__ // 2
+_POINTER = struct.calcsize("P")
 
 
 def is_shared(kind: type) -> bool:
