@@ -223,6 +223,12 @@ class Data(LightningDataModule):
     val_dataloader = train_dataloader
 
 
+class Testing(Data):
+    """Has data for a test, too."""
+
+    test_dataloader = Data.train_dataloader
+
+
 class Noted(Callback):
     """Keeps what it saw."""
 

@@ -220,7 +220,7 @@ class RunManifest(Callback):
                 self.path = None
             rank_zero_warn(
                 f"RunManifest could not write to {self._folder}: {error}."
-                " The run goes on, and what took effect is kept in RunManifest.manifest only."
+                " That ends no run, and what took effect is kept in RunManifest.manifest only."
                 " Make room or the folder writable, or give the Trainer another default_root_dir."
             )
 

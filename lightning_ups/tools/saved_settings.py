@@ -56,11 +56,12 @@ class SavedSettings:
             if key not in given
         ]
 
-    def differences(self, final: Tree) -> list[str]:
-        """Return a line for each value among the settings ``final`` that is not that of the checkpoint."""
+    def differences(self, final: Tree, given: Tree) -> list[str]:
+        """Return a line for each value among the settings ``final`` that is ``given``, and is not the checkpoint's."""
         return [
             f"model.{self._place(name)} is {mine!r}, as given, and not {theirs!r}, as in the checkpoint."
             for name, mine, theirs in _differences(final, self.settings)
+            if name.partition(".")[0] in {key.removesuffix("+") for key in given}
         ]
 
     def _place(self, name: str) -> str:
