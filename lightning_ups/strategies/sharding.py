@@ -384,7 +384,8 @@ class ShardingStrategy(ModelParallelStrategy):
                 f" {type(self.cluster_environment).__name__} counts {started} processes where {wanted} are asked for."
                 " Each device needs a process of its own, which must see all devices of its node: with srun it does by"
                 " --gpus-per-node, and by --gpus-per-task it sees one alone."
-                f" Give devices and num_nodes whose product is {started}, or start as many processes as devices: {wanted}."
+                f" Give devices and num_nodes whose product is {started}, or start as many processes as devices:"
+                f" {wanted}."
             )
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ups._compat.autograd import dense_parts, differentiated_by_torch_func
+from lightning_ups._compat.autograd import dense_parts, differentiated_by_torch_func, has_values
 from lightning_ups.optim.offload_layout import Form, form_of, plain_parts, view_of
 from lightning_ups.optim.offload_memory import Mark, Memory, memory_of
 from lightning_ups.transforms.explained import explaining_torch_func
@@ -106,7 +106,7 @@ class _Range:
         """
         self._memory.wait(self.stored)
         self._written = self.written  # a copy may have been made after that
-        if check and not self._written and not self._is_copied():
+        if check and not self._written and has_values(self._host) and not self._is_copied():
             raise RuntimeError(_filled_late(self.nbytes))
         if keep and self.device is None:
             self.device = self._kept = self.source
@@ -305,8 +305,8 @@ def _written_to(form: Form) -> str:
 
 def _filled_late(nbytes: int) -> str:
     return (
-        f"A tensor of {nbytes} bytes was filled after a block had saved it for backward, by a kernel that torch does not"
-        " count as a write: RReLU does so with its noise."
+        f"A tensor of {nbytes} bytes was filled after a block had saved it for backward, by a kernel that torch does"
+        " not count as a write: RReLU does so with its noise."
         " ActivationOffload has copied it before, and gradients would be wrong."
         " Use another operator, leave that block out with ActivationOffload(blocks=[...]), or recompute it, by"
         " ActivationCheckpoint(save='nothing') beside this."

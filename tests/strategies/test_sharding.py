@@ -59,8 +59,18 @@ def test_one_that_is_given_among_callbacks_says_where_it_belongs(tmp_path, strat
 @pytest.mark.parametrize(
     ("tasks", "nodes", "options", "cure"),
     [
-        (2, 1, {"devices": 1}, r"counts 2 processes where 1 .* product is 2, or start as many processes as devices: 1\.$"),
-        (1, 1, {"devices": 2}, r"counts 1 processes where 2 .* product is 1, or start as many processes as devices: 2\.$"),
+        (
+            2,
+            1,
+            {"devices": 1},
+            r"counts 2 processes where 1 .* product is 2, or start as many processes as devices: 1\.$",
+        ),
+        (
+            1,
+            1,
+            {"devices": 2},
+            r"counts 1 processes where 2 .* product is 1, or start as many processes as devices: 2\.$",
+        ),
         (2, 1, {"devices": 2, "num_nodes": 2}, r"product is 2, or start as many processes as devices: 4\.$"),
         (2, 2, {"devices": 2}, "devices=1"),  # in Lightning's words
     ],

@@ -274,7 +274,7 @@ def test_what_is_filled_after_it_was_saved_is_an_error(monkeypatch, pieces):
         model[block][1] = nn.RReLU()
         with (
             offload_activations(model, memory=Memory(CPU), min_bytes=0, device=CPU),
-            pytest.raises(RuntimeError, match="A tensor of 2048 bytes was filled after a block had saved it.*RReLU"),
+            pytest.raises(RuntimeError, match=r"A tensor of 2048 bytes was filled after a block had saved it.*RReLU"),
         ):
             model(x).sum().backward()
     model = Noisy(nn.RReLU()).eval()

@@ -92,7 +92,7 @@ def _elements(tensor: Tensor) -> int:
 
 
 def _rows(tensor: Tensor) -> int:
-    return tensor.shape[0]
+    return tensor.size(0)  # a nested one has no shape
 
 
 def _by_path(

@@ -1,3 +1,4 @@
+import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -117,3 +118,12 @@ def test_a_batch_that_has_none_is_refused():
 def test_a_name_that_is_not_there_lists_those_that_are():
     with pytest.raises(ValueError, match=r"input_ids \[4, 16\].*Use one of these names"):
         counter("auto", "inputs", {"input_ids": IDS})
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_count_as_samples(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are a prototype
+        nested = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=layout)
+        unit, count, _ = counter("auto", None, {"x": nested})
+        assert (unit, count({"x": nested})) == ("samples", 2)
