@@ -1,5 +1,6 @@
 """What autograd, checkpointing and the compiler's partitioner keep for backward, by torch's private names."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -88,7 +89,9 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
         )
     if not _BUDGETS:
         _BUDGET_BEFORE = config.activation_memory_budget
-        config.activation_memory_budget = budget
+        # The least bit more, so that no cache of graphs gives what torch has split by itself: with random numbers that
+        # backward draws anew, where `random_numbers_kept` keeps them.
+        config.activation_memory_budget = math.nextafter(budget, 1.0)
     _BUDGETS.append(budget)
     try:
         yield

@@ -1,18 +1,23 @@
 """AOTAutograd's split of a graph into forward and backward: who asks what it costs, and what it gets wrong."""
 
 import inspect
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_ups._compat.autograd import outside_modes, saves_seen_by
 from lightning_ups._compat.log_levels import only_errors
 
-__all__ = ["gradients_apart", "heeds_memory_budget", "random_states_in_place"]
+__all__ = ["gradients_apart", "heeds_memory_budget", "random_numbers_kept", "random_states_in_place"]
+
+_NOTHING = 1e-9  # what is less keeps nothing
+_KEEPING: list[Any] = []  # what was in place of ours, once for each context that is open
 
 
 @cache
@@ -122,3 +127,80 @@ def random_states_in_place() -> Iterator[None]:
         yield
     finally:
         module.functionalize_rng_ops = original
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Let no backward draw random numbers anew for what a memory budget has it recompute, as a dropout's mask is.
+
+    By itself the partitioner draws others there: only for what the user has marked to be recomputed are the states of
+    generators kept. Inductor draws seeds, and makes numbers of these, so that seeds are all that it keeps.
+    Contexts may be closed in any order. A graph is refused, with a RuntimeError while it compiles, if a region in it
+    that compiles for itself draws.
+    """
+    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
+
+    module: Any = partitioners
+    if not _KEEPING:
+        original = module.choose_saved_values_set
+
+        @wraps(original)
+        def choose_saved_values_set(graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
+            random = [node for node in graph.nodes if node_info.is_required_fw(node) and _draws(node)]
+            random = [node for node in random if "recompute" not in node.meta]  # the user's own marks
+            for node in random:
+                _refuse_region(node, memory_budget)
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if memory_budget < _NOTHING:
+                # Torch goes by no mark then.
+                return list(dict.fromkeys([*node_info.inputs, *(leaf for node in random for leaf in _leaves(node))]))
+            saved = original(graph, node_info, memory_budget)
+            # A cut goes through the parts of a result of many; where there is no choice torch names the whole of it.
+            return list(dict.fromkeys(part for node in saved for part in (_leaves(node) if node in random else [node])))
+
+        module.choose_saved_values_set = choose_saved_values_set
+        _KEEPING.append(original)
+    else:
+        _KEEPING.append(_KEEPING[0])
+    try:
+        yield
+    finally:
+        original = _KEEPING.pop()
+        if not _KEEPING:
+            module.choose_saved_values_set = original
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return whether ``node`` draws random numbers, so that it gives others when it runs again."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        owner = node.graph.owning_module
+        names = [str(part.target) for part in node.all_input_nodes if part.op == "get_attr"]
+        inner = [getattr(owner, name, None) for name in names]
+        return any(_draws(each) for part in inner if isinstance(part, fx.GraphModule) for each in part.graph.nodes)
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    # Attention has the tag whatever its dropout is.
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    rate = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(rate != 0.0)
+
+
+def _refuse_region(node: fx.Node, budget: float) -> None:
+    """Raise if ``node`` is a region, of which inductor gives backward other numbers even if the seeds are kept."""
+    if budget < 1 and isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise RuntimeError(
+            f"Under a memory budget, {node.target.name()} draws random numbers, as dropout does."
+            " It is compiled for itself, as nested_compile_region lets it be, and backward would compute with other"
+            " numbers than forward."
+            " Take the dropout or the region out, or use ActivationCheckpoint(save=...) in place of memory_budget."
+        )
+
+
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    """Return ``node``, or what is taken out of it if it is a tuple."""
+    if not isinstance(node.meta.get("val"), tuple | list):
+        return [node]
+    return [leaf for part in node.users if part.target is operator.getitem for leaf in _leaves(part)]

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.autograd import cached_by_selection, saves_seen_by, storages, writes_seen_by
 from lightning_ups._compat.ops import Operator
+from lightning_ups.transforms.recompute_alike import Samples
 
 __all__ = ["CALLED_TRACED", "TRACED", "TRACED_IDLE", "Kept", "Measurement"]
 
@@ -33,6 +34,8 @@ class Kept:
         self.idle: set[nn.Module] = set()  # ran, and had nothing to keep: all is frozen, or gradients are off
         self.watches = False  # for what eager blocks call: at the cost of a call for each operator
         self.called_eagerly: set[Operator] = set()
+        self.names: dict[nn.Module, str] = {}  # for errors
+        self.ran_again: nn.Module | None = None  # the block of which a second run began last
         self._without: Storages = {}
         self._with: Storages = {}
 
@@ -63,6 +66,11 @@ class Kept:
         """What the measured blocks keep, their arguments included."""
         return sum(self._with.values())
 
+    def name(self, block: nn.Module) -> str:
+        """Return what errors call ``block``."""
+        name, kind = self.names.get(block), type(block).__name__
+        return kind if name is None else f"{name} ({kind})"
+
     def add(self, block: nn.Module, *, saved: Storages, kept: Iterable[torch.Tensor]) -> None:
         """Count one call of ``block`` that saved ``saved`` and, being recomputed, keeps ``kept`` instead."""
         if not saved:
@@ -80,10 +88,15 @@ class Measurement:
     Args:
         run: The function.
         selects: The checkpoint keeps results of operators, so that writes to them matter.
+        name: What an error says is run.
+
+    Raises:
+        RuntimeError: In the second run, if that saves other numbers.
     """
 
-    def __init__(self, run: Callable[..., Any], *, selects: bool) -> None:
-        self._run, self._selects = run, selects
+    def __init__(self, run: Callable[..., Any], *, selects: bool, name: str = "a block") -> None:
+        self._run, self._selects, self._name = run, selects, name
+        self._samples = Samples()
         self._ran = False
         self.saved: Storages = {}
         self._written: Storages = {}
@@ -91,13 +104,21 @@ class Measurement:
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         if self._ran:
-            return self._run(*args)
+            return self._run_again(*args)
         self._ran = True
         with saves_seen_by(self._see):
             if not self._selects:
                 return self._run(*args)
             with writes_seen_by(lambda tensor: self._written.update(storages(tensor))):
                 return self._run(*args)
+
+    def _run_again(self, *args: Any) -> Any:
+        samples, self._samples = self._samples, Samples()  # of a third run nothing is known
+        try:
+            with saves_seen_by(samples.see_again):
+                return self._run(*args)
+        finally:
+            samples.check(self._name)
 
     def writes_to_cached(self, forward_context: Any) -> bool:
         """Return whether a result that is kept was written to after it was kept."""
@@ -113,6 +134,7 @@ class Measurement:
         # Under FSDP2 a parameter is whole within the block only, so that it is known by its kind and not by its memory.
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             self.saved.update(storages(tensor))
+        self._samples.see_first(tensor)
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> Storages:

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -81,6 +82,102 @@ def test_a_buffer_that_the_first_forward_makes_is_made_again_and_stays(save, dec
     with recompute([block], save=save):
         assert_same(gradients(block, block(x).sum(), block(x).sum()), expected)
     assert block.bias.shape == (8,)
+
+
+class Modes(nn.Module):
+    """Has what goes by a mode, what may be frozen, and what it keeps and counts as plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.last, self.h, self.calls = nn.Linear(4, 4), None, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.h is not None:
+            x = x + self.h
+        y = self.last(self.drop(self.norm(self.first(x)).tanh()).sin()) * self.calls
+        self.h = y.detach().mean(0)
+        self.made = True
+        return y
+
+
+def of_modes(between, context):
+    """Return losses, gradients and what the block has, where `between` is done between forward and backward."""
+    block, x, seen = Modes(), torch.linspace(-1, 1, 16).reshape(4, 4), []
+    with context([block]):
+        for _ in range(3):
+            torch.manual_seed(1)
+            loss = block(x).square().sum()
+            undo = between(block)
+            loss.backward()
+            undo()
+            seen += [
+                loss.detach(),
+                *(p.grad.clone() for p in block.parameters() if p.grad is not None),
+                block.h,
+                torch.tensor(block.calls),
+            ]
+    return seen
+
+
+def evaluating(block):
+    block.eval()
+    return block.train
+
+
+def freezing(block):
+    block.last.requires_grad_(False), block.first.requires_grad_(False)
+    return lambda: (block.last.requires_grad_(True), block.first.requires_grad_(True))
+
+
+def forgetting(block):
+    before, block.h, block.calls = (block.h, block.calls), torch.ones(4), 9
+    del block.made
+
+    def undo():
+        assert not hasattr(block, "made")
+        assert block.calls == 9
+        block.h, block.calls = before
+
+    return undo
+
+
+@pytest.mark.parametrize("save", ["nothing", "matmuls"])
+@pytest.mark.parametrize("between", [evaluating, freezing, forgetting])
+def test_the_second_run_has_the_modes_flags_and_attributes_of_the_first(between, save):
+    expected = of_modes(between, nullcontext)
+    assert_same(of_modes(between, partial(recompute, save=save)), expected)
+
+
+@pytest.mark.parametrize("save", ["nothing", "matmuls"])
+def test_what_is_frozen_in_the_forward_alone_gets_no_gradient(save):
+    block, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.randn(4, 4, requires_grad=True)
+    block.requires_grad_(False)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    with recompute([block], save=save):
+        loss = block(x).sum()
+        block.requires_grad_(True)
+        loss.backward()
+    assert torch.equal(x.grad, expected)
+    assert all(p.grad is None and p.requires_grad for p in block.parameters())
+
+
+def test_modules_that_note_how_far_they_are_keep_their_notes():
+    class Notes(nn.Linear):
+        __module__ = "transformer_engine.pytorch.module.linear"
+
+        def forward(self, x):
+            self.ready = True
+            return super().forward(x)
+
+    block, before = Notes(2, 2), []
+    held = Held(block)
+    held.run(before, partial(block, torch.ones(1, 2)))
+    block.eval()
+    assert held.run(before, lambda: (block.ready, block.training)) == (True, True)
+    assert (block.ready, block.training) == (True, False)
 
 
 def test_an_error_in_the_second_run_leaves_the_tensors_of_now():
