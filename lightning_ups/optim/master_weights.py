@@ -208,10 +208,10 @@ class MasterWeights:
         low = str(self.dtype).removeprefix("torch.")
         self._tell(
             f"{len(names)} parameters, {names[0]} among them, are written in place in one step after another, beside"
-            f" the optimizer. The module holds its weights in {low}, with float32 masters, and what is written is computed"
-            " and rounded there: a copy or a clamp is well so, and changes of less than about 1/256 of a value, as of a"
-            " moving average or of weight decay, are lost, in part or in whole."
-            f" Set weights='autocast' in the precision, which keeps weights in float32, or let it keep those so, as by"
+            f" the optimizer. The module holds its weights in {low}, with float32 masters, and what is written is"
+            " computed and rounded there: a copy or a clamp is well so, and changes of less than about 1/256 of a"
+            " value, as of a moving average or of weight decay, are lost, in part or in whole."
+            " Set weights='autocast' in the precision, which keeps weights in float32, or let it keep those so, as by"
             f" in_float32=['{names[0].rpartition('.')[0] or names[0]}']."
         )
 
