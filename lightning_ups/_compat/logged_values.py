@@ -2,7 +2,7 @@
 
 At each call of ``self.log``, of a step that no logger asks for too, it brings the value's record to the value's device:
 a walk through all that the record holds, with a deep copy of the call's options. Once the record is there nothing of
-it changes, and it takes an eighth of what a Trainer costs the host in a step, for each value that is logged.
+it changes, and it takes a fifth of what a Trainer costs the host in a step, for each value that is logged.
 """
 
 from collections.abc import Callable
