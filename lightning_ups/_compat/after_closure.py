@@ -8,10 +8,11 @@ from torch.optim import Optimizer
 __all__ = ["after_closure"]
 
 
-def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Call ``do`` when everyone has seen the gradients of an optimizer, and these are clipped; return what undoes it.
+def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> tuple[Any, str, Callable[..., None]]:
+    """Return ``precision``, the name of a method of it, and one that does more: the last moment before a step.
 
-    A step hook of the optimizer comes too early for this: it is called before the closure that computes them.
+    It calls ``do`` when everyone has seen the gradients of an optimizer, and these are clipped. A step hook of the
+    optimizer comes too early for this: it is called before the closure that computes them.
 
     Args:
         precision: The precision plugin of a Trainer whose module does not optimize by itself.
@@ -23,5 +24,4 @@ def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> Callable[[
         stock(model, optimizer)
         do(optimizer)
 
-    precision._after_closure = closed
-    return lambda: vars(precision).pop("_after_closure", None)
+    return precision, "_after_closure", closed

@@ -100,9 +100,8 @@ class ActivationOffload(Declaration):
     ) -> None:
         if self._unproven is None or was_skipped(pl_module, outputs, began_at=self._began_at):
             return
-        (done, report), self._unproven = self._unproven, None
+        done, report = self._unproven
         if done.ran and not done.moved_bytes and not done.left_bytes:  # frozen, perhaps until a later epoch
-            self._unproven = done, report
             if not self._told:
                 self._told = True
                 rank_zero_warn(
@@ -110,6 +109,7 @@ class ActivationOffload(Declaration):
                     " as blocks do in which nothing needs gradients. It takes effect once they are unfrozen."
                 )
             return
+        self._unproven = None
         report.update(
             _PART,
             blocks_run=len(done.ran),

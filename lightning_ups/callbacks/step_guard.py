@@ -25,6 +25,7 @@ from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
 from lightning_ups.transforms.clip import gradients_of, total_norm
 from lightning_ups.transforms.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
+from lightning_ups.transforms.instead import instead_of
 
 __all__ = ["Action", "GuardEvent", "StepGuard"]
 
@@ -156,7 +157,7 @@ class StepGuard(Callback):
         self._has_loss = False  # since the last step
         self._leaves_out = False  # the step that comes next, by the host
         if self._buffers is not None and not self._on_device:
-            self._undo.callback(after_closure(trainer.precision_plugin, self._leave_out))
+            self._undo.enter_context(instead_of(*after_closure(trainer.precision_plugin, self._leave_out)))
         self._keeps_gradients = is_overridden("optimizer_zero_grad", pl_module)  # perhaps
         self._saved = Saved()
         for optimizer in trainer.optimizers:

@@ -66,7 +66,7 @@ class Writes:
 
     def possible(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` is to be compared with its master."""
-        return self._looking or self.counted(parameter) or memory_of(parameter) != self._places[id(parameter)]
+        return self._looking or self._shows(parameter)
 
     def counted(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` was written in place, which torch counts."""
@@ -74,7 +74,7 @@ class Writes:
 
     def found(self, parameter: nn.Parameter, written: Tensor) -> None:
         """Note whether any element of ``parameter`` was found to be ``written``."""
-        if not (self._by_value or self.counted(parameter) or memory_of(parameter) != self._places[id(parameter)]):
+        if not (self._by_value or self._shows(parameter)):
             self._flags.append(written)
 
     def end(self) -> None:
@@ -90,6 +90,9 @@ class Writes:
         for parameter in parameters:
             key = id(parameter)
             self._counts[key], self._places[key] = count_writes(parameter), memory_of(parameter)
+
+    def _shows(self, parameter: nn.Parameter) -> bool:
+        return self.counted(parameter) or memory_of(parameter) != self._places[id(parameter)]
 
     def _found_before(self) -> bool:
         # Of the look before: its event has passed, or is about to, and what was queued since is not waited for.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter, signature
+from itertools import chain
 from pathlib import Path, PurePath
 from types import FunctionType
 from typing import Any
@@ -89,13 +90,10 @@ def taken_from(
     named = {key.partition(".")[0] for key in takes} - {*elsewhere}
     more = name is not None and any(each.kind is Parameter.VAR_KEYWORD for each in signature(kind).parameters.values())
     stay = {*elsewhere, *_OF_THE_COMMAND_LINE}
-    if "_class_path" not in saved and isinstance(
-        kind, type
-    ):  # from Python, where a class above it has put its own beside them
+    if "_class_path" not in saved and isinstance(kind, type):  # from Python: classes above it put theirs beside them
         codes = [code for base in kind.__mro__[1:] if (code := getattr(base.__init__, "__code__", None))]
-        stay |= {
-            each for code in codes for each in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        } - named
+        theirs = (code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] for code in codes)
+        stay |= {*chain.from_iterable(theirs)} - named
     odd = {key: of for place, of in left.items() for key in named if f"{place}.".startswith(f"{_KEY}.{key}.")}
     settings: Tree = {}
     for key, value in saved.items():
