@@ -169,19 +169,31 @@ def _memory(tensor: Tensor) -> int | None:
 class OwnGradients:
     """Memory for the gradients of ``module`` that no graph overwrites.
 
-    The backward of a graph leaves its parameters' gradients in the graph's memory. There they would be lost when the
-    next batch begins to run, before it can add to them, and before the module can be moved.
+    The backward of a graph leaves its parameters' gradients in the graph's memory, where the next forward would
+    overwrite what it is to add to, or what somebody looks at. They are moved when that forward comes, and not before:
+    most are gone by then, since a step over master weights drops those that it has used.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._left = False
         self._modules: list[nn.Module] = []
         self._held: list[int] = []  # what they hold, by its ids
         self._parameters: list[nn.Parameter] = []  # alive, so that no id is another's later
         self._own: list[Tensor | None] = []
 
+    def leave(self) -> None:
+        """Take it that a backward may have left gradients in memory of a graph."""
+        self._left = True
+
+    def take_left(self) -> None:
+        """Move what a backward has left and is still there; call it before any graph runs again."""
+        if self._left:
+            self.take()
+
     def take(self) -> None:
-        """Move the gradients that are there into memory of their own; call it after each backward."""
+        """Move the gradients that are there into memory of their own."""
+        self._left = False
         self._look()
         theirs, ours = [], []
         for index, (parameter, own) in enumerate(zip(self._parameters, self._own, strict=True)):

@@ -140,7 +140,7 @@ def test_kept_plans_name_scripts_and_options_that_there_are(script, import_bench
     for run in runs:
         for command in run.command.split(";"):
             words = shlex.split(command)
-            scripts = [word for word in words if word.endswith(".py")]
+            scripts = [word for word in words if word.startswith("benchmarks/") and word.endswith(".py")]
             for name in scripts:
                 known = (BENCHMARKS.parent / name).read_text()
                 known += (BENCHMARKS / "cases.py").read_text() if "main(" in known and "from cases" in known else ""

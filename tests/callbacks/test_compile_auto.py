@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import Compile, OptimizerOffload
 from lightning_ups.order import applied
+from lightning_ups.precision import BF16Precision
+from lightning_ups.transforms.cuda_graphs import OwnGradients
 from tests import backends
 from tests.clocks import FixedClock
 from tests.toys import trainer
@@ -185,6 +187,77 @@ def test_when_the_next_step_begins_nothing_is_left_in_memory_of_the_graphs(tmp_p
     rehearsed, steps = backends.ALIVE[:4], backends.ALIVE[4:]
     assert rehearsed == [0] * 4
     assert steps == [1 if module is Holding else 0] * 8  # which is what makes torch record anew
+
+
+class Layers(LightningModule):
+    """Keeps nothing but gradients, of layers whose weights may all have masters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.core = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+        self.kept, self.grads = [], []
+
+    def training_step(self, batch, index):
+        return self.core(batch).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.grads.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
+
+    def predict_step(self, batch):
+        return self.core(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Lbfgs(Layers):
+    """Goes forward and backward several times in each step."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+
+def test_when_a_step_goes_forward_again_nothing_is_left_in_memory_of_the_graphs(tmp_path, monkeypatch):
+    expected = plain(tmp_path, monkeypatch, module=Lbfgs)
+    actual = run(tmp_path, monkeypatch, asked(), module=Lbfgs)
+    assert actual["state"] == expected["state"]
+    torch.compiler.reset()
+    run(tmp_path, monkeypatch, asked(backend="ups_modes_watched"), module=Lbfgs)
+    assert len(backends.ALIVE) > 20
+    assert not any(backends.ALIVE)
+
+
+@pytest.mark.parametrize("mode", ["auto", "reduce-overhead"])
+@pytest.mark.parametrize(
+    ("options", "copied"),
+    [({}, 0), ({"accumulate_grad_batches": 2}, 0), ({"plugins": [], "precision": "bf16-mixed"}, 4)],
+    ids=["master weights", "accumulated", "autocast"],
+)
+def test_gradients_are_copied_only_if_the_next_forward_finds_them(tmp_path, monkeypatch, mode, options, copied):
+    made, take = [], OwnGradients.take
+
+    def watched(self):
+        take(self)
+        made.append(sum(own is not None for own in self._own))
+
+    monkeypatch.setattr(OwnGradients, "take", watched)
+    options = {"plugins": [BF16Precision()], "gradient_clip_val": 0.5, **options}
+    compile_ = Compile(scope="model", backend="ups_modes", mode=mode)
+    run(tmp_path, monkeypatch, compile_, clock=FixedClock(6.1, 5.2), module=Layers, **options)
+    assert len(backends.RECORDED) > 16
+    assert len(made) >= 8
+    assert set(made) == {copied}
+
+
+def test_after_a_run_gradients_are_in_memory_of_their_own(tmp_path, monkeypatch):
+    model = Layers()
+    trainer(tmp_path, callbacks=[asked()], epochs=1).fit(model, rows(20, 4))
+    memory = {m.untyped_storage().data_ptr() for graph in backends.RECORDED for m in graph._memory if m is not None}
+    grads = [p.grad for p in model.parameters()]
+    assert memory
+    assert memory.isdisjoint(grad.untyped_storage().data_ptr() for grad in grads)
+    assert [grad.tolist() for grad in grads] == [grad.tolist() for grad in model.grads[-1]]
 
 
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
@@ -489,8 +562,8 @@ def test_graphs_that_are_asked_for_keep_what_the_model_returns_too(tmp_path, mon
     assert actual == expected
 
 
-def asked():
-    return Compile(scope="model", backend="ups_modes", mode="reduce-overhead")
+def asked(**options):
+    return Compile(**{"scope": "model", "mode": "reduce-overhead", "backend": "ups_modes", **options})
 
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])

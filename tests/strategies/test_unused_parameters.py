@@ -158,7 +158,8 @@ def trained(tmp_path, name, strategy, accumulate=1, accelerator="cpu"):
     )
     fit.fit(model, DataLoader(data(), batch_size=2))
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    return weights_of(model), sharded, getattr(model, "without", [])
+    weights = {name: weight.cpu() for name, weight in weights_of(model).items()}
+    return weights, sharded, getattr(model, "without", [])
 
 
 def assert_as_ddp(ours, ddp):
