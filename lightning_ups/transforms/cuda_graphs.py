@@ -201,7 +201,8 @@ class OwnGradients:
             if grad is None or grad is own or grad.layout is not torch.strided:
                 continue
             if own is None or not _alike(own, grad):
-                own = self._own[index] = torch.empty_like(grad)
+                with torch.inference_mode(mode=False):  # as a forward in it may be the one that comes
+                    own = self._own[index] = torch.empty_like(grad)
             theirs.append(grad)
             ours.append(own)
             parameter.grad = own

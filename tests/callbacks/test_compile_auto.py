@@ -260,6 +260,26 @@ def test_after_a_run_gradients_are_in_memory_of_their_own(tmp_path, monkeypatch)
     assert [grad.tolist() for grad in grads] == [grad.tolist() for grad in model.grads[-1]]
 
 
+class Sampling(Layers):
+    """Runs its model between two batches, in inference mode, where tensors are made that nothing may write to later."""
+
+    def on_train_batch_end(self, outputs, batch, index):
+        with torch.inference_mode():
+            self.kept.append(self.core(batch))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mode", ["auto", "reduce-overhead"])
+def test_gradients_that_a_forward_in_inference_mode_has_moved_can_be_written_to(
+    tmp_path, monkeypatch, mode, accumulate
+):
+    options = {"module": Sampling, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    expected = plain(tmp_path, monkeypatch, **options)
+    actual = run(tmp_path, monkeypatch, auto(mode=mode), clock=FixedClock(6.1, 5.2), **options)
+    assert len(backends.RECORDED) > 16
+    assert actual == expected
+
+
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
     expected = plain(tmp_path, monkeypatch)
     monkeypatch.setattr("lightning_ups.transforms.compile_frame.outputs_owned", lambda run, ran: run)
