@@ -280,6 +280,23 @@ def test_gradients_that_a_forward_in_inference_mode_has_moved_can_be_written_to(
     assert actual == expected
 
 
+class NoRoom(Layers):
+    """Meets its limit where an optimizer makes its state."""
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        if len(self.grads) == 2:
+            raise torch.OutOfMemoryError("no room for state")
+
+
+def test_after_an_error_no_memory_is_asked_for(tmp_path, monkeypatch):
+    model, moved, take = NoRoom(), [], OwnGradients.take
+    monkeypatch.setattr(OwnGradients, "take", lambda self: moved.append(len(model.grads)) or take(self))
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        trainer(tmp_path, callbacks=[asked()], epochs=1).fit(model, rows(20, 4))
+    assert moved == [1]  # when the second step began
+
+
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
     expected = plain(tmp_path, monkeypatch)
     monkeypatch.setattr("lightning_ups.transforms.compile_frame.outputs_owned", lambda run, ran: run)
