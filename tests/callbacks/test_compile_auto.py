@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader
@@ -295,6 +295,26 @@ def test_after_an_error_no_memory_is_asked_for(tmp_path, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         trainer(tmp_path, callbacks=[asked()], epochs=1).fit(model, rows(20, 4))
     assert moved == [1]  # when the second step began
+
+
+class Beside(Callback):
+    """Trains a model that is equal to the one in training, between two batches that are accumulated."""
+
+    def __init__(self, compile_, tmp_path):
+        self.compile, self.tmp_path = compile_, tmp_path
+
+    def on_train_batch_end(self, lightning, pl_module, outputs, batch, batch_idx):
+        with torch.random.fork_rng():
+            other = Layers()
+            trainer(self.tmp_path, callbacks=[self.compile], epochs=1).fit(other, rows(4, 4, seed=9))
+
+
+def test_a_run_inside_another_leaves_its_gradients_alone(tmp_path, monkeypatch):
+    options = {"module": Layers, "accumulate_grad_batches": 2, "epochs": 1, "val_check_interval": 1.0}
+    expected = plain(tmp_path, monkeypatch, **options)
+    compile_ = asked()
+    actual = run(tmp_path, monkeypatch, compile_, callbacks=[Beside(compile_, tmp_path)], **options)
+    assert actual["grads"] == expected["grads"]
 
 
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
