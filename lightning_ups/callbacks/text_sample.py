@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_ups.order.arguments import check_kind, check_least, check_seed
+from lightning_ups.order.precision import PolicyPrecision
 
 __all__ = ["TextSample"]
 
@@ -70,12 +71,13 @@ class TextSample(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        data, precision = trainer.datamodule, trainer.precision_plugin  # type: ignore[attr-defined]
+        in_precision = precision.unannounced if isinstance(precision, PolicyPrecision) else precision.forward_context
         prompt = torch.tensor([data.encode(self.prompt)], device=pl_module.device)
         # Every rank takes part: where the model is sharded, none can run it alone.
         with (
             _evaluating(pl_module),
-            trainer.precision_plugin.forward_context(),
+            in_precision(),
             torch.compiler.set_stance("force_eager"),
         ):
             tokens = pl_module.generate(  # type: ignore[operator]

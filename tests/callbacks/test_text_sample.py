@@ -6,6 +6,7 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 from lightning_ups.callbacks.text_sample import TextSample
+from lightning_ups.precision import BF16Precision
 from tests.toys import Net, data, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -78,6 +79,13 @@ def test_evaluates_and_leaves_every_mode_as_it_was(tmp_path):
 
 def test_computes_in_the_precision_of_the_run(tmp_path):
     assert fit(tmp_path, TextSample(), precision="bf16-mixed").computed_in == torch.bfloat16
+
+
+def test_says_nothing_of_the_precision_once_the_run_has_said_it(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        fit(tmp_path, TextSample(), plugins=[BF16Precision()])
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Precision:")]
+    assert said == ["Precision: BF16Precision computes in bfloat16, by master weights"]
 
 
 def test_compiles_nothing_for_the_growing_text(tmp_path):
