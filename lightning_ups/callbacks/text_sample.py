@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ups.order.arguments import check_kind, check_least, check_seed
@@ -62,18 +63,13 @@ class TextSample(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _must_have(pl_module, "generate")
         _must_have(trainer.datamodule, "encode", "decode")  # type: ignore[attr-defined]
-        if not self.prompt and not len(trainer.datamodule.encode("")):  # type: ignore[attr-defined]
-            raise ValueError(
-                "TextSample(prompt='') gives the model no token to begin with."
-                " The first one is drawn from what follows the prompt."
-                " Give a text of one letter or more."
-            )
+        _encoded(self.prompt, trainer.datamodule)  # type: ignore[attr-defined]
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data, precision = trainer.datamodule, trainer.precision_plugin  # type: ignore[attr-defined]
         in_precision = precision.unannounced if isinstance(precision, PolicyPrecision) else precision.forward_context
-        prompt = torch.tensor([data.encode(self.prompt)], device=pl_module.device)
+        prompt = _encoded(self.prompt, data).to(pl_module.device)[None]
         # Every rank takes part: where the model is sharded, none can run it alone.
         with (
             _evaluating(pl_module),
@@ -96,6 +92,28 @@ def _must_have(part: object, *methods: str) -> None:
             " It asks the LightningModule for tokens, and the datamodule to turn text into tokens and back."
             " Write these methods, or take TextSample out of the callbacks."
         )
+
+
+def _encoded(prompt: str, data: Any) -> Tensor:
+    tokens = data.encode(prompt)
+    try:
+        made = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError):  # as torch calls what it makes no tensor of
+        made = torch.empty(())
+    if made.dim() != 1 or (made.numel() and made.is_floating_point()):
+        raise TypeError(
+            f"TextSample finds that encode of {type(data).__name__} returns a {type(tokens).__name__} which is no list"
+            f" of tokens: {str(tokens)[:80]}."
+            " It has one text for the model, as the numbers of its tokens."
+            " Let encode return such a list."
+        )
+    if not made.numel():
+        raise ValueError(
+            f"TextSample(prompt={prompt!r}) gives the model no token to begin with."
+            " The first one is drawn from what follows the prompt."
+            " Give a text with a letter that the datamodule has tokens for."
+        )
+    return made.long()
 
 
 def _printable(text: str) -> str:

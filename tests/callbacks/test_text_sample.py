@@ -130,7 +130,7 @@ def test_what_is_out_of_range_is_told_at_construction(name, value, cure):
 
 
 def test_a_prompt_without_tokens_is_told_before_training(tmp_path):
-    with pytest.raises(ValueError, match=r"TextSample\(prompt=''\).*a text of one letter or more\.$"):
+    with pytest.raises(ValueError, match=r"TextSample\(prompt=''\).*a letter that the datamodule has tokens for\.$"):
         fit(tmp_path, TextSample(prompt=""))
 
     class Begun(Letters):
@@ -138,6 +138,38 @@ def test_a_prompt_without_tokens_is_told_before_training(tmp_path):
             return [1, *super().encode(text)]
 
     fit(tmp_path, TextSample(prompt="", num_tokens=1), datamodule=Begun())
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([[97, 98]]), [[97, 98]], [0.5], "ab", object()])
+def test_what_is_no_list_of_tokens_is_told_before_training(tmp_path, tokens):
+    class Odd(Letters):
+        def encode(self, text):
+            return tokens
+
+    module, kind = Writer(), type(tokens).__name__
+    with pytest.raises(
+        TypeError, match=rf"finds that encode of Odd returns a {kind} .*Let encode return such a list\.$"
+    ):
+        fit(tmp_path, TextSample(prompt="ab"), module=module, datamodule=Odd())
+    assert module.losses == []
+
+
+def test_tokens_may_be_a_tensor(tmp_path, capsys):
+    class Ready(Letters):
+        def encode(self, text):
+            return torch.tensor(super().encode(text), dtype=torch.int32)
+
+    fit(tmp_path, TextSample(prompt="ab", num_tokens=3), datamodule=Ready())
+    assert "\nabcde\n" in capsys.readouterr().out
+
+
+def test_a_prompt_of_unknown_letters_is_told_before_training(tmp_path):
+    class Few(Letters):
+        def encode(self, text):
+            return [ord(letter) for letter in text if letter in "xyz"]
+
+    with pytest.raises(ValueError, match=r"TextSample\(prompt='ab'\).*a letter that the datamodule has tokens for\.$"):
+        fit(tmp_path, TextSample(prompt="ab"), datamodule=Few())
 
 
 def test_a_module_that_cannot_write_is_told_before_training(tmp_path):
