@@ -57,7 +57,7 @@ from lightning_ups.transforms.materialise import Initialisation, is_on_meta, pla
 from lightning_ups.transforms.mesh import DATA, TENSOR, MeshSizes, build_mesh, data_mesh, num_shares
 from lightning_ups.transforms.mixed_step import one_kind_at_a_time
 from lightning_ups.transforms.one_batch import check_one_batch, share_random_state
-from lightning_ups.transforms.replicated import BufferSync, average_gradients
+from lightning_ups.transforms.replicated import BufferSync, average_gradients, give_first
 from lightning_ups.transforms.shard import unsharded
 from lightning_ups.transforms.sharded_before import recall
 from lightning_ups.transforms.sharded_step import explaining_shards
@@ -545,8 +545,21 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        if self._buffers is not None:
-            self._buffers()
+        self._give_buffers()
+
+    def _give_buffers(self) -> None:
+        """Give all devices the first one's buffers, those of averages too: these are evaluated and saved instead."""
+        if self._buffers is None:
+            return
+        self._buffers()
+        assert self.lightning_module is not None
+        for copy in averaged_copies(self.lightning_module.trainer.callbacks):  # type: ignore[attr-defined]
+            buffers = [*copy.buffers()]
+            here = [buffer.to(self.root_device) for buffer in buffers]  # an average may be kept on the CPU
+            give_first(here, group=self._replicas)
+            for buffer, given in zip(buffers, here, strict=True):
+                if given is not buffer:
+                    buffer.copy_(given)
 
     @contextmanager
     def _evaluation(self, step: str, args: tuple[Any, ...]) -> Iterator[None]:
@@ -655,8 +668,7 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._buffers is not None:
-            self._buffers()  # any rank may be the one that writes what all have: it must be what the first has
+        self._give_buffers()  # any rank may be the one that writes what all have: it must be what the first has
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override

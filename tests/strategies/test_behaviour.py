@@ -184,6 +184,26 @@ def test_buffers_are_those_of_ddp(ranks, tmp_path):
         torch.testing.assert_close(mine[name], buffer, msg=name)
 
 
+def normed_and_averaged(tmp_path, strategy):
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    model, average = CASES["Normed"](), EMAWeightAveraging(decay=0.5)
+    run = trainer(tmp_path, strategy=strategy or FSDP2Strategy(), devices=2, epochs=3, callbacks=[average])
+    run.fit(model, loader(4), loader(4))
+    found = [None] * 2
+    dist.all_gather_object(found, {name: buffer.tolist() for name, buffer in model.named_buffers()})
+    return found, run.callback_metrics["val_loss"].item()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_averaged_buffers_are_those_of_ddp(ranks, tmp_path):
+    (ours, loss), (ddp, right) = (ranks(normed_and_averaged, tmp_path, strategy) for strategy in (None, "ddp"))
+    assert loss == pytest.approx(right, rel=1e-5)
+    for mine, theirs in zip(ours, ddp, strict=True):
+        for name, buffer in theirs.items():
+            assert mine[name] == pytest.approx(buffer, rel=1e-4), name
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate": 2}], ids=repr)
 def test_offload(ranks, tmp_path, options):
     check(ranks(on_ranks, "Scalar", tmp_path, {"offload": True}, 2, options), expected("Scalar", tmp_path, options))

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnE
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from safetensors.torch import save_file
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ups.models.gpt import GPTModule
@@ -23,6 +24,7 @@ from lightning_ups.order import PolicyPrecision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.checkpoint import is_complete, lanes, newest
 from tests.ranks import Ranks
+from tests.strategies.cases import whole
 from tests.toys import Net, data, loader
 from tests.transforms.checkpoint.test_lanes import interrupts
 from tests.transforms.checkpoint.test_saver import by_slow_buffers, fill_disk
@@ -314,22 +316,30 @@ def ema():
     return EMAWeightAveraging(decay=0.5)
 
 
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(8), self.head)
+
+
 def averaged_and_resumed(path, options):
     found = []
     for resumed_from in (None, path / "whole" / "epoch=1.ckpt"):
-        model = Net()
+        model = Normed()
         folder = "resumed" if resumed_from else "whole"
         arguments = {"ckpt_path": resumed_from, "folder": folder, "callbacks": [ema()]}
         losses = fit(path, strategy=FSDP2Strategy(**options), model=model, **arguments)
-        weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+        weights = {name: whole(weight) for name, weight in model.state_dict().items()}
         found.append((losses, weights))
-    (whole, averages), (resumed, again) = found
-    return whole[-len(resumed) :] == resumed, all(torch.equal(averages[name], again[name]) for name in averages)
+    (uninterrupted, averages), (resumed, again) = found
+    alike = [None] * 2
+    dist.all_gather_object(alike, all(torch.equal(averages[name], again[name]) for name in averages))
+    return uninterrupted[-len(resumed) :] == resumed, alike
 
 
 @pytest.mark.parametrize("save", ["sharded", "full"])
-def test_averaged_weights_are_resumed_where_they_were(ranks, tmp_path, save):
-    assert ranks(averaged_and_resumed, tmp_path, {"save": save}) == (True, True)
+def test_averaged_weights_and_buffers_are_resumed_where_they_were(ranks, tmp_path, save):
+    assert ranks(averaged_and_resumed, tmp_path, {"save": save}) == (True, [True, True])
 
 
 def averaged_from_one_device(path):
