@@ -1,6 +1,6 @@
 """Reading a checkpoint into a module and its optimizers, whoever wrote it and on however many ranks."""
 
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -287,9 +287,10 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
     if not entries:
         return rest
     parameters = dict(reading.module.named_parameters(remove_duplicate=False))
-    targets: dict[str, Any] = {}
+    named, targets = _by_names(parameters), dict[str, Any]()
     for name, entry in entries.items():
-        like = _namesake(parameters, name, entry.size)
+        like = _namesake(named, name, entry.size)
+        like = _shard_of_size(parameters.values(), entry.size) if like is None else like
         if like is None:
             targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
@@ -301,24 +302,41 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
 def _divided(reading: _Reading, rest: dict[str, Any]) -> dict[str, Any]:
     """Divide what a file has whole, such as averaged weights, as the parameter of its name is divided."""
     parameters = dict(reading.module.named_parameters(remove_duplicate=False))
-    parameters = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    named = _by_names({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
     rest, sources = _without(
-        rest, lambda place, value: isinstance(value, Tensor) and _namesake(parameters, place, value.shape) is not None
+        rest, lambda place, value: isinstance(value, Tensor) and _namesake(named, place, value.shape) is not None
     )
     targets: dict[str, Any] = {}
     for place, value in sources.items():
-        like = _namesake(parameters, place, value.shape)
+        like = _namesake(named, place, value.shape)
         assert like is not None
         targets[place] = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
     read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
     return put_back(rest, {f"{SHARDED}.{place}": target for place, target in targets.items()})
 
 
-def _namesake(parameters: Mapping[str, Tensor], place: str, size: torch.Size) -> Tensor | None:
-    """Return the parameter that ``place``, somewhere in a checkpoint, ends with the name of, if it has that size."""
+def _by_names(parameters: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Return ``parameters`` by their names, and by those of two parts or more that they have within submodules."""
+    named = {name: [p] for name, p in parameters.items()}
+    for name, p in parameters.items():
+        parts = name.split(".")
+        for start in range(1, len(parts) - 1):
+            named.setdefault(".".join(parts[start:]), []).append(p)
+    return named
+
+
+def _namesake(named: Mapping[str, Sequence[Tensor]], place: str, size: torch.Size) -> Tensor | None:
+    """Return the parameter that ``place``, somewhere in a checkpoint, ends with a name of, if it has that size."""
     _, *parts = place.split(".")
     names = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
-    return next((parameters[name] for name in names if name in parameters and parameters[name].shape == size), None)
+    return next((p for name in names for p in named.get(name, ()) if p.shape == size), None)
+
+
+def _shard_of_size(parameters: Iterable[Tensor], size: torch.Size) -> Tensor | None:
+    """Return a sharded parameter of that size, if all of them are divided alike."""
+    shards = [p for p in parameters if isinstance(p, DTensor) and p.shape == size]
+    layouts = {(p.device_mesh, p.placements) for p in shards}
+    return shards[0] if len(layouts) == 1 else None
 
 
 def put_back(value: Any, tensors: Mapping[str, Any]) -> Any:

@@ -275,6 +275,34 @@ def test_what_a_file_keeps_under_the_name_of_a_sharded_parameter_comes_back_as_s
     assert str(rest) == str(others), "of another shape, no parameter, or no tensor"
 
 
+def within(inner):
+    outer = nn.Module()
+    outer.net = inner
+    return outer
+
+
+def averages_of_what_is_within(path):
+    inner, optimizer = trained(mesh=init_device_mesh("cpu", (2,)))
+    by_name = {name: p.detach() + 1 for name, p in inner.named_parameters()}
+    sharded_file(path / "folder", within(inner), optimizer, kept={"names": by_name, "order": [*by_name.values()]})
+    outer, found = within(trained(seed=9, mesh=init_device_mesh("cpu", (2,)))[0]), []
+    for kind in ("folder", "file"):
+        kept = load(path / kind, module=outer, optimizers=[])[0]["kept"]
+        average = [kept["names"], *([dict(zip(by_name, kept["order"], strict=True))] if kind == "folder" else [])]
+        for name, shard in outer.net.named_parameters():
+            same = [(a[name].placements == shard.placements, a[name].full_tensor().tolist()) for a in average]
+            expected = (True, by_name[name].full_tensor().tolist())
+            found += [(kind, name) for is_ in same if is_ != expected]
+    return found
+
+
+def test_averages_by_names_within_a_submodule_or_by_order_come_back_as_shards(ranks, tmp_path):
+    model = trained()[0]
+    average = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    torch.save({"state_dict": within(model).state_dict(), "kept": {"names": average}}, tmp_path / "file")
+    assert ranks(averages_of_what_is_within, tmp_path) == []
+
+
 def test_a_copy_elsewhere_is_whole(tmp_path):
     path = sharded_file(tmp_path / "c", *trained())
     shutil.copytree(path, tmp_path / "elsewhere" / "d")
