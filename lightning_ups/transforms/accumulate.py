@@ -1,6 +1,6 @@
 """Accumulating gradients over microbatches: when they are reduced, and what stays gathered between them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -32,8 +32,16 @@ class SyncChoice:
     reason: str
 
 
-def choose_sync(sync: Sync, *, gradient_bytes: int, free_bytes: int | None) -> SyncChoice:
+def choose_sync(
+    sync: Sync, *, gradient_bytes: int, free_bytes: int | None, looked_at_by: Sequence[str] = ()
+) -> SyncChoice:
     """Return ``sync``, or for ``"auto"`` the one that reduces least and still fits.
+
+    Args:
+        sync: What the user asks for.
+        gradient_bytes: What ``"last"`` keeps on each device between microbatches.
+        free_bytes: Of the device; None: not known.
+        looked_at_by: Hooks to which gradients must be there after each microbatch: reduced ones alone are.
 
     Raises:
         ValueError: If ``sync`` is unknown.
@@ -46,6 +54,9 @@ def choose_sync(sync: Sync, *, gradient_bytes: int, free_bytes: int | None) -> S
         )
     if sync != "auto":
         return SyncChoice(sync=sync, gradient_bytes=gradient_bytes, reason="as asked")
+    if looked_at_by:
+        reason = f"{', '.join(looked_at_by)} may read or write gradients"
+        return SyncChoice(sync="every", gradient_bytes=gradient_bytes, reason=reason)
     if free_bytes is None:
         return SyncChoice(sync="last", gradient_bytes=gradient_bytes, reason="the free memory is not known")
     fits = gradient_bytes <= _SHARE * free_bytes

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -390,6 +391,44 @@ def around_backward(tmp_path, name, run):
 def test_hooks_around_backward_are_those_of_one_device(ranks, tmp_path, name, run):
     CASES[name] = AROUND[name]
     check(ranks(around_backward, tmp_path, name, run), expected(name, tmp_path, {}))
+
+
+class HalvesGradients(cases.Scalar):
+    """Halves what is accumulated after each microbatch."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+def halved(tmp_path, strategy):
+    CASES["HalvesGradients"] = HalvesGradients
+    return on_ranks("HalvesGradients", tmp_path, strategy, 2, {"accumulate": 2})
+
+
+@pytest.mark.parametrize("strategy", [{}, {"sharding": "none", "sync": "every"}], ids=str)
+def test_what_a_hook_makes_of_gradients_between_microbatches_counts_as_under_ddp(ranks, tmp_path, strategy):
+    check(ranks(halved, tmp_path, strategy), ranks(halved, tmp_path, "ddp"))
+
+
+def told_of_halving(tmp_path, sync):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = trainer(tmp_path, strategy=FSDP2Strategy(sync=sync), epochs=1, devices=2, accumulate_grad_batches=2)
+        run.fit(Looks(), DataLoader(cases.data(), 4))
+    return [str(warning.message) for warning in told if "on_after_backward" in str(warning.message)]
+
+
+class Looks(cases.Case):
+    def on_after_backward(self):
+        pass
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_a_hook_that_finds_no_gradients_between_microbatches_is_told(ranks, tmp_path, sync):
+    told = ranks(told_of_halving, tmp_path, sync)
+    assert len(told) == (sync == "last")
+    assert all("Looks.on_after_backward" in text and "sync='every'" in text for text in told)
 
 
 class PastManualBackward(cases.Scalar):

@@ -25,6 +25,13 @@ def test_one_reduction_where_whole_gradients_fit(sync, gradients, free, chosen):
     assert choice.reason
 
 
+@pytest.mark.parametrize(("sync", "chosen"), [("auto", "every"), ("last", "last")])
+def test_gradients_that_a_hook_looks_at_are_reduced_for_it_unless_asked_otherwise(sync, chosen):
+    choice = choose_sync(sync, gradient_bytes=1, free_bytes=None, looked_at_by=["Net.on_after_backward"])
+    assert choice.sync == chosen
+    assert ("Net.on_after_backward" in choice.reason) is (sync == "auto")
+
+
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match=r"Use one of .*'auto'"):
         choose_sync("sometimes", gradient_bytes=0, free_bytes=None)
