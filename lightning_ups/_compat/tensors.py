@@ -1,6 +1,7 @@
 """What a tensor is underneath: how often written, and what this rank has of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils._pytree import tree_map_only
 __all__ = [
     "arrived",
     "count_writes",
+    "counts_of_writes",
     "gradient_hooks",
     "has_hooks_after_accumulation",
     "local_of",
+    "memories_of",
     "memory_of",
     "plain_memory",
     "whole_of",
@@ -22,6 +25,7 @@ __all__ = [
 
 
 _CONTAINERS = (tuple, list, dict)
+_VERSION = attrgetter("_version")
 
 
 class _Arrival(torch.autograd.Function):
@@ -55,9 +59,20 @@ def count_writes(tensor: Tensor) -> int:
     return tensor._version
 
 
+def counts_of_writes(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `count_writes` of each, in less time."""
+    return [*map(_VERSION, tensors)]
+
+
 def memory_of(parameter: nn.Parameter) -> int:
     """Return where ``parameter`` lies, which is another place once ``parameter.data`` was set; a fake one has none."""
     return parameter.data_ptr() if type(parameter) is nn.Parameter else 0
+
+
+def memories_of(parameters: Collection[nn.Parameter]) -> list[int]:
+    """Return `memory_of` of each, in less time."""
+    plain = {*map(type, parameters)} <= {nn.Parameter}
+    return [*map(Tensor.data_ptr if plain else memory_of, parameters)]
 
 
 def local_of(tensor: Any) -> Any:

@@ -5,10 +5,11 @@ therefore reads and writes 48 bytes for each weight: it widens the gradients, mu
 steps, and casts. In one pass it is 28, or 26 without a copy to write.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +18,11 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_ups._compat.optimizers import count_step, flag_to_skip, has_own_step
 from lightning_ups._compat.optional import has
-from lightning_ups._compat.tensors import local_of, plain_memory
+from lightning_ups.optim.adamw_slots import Kind, Layout, Slots, are_plain, gradients_of, local_part, slots_of
 
-__all__ = [
-    "AdamWStep",
-    "OneKernel",
-    "Settings",
-    "Slot",
-    "one_kernel",
-    "reference_step",
-    "settings_of",
-    "slots_of",
-    "suits_one_kernel",
-]
+__all__ = ["AdamWStep", "OneKernel", "Settings", "one_kernel", "reference_step", "settings_of", "suits_one_kernel"]
 
-
-_ALIGNMENT, _VECTOR = 16, 8  # bytes of the widest load, and so many elements of a gradient or a copy
+_DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,84 +44,50 @@ class Settings:
     weight_decay: float
 
 
-@dataclass(slots=True)  # not frozen: there is one for each weight and step
-class Slot:
-    """One weight and what its step reads and writes; all of one shape but for ``step``, and contiguous.
-
-    Args:
-        weight: float32.
-        gradient: Of any floating-point type.
-        average: Of the gradients, float32.
-        square: The average of their squares, float32.
-        step: How many steps were made, this one counted: one float32 number on the device.
-        copy: What the weight is written to as well, rounded to its type.
-
-    Attributes:
-        addresses: Of the tensors, in that order but for the gradient, which comes first, and a weight that has no copy,
-            which is there twice.
-        kind: What the slots of one launch have in common; its last part is whether whole vectors can be loaded, to the
-            end.
-    """
-
-    weight: Tensor
-    gradient: Tensor
-    average: Tensor
-    square: Tensor
-    step: Tensor
-    copy: Tensor | None = None
-    addresses: tuple[int, ...] = field(init=False)
-    kind: tuple[torch.device, torch.dtype, torch.dtype | None, bool] = field(init=False)
-
-    def __post_init__(self) -> None:  # addresses are read in each step, since others may move what they are of
-        weight, copy = self.weight, self.copy
-        gradient, here = self.gradient.data_ptr(), weight.data_ptr()
-        average, square = self.average.data_ptr(), self.square.data_ptr()
-        to, dtype = (here, None) if copy is None else (copy.data_ptr(), copy.dtype)
-        self.addresses = gradient, here, average, square, self.step.data_ptr(), to
-        aligned = (gradient | here | average | square | to) % _ALIGNMENT == 0 and weight.numel() % _VECTOR == 0
-        self.kind = weight.device, self.gradient.dtype, dtype, aligned
-
-    def written(self) -> list[Tensor]:
-        """Return what a step writes."""
-        return [self.weight, self.average, self.square, *([] if self.copy is None else [self.copy])]
-
-
 @torch.no_grad()
 def reference_step(
-    slots: Iterable[Slot], settings: Settings, *, coefficient: Tensor | None = None, skip: Tensor | None = None
+    slots: Slots, settings: Settings, *, coefficient: Tensor | None = None, skip: Tensor | None = None
 ) -> None:
     """Make the step tensor by tensor: the specification, in float32 but for the two corrections."""
     if skip is not None and skip:
         return
-    for slot in slots:
-        gradient = slot.gradient.float()
+    for weight, gradient, average, square, number, copy in zip(*slots.columns(), strict=True):
+        gradient = gradient.float()
         if coefficient is not None:
             gradient = gradient * coefficient
-        step = slot.step.double()
+        step = number.double()
         correction1 = (1 - settings.beta1**step).float()
         correction2 = (1 - settings.beta2**step).sqrt().float()
-        slot.weight.mul_(1 - settings.lr * settings.weight_decay)
-        slot.average.lerp_(gradient, 1 - settings.beta1)
-        slot.square.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
-        denominator = (slot.square.sqrt() / correction2).add_(settings.eps)
-        slot.weight.sub_(settings.lr / correction1 * slot.average / denominator)
-        if slot.copy is not None:
-            slot.copy.copy_(slot.weight)
+        weight.mul_(1 - settings.lr * settings.weight_decay)
+        average.lerp_(gradient, 1 - settings.beta1)
+        square.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+        denominator = (square.sqrt() / correction2).add_(settings.eps)
+        weight.sub_(settings.lr / correction1 * average / denominator)
+        if copy is not None:
+            copy.copy_(weight)
+
+
+class _Launch(Protocol):
+    def find(self, addresses: list[Sequence[int]], sizes: list[int]) -> None: ...
+    def __call__(self, settings: Settings, *, coefficient: Tensor | None, skip: Tensor | None) -> None: ...
 
 
 class AdamWStep:
     """Makes AdamW's step in one kernel for all tensors of one kind; on a device that has none, by the specification.
 
-    An object keeps the kernel's tables from step to step, so there is one for each parameter group.
+    An object keeps the kernel's tables from step to step, so there is one for each parameter group. They are of the
+    layout that the last step has found, and made anew when a step finds another.
     """
 
     def __init__(self) -> None:
-        self._launches: dict[Hashable, Callable[..., None]] = {}
+        self._layout: Layout | None = None
+        self._kinds: dict[Kind, list[int]] = {}
+        self._launches: dict[Kind, _Launch | None] = {}
 
     @torch.no_grad()
     def __call__(
         self,
-        slots: Sequence[Slot],
+        slots: Slots,
         settings: Settings,
         *,
         coefficient: Tensor | None = None,
@@ -141,20 +97,37 @@ class AdamWStep:
 
         Where ``skip``, one number on the device, is not 0, nothing changes.
         """
-        kinds: dict[Hashable, list[Slot]] = defaultdict(list)
-        for slot in slots:
-            kinds[slot.kind].append(slot)
-        for kind, alike in kinds.items():
-            torch._foreach_add_([slot.step for slot in alike], 1 if skip is None else 1 - skip)
-            if alike[0].weight.device.type != "cuda":
+        if (layout := slots.layout()) != self._layout:
+            self._lay_out(layout, map(_DEVICE, slots.weights))
+        for kind, places in self._kinds.items():
+            alike, launch = slots.at(places), self._launches[kind]
+            torch._foreach_add_(alike.steps, 1 if skip is None else 1 - skip)
+            if launch is None:
                 reference_step(alike, settings, coefficient=coefficient, skip=skip)
                 continue
-            if kind not in self._launches:
-                from lightning_ups.optim.adamw_triton import Launch
+            launch(settings, coefficient=coefficient, skip=skip)
+            torch.autograd.graph.increment_version(alike.written())
 
-                self._launches[kind] = Launch()
-            self._launches[kind](alike, settings, coefficient=coefficient, skip=skip)
-            torch.autograd.graph.increment_version([tensor for slot in alike for tensor in slot.written()])
+    def _lay_out(self, layout: Layout, devices: Iterable[torch.device]) -> None:
+        self._layout = None  # until all tables are made
+        self._kinds = layout.kinds(devices)
+        for kind, places in self._kinds.items():
+            if kind not in self._launches:
+                self._launches[kind] = _launch_of(kind)
+            if (launch := self._launches[kind]) is not None:
+                launch.find(
+                    [[column[place] for place in places] for column in layout.addresses],
+                    [layout.sizes[place] for place in places],
+                )
+        self._layout = layout
+
+
+def _launch_of(kind: Kind) -> _Launch | None:
+    if kind.device.type != "cuda":
+        return None
+    from lightning_ups.optim.adamw_triton import Launch
+
+    return Launch(kind)
 
 
 class OneKernel:
@@ -169,8 +142,8 @@ class OneKernel:
         settings: Sequence[Settings],
         *,
         coefficient: Tensor | None = None,
-        gradient: Callable[[Tensor], Tensor | None] = lambda weight: weight.grad,
-        copy: Callable[[Tensor], Tensor | None] = lambda _: None,
+        gradients: Callable[[list[Tensor]], list[Tensor | None]] = gradients_of,
+        copies: Callable[[list[Tensor]], Iterable[Tensor | None]] = lambda _: repeat(None),
     ) -> None:
         """Make a step with the weights' gradients times ``coefficient``; see `slots_of` for the rest."""
         while len(self._steps) < len(optimizer.param_groups):
@@ -178,10 +151,12 @@ class OneKernel:
         with torch.no_grad():
             steps = self._steps[: len(settings)]  # some groups may be left out
             for step, group, wanted in zip(steps, optimizer.param_groups, settings, strict=True):
-                slots = slots_of(optimizer, group["params"], gradient=gradient, copy=copy)
+                weights = group["params"]
+                slots = slots_of(optimizer, weights, gradients=gradients(weights), copies=copies(weights))
                 step(slots, wanted, coefficient=coefficient, skip=flag_to_skip(optimizer))
-                # The kernel's writes are known of their memory; a sharded tensor has a count of its own.
-                torch.autograd.graph.increment_version([p for p in group["params"] if isinstance(p, DTensor)])
+                if not are_plain(weights):
+                    # The kernel's writes are known of their memory; a sharded tensor has a count of its own.
+                    torch.autograd.graph.increment_version([p for p in weights if isinstance(p, DTensor)])
         count_step(optimizer)
 
 
@@ -204,9 +179,10 @@ def settings_of(optimizer: Optimizer, group: dict[str, Any], *, device: torch.de
     differentiated, maximizing, numbers that are tensors, ``fused=False`` or ``foreach=True``, weight decay that is not
     decoupled, and weights that are not contiguous in float32 on a GPU with Triton: on ``device``, if that is given.
     """
-    if not (all(map(_is_ours, group["params"])) if device is None else _will_be_ours(group["params"], device)):
+    if (asked := _asked_of(optimizer, group)) is None:
         return None
-    return _asked_of(optimizer, group)
+    weights = group["params"]
+    return asked if (_are_ours(weights) if device is None else _will_be_ours(weights, device)) else None
 
 
 def suits_one_kernel(optimizer: Optimizer) -> bool:
@@ -236,6 +212,17 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
     return any(group.get(name) for name in switches) or group.get("fused") is False
 
 
+def _are_ours(weights: Sequence[Tensor]) -> bool:
+    # Every step asks this: first of all at once, which plain weights on a GPU pass.
+    return (are_plain(weights) and all(map(_has_kernel, {*map(_DEVICE, weights)})) and _fit(weights)) or all(
+        map(_is_ours, weights)
+    )
+
+
+def _fit(weights: Iterable[Tensor]) -> bool:
+    return {*map(_DTYPE, weights)} <= {torch.float32} and all(map(Tensor.is_contiguous, weights))
+
+
 def _is_ours(weight: Tensor) -> bool:
     return _has_kernel(weight.device) and _fits(weight)
 
@@ -251,50 +238,5 @@ def _has_kernel(device: torch.device) -> bool:
 def _fits(weight: Tensor) -> bool:
     if weight.dtype is not torch.float32:
         return False
-    local = _local(weight)
+    local = local_part(weight)
     return type(local) in (Tensor, nn.Parameter) and local.is_contiguous()
-
-
-def slots_of(
-    optimizer: Optimizer,
-    weights: Iterable[Tensor],
-    *,
-    gradient: Callable[[Tensor], Tensor | None],
-    copy: Callable[[Tensor], Tensor | None] = lambda _: None,
-) -> list[Slot]:
-    """Return a slot for each of ``weights`` that has a gradient, with state as torch's own fused step makes it.
-
-    Args:
-        optimizer: Adam or AdamW, whose state is used, and made where there is none yet.
-        weights: Contiguous tensors, whole or sharded; of a sharded one each rank steps its own part.
-        gradient: Returns a weight's gradient, or None.
-        copy: Returns the contiguous tensor that a weight is also written to, or None.
-    """
-    slots = []
-    for weight in weights:
-        if (found := gradient(weight)) is None:
-            continue
-        state = optimizer.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-        step, average, square = state["step"], state["exp_avg"], state["exp_avg_sq"]
-        if step.device != weight.device:  # of a step that was not fused, read from a checkpoint
-            step = state["step"] = step.to(weight.device)
-        if not (average.is_contiguous() and square.is_contiguous()):
-            average, square = state["exp_avg"], state["exp_avg_sq"] = average.contiguous(), square.contiguous()
-        low = copy(weight)
-        if isinstance(weight, DTensor):
-            assert isinstance(found, DTensor)
-            if found.placements != weight.placements:
-                found = found.redistribute(placements=weight.placements)
-            if not _local(found).is_contiguous():
-                found = found.contiguous()
-            slots.append(Slot(*map(_local, (weight, found, average, square, step, low))))
-        else:
-            slots.append(Slot(plain_memory(weight), found.contiguous(), average, square, step, plain_memory(low)))
-    return slots
-
-
-def _local(tensor: Tensor | None) -> Any:
-    return plain_memory(local_of(tensor))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_ups._compat.triton import compiled, launching_on
 from lightning_ups._compat.triton import language as tl
-from lightning_ups.optim.adamw_step import Settings, Slot
+from lightning_ups.optim.adamw_slots import Kind
+from lightning_ups.optim.adamw_step import Settings
 
 __all__ = ["Launch"]
 
@@ -25,25 +26,30 @@ TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 
 
 class Launch:
-    """One kernel over slots of one kind."""
+    """One kernel over the slots of one kind."""
 
-    def __init__(self) -> None:
-        self._addresses: list[tuple[int, ...]] = []
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
         self._table = self._owners = self._places = torch.empty(0)
-        self._sizes: list[int] = []
-        self._aligned = False
+        self._addresses, self._sizes = list[Sequence[int]](), list[int]()
 
-    def __call__(
-        self, slots: Sequence[Slot], settings: Settings, *, coefficient: Tensor | None, skip: Tensor | None = None
-    ) -> None:
-        """Make one step, whose number is already in each slot's ``step``."""
-        first = slots[0]
-        self._find(slots, first.weight.device)
-        device = first.weight.device
-        with launching_on(device):
+    def find(self, addresses: list[Sequence[int]], sizes: list[int]) -> None:
+        """Take what lies at ``addresses``, columns of a `Layout`, and has ``sizes`` for what a step works on."""
+        if addresses == self._addresses and sizes == self._sizes:
+            return
+        device = self._kind.device
+        if sizes != self._sizes:
+            self._plan(sizes, device)
+        self._table = _sent(torch.tensor([*addresses, sizes]), device)
+        self._addresses, self._sizes = addresses, sizes
+
+    def __call__(self, settings: Settings, *, coefficient: Tensor | None, skip: Tensor | None = None) -> None:
+        """Make one step, whose number is already in each slot's step."""
+        kind = self._kind
+        with launching_on(kind.device):
             _kernel()[(len(self._owners),)](
                 self._table,
-                len(slots),
+                len(self._sizes),
                 self._owners,
                 self._places,
                 self._table if coefficient is None else coefficient,
@@ -56,25 +62,15 @@ class Launch:
                 math.log(settings.beta1) if settings.beta1 else -math.inf,
                 math.log(settings.beta2) if settings.beta2 else -math.inf,
                 settings.eps,
-                GRADIENT=_type(first.gradient),
-                COPY=None if first.copy is None else _type(first.copy),
+                GRADIENT=_type(kind.gradient),
+                COPY=None if kind.copy is None else _type(kind.copy),
                 SCALED=coefficient is not None,
                 SKIPS=skip is not None,
-                ALIGNED=self._aligned,
+                ALIGNED=kind.aligned,
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-
-    def _find(self, slots: Sequence[Slot], device: torch.device) -> None:
-        addresses, sizes = [slot.addresses for slot in slots], [slot.weight.numel() for slot in slots]
-        if addresses == self._addresses and sizes == self._sizes:
-            return
-        if sizes != self._sizes:
-            self._plan(sizes, device)
-        self._table = _sent(torch.tensor([*zip(*addresses, strict=True), sizes]), device)
-        self._aligned = all(slot.kind[-1] for slot in slots)
-        self._addresses, self._sizes = addresses, sizes
 
     def _plan(self, sizes: Sequence[int], device: torch.device) -> None:
         chunks = torch.tensor([-(-size // CHUNK) for size in sizes])
@@ -89,9 +85,9 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _type(tensor: Tensor) -> Any:
+def _type(dtype: torch.dtype) -> Any:
     _kernel()
-    return getattr(tl, TYPES[tensor.dtype])
+    return getattr(tl, TYPES[dtype])
 
 
 @cache

@@ -18,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from typing import Any, NoReturn, SupportsIndex, TypeGuard, overload
 
 import torch
@@ -32,7 +34,8 @@ from typing_extensions import override
 from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
 from lightning_ups._compat.optimizers import closure_of, flag_to_skip, has_modes, needs_closure
-from lightning_ups._compat.tensors import count_writes, memory_of
+from lightning_ups._compat.tensors import count_writes, counts_of_writes, memories_of, memory_of
+from lightning_ups.optim.adamw_slots import gradients_of
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
 __all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "has_statistics", "taken_over"]
@@ -40,6 +43,7 @@ __all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "has_statistics", "ta
 FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
 TOLD_AFTER = 3  # steps in which others have written into a parameter
 PIECE = 2**24  # elements that are compared at once: an embedding's own size again may not be free
+_LAYOUT = attrgetter("layout")
 
 
 class Writes:
@@ -68,6 +72,16 @@ class Writes:
         """Return whether ``parameter`` is to be compared with its master."""
         return self._looking or self._shows(parameter)
 
+    def possible_among(self, parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of ``parameters`` that are to be compared with their masters."""
+        if self._looking:
+            return [*parameters]
+        keys = [*map(id, parameters)]
+        counts, places = map(self._counts.__getitem__, keys), map(self._places.__getitem__, keys)
+        if [*counts] == counts_of_writes(parameters) and [*places] == memories_of(parameters):
+            return []
+        return [*filter(self._shows, parameters)]
+
     def counted(self, parameter: nn.Parameter) -> bool:
         """Return whether ``parameter`` was written in place, which torch counts."""
         return count_writes(parameter) != self._counts[id(parameter)]
@@ -87,9 +101,10 @@ class Writes:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take what ``parameters`` hold now for written by their masters."""
-        for parameter in parameters:
-            key = id(parameter)
-            self._counts[key], self._places[key] = count_writes(parameter), memory_of(parameter)
+        noted = [*parameters]
+        keys = [*map(id, noted)]
+        self._counts.update(zip(keys, counts_of_writes(noted), strict=True))
+        self._places.update(zip(keys, memories_of(noted), strict=True))
 
     def _shows(self, parameter: nn.Parameter) -> bool:
         return self.counted(parameter) or memory_of(parameter) != self._places[id(parameter)]
@@ -190,9 +205,10 @@ class MasterWeights:
         self._settle()
         if not by_value:
             self.writes.begin()
-        compared = [p for p in self.of if by_value or self.writes.possible(p)]
-        if compared:
-            self._note_others(filter(self.writes.counted, compared))
+        compared = [*self.of] if by_value else self.writes.possible_among(self.of)
+        if not compared:
+            return
+        self._note_others(filter(self.writes.counted, compared))
         for parameter in compared:
             self.writes.found(parameter, taken_over(self.of[parameter].detach(), parameter.detach()))
         self.writes.end()
@@ -391,8 +407,9 @@ class MasteredOptimizer(Optimizer):
         with torch.no_grad():
             self.masters.take_over()
             self.prepare_step()
-            if (settings := self._one_kernel(pairs := self._pairs())) is not None:
-                self._step_in_one_kernel(pairs, settings)
+            parameters, masters = self._pairs()
+            if (settings := self._one_kernel(parameters)) is not None:
+                self._step_in_one_kernel(parameters, masters, settings)
             else:
                 self._step_by_inner(_once(loss, self.inner) if closure is not None else None)
         return loss
@@ -403,45 +420,45 @@ class MasteredOptimizer(Optimizer):
         self._hand_over_options()
         self._complete_reduction()
         self._late_done = self._are_aside = False
-        # First its own, which takes no hash: every step comes here.
-        self._stepped = [p for p in self._parameters() if _is_dense(p.grad) or _is_dense(self._gradient(p))]
+        parameters = self._parameters()
+        if _are_dense(gradients_of(parameters)):  # which takes no hash: every step comes here
+            self._stepped = parameters
+        else:
+            self._stepped = [p for p in parameters if _is_dense(p.grad) or _is_dense(self._gradient(p))]
 
     @property
     def in_one_kernel(self) -> bool:
         """Whether a step is one pass over the weights: `adamw_step.settings_of` says when."""
-        return self._one_kernel(self._pairs()) is not None
+        return self._one_kernel(self._pairs()[0]) is not None
 
-    def _one_kernel(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> list[Settings] | None:
-        return one_kernel(self.inner) if all(low.is_contiguous() for low, _ in pairs) else None
+    def _one_kernel(self, copies: Iterable[nn.Parameter]) -> list[Settings] | None:
+        return one_kernel(self.inner) if all(map(Tensor.is_contiguous, copies)) else None
 
-    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        masters = self.masters.of
-        return [(p, master) for p in self._parameters() if (master := masters.get(p)) is not None]
+    def _pairs(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that have masters, and those."""
+        parameters = self._parameters()
+        masters = [*map(self.masters.of.get, parameters)]
+        mastered = [p for p, master in zip(parameters, masters, strict=True) if master is not None]
+        return mastered, [master for master in masters if master is not None]
 
     def _step_in_one_kernel(
-        self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], settings: Sequence[Settings]
+        self, parameters: Sequence[nn.Parameter], masters: Sequence[nn.Parameter], settings: Sequence[Settings]
     ) -> None:
-        low = {id(master): p for p, master in pairs}
+        low = dict(zip(map(id, masters), parameters, strict=True))
 
-        def gradient(weight: Tensor) -> Tensor | None:
-            if (wide := weight.grad) is not None or (parameter := low.get(id(weight))) is None:
-                return wide
-            return parameter.grad
+        def copies(weights: list[Tensor]) -> list[Tensor | None]:
+            return [*map(low.get, map(id, weights))]
+
+        def gradients(weights: list[Tensor]) -> list[Tensor | None]:
+            pairs = zip(gradients_of(weights), copies(weights), strict=True)
+            return [copy.grad if wide is None and copy is not None else wide for wide, copy in pairs]
 
         with hooked_once(self.inner):
-            self._kernel.step(
-                self.inner,
-                settings,
-                coefficient=self._coefficient,
-                gradient=gradient,
-                copy=lambda weight: low.get(id(weight)),
-            )
+            self._kernel.step(self.inner, settings, coefficient=self._coefficient, gradients=gradients, copies=copies)
         self._coefficient = None
-        for parameter, master in pairs:
-            master.grad = None
-            if self._wrapper is None:
-                parameter.grad = None
-        self.masters.note_writes(parameter for parameter, _ in pairs)
+        for each in masters if self._wrapper is not None else (*masters, *parameters):
+            each.grad = None
+        self.masters.note_writes(parameters)
 
     def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
         self._hand_over_gradients()
@@ -489,9 +506,10 @@ class MasteredOptimizer(Optimizer):
         self._shown.clear()
         self._follow(self._parameters())  # of those that were frozen
         self._late_done = False
-        self.masters.reduced.difference_update(self._parameters())
-        for parameter in self._mastered():
-            self.masters.of[parameter].grad = None
+        if self.masters.reduced:
+            self.masters.reduced.difference_update(self._parameters())
+        for master in self._pairs()[1]:
+            master.grad = None
 
     def _give_zeros(self) -> None:
         # A gradient that a step has taken, or that a master has, is one to be set to zero: it decays its weight.
@@ -539,8 +557,10 @@ class MasteredOptimizer(Optimizer):
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
         self.complete_gradients()
-        found = (self._gradient(parameter) for parameter in self._parameters())
-        return [gradient for gradient in found if gradient is not None]
+        parameters, of = self._parameters(), self.masters.of
+        wide = gradients_of(map(of.get, parameters, parameters))
+        pairs = zip(wide, gradients_of(parameters), strict=True)
+        return [found for master, own in pairs if (found := own if master is None else master) is not None]
 
     def complete_gradients(self) -> None:
         """Let masters have the gradients of all ranks, with what was written into those that are looked at."""
@@ -675,16 +695,20 @@ class MasteredOptimizer(Optimizer):
         else:
             master.grad.add_(gradient)  # of the low precision: torch adds in the type of the sum
 
-    def _mastered(self) -> Iterable[nn.Parameter]:
-        return (p for p in self._parameters() if p in self.masters.of)
+    def _mastered(self) -> list[nn.Parameter]:
+        return self._pairs()[0]
 
-    def _parameters(self) -> Iterable[nn.Parameter]:
-        return (p for group in self.param_groups for p in group["params"])
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*chain.from_iterable(group["params"] for group in self.param_groups)]
 
 
 def _is_left_out(optimizer: Optimizer) -> bool:
     flag = flag_to_skip(optimizer)
     return flag is not None and bool(flag)
+
+
+def _are_dense(gradients: Sequence[Tensor | None]) -> bool:
+    return not any(map(is_, gradients, repeat(None))) and all(map(is_, map(_LAYOUT, gradients), repeat(torch.strided)))
 
 
 def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:

@@ -290,8 +290,13 @@ class StreamedSteps:
             item = items[id(weight)]
             return item.of(item.parameter) if item.is_mastered else None
 
-        kernel = self._kernels.setdefault(chunk, OneKernel(self._inner))
-        kernel.step(self._inner, settings, coefficient=coefficient, gradient=gradient, copy=copy)
+        self._kernels.setdefault(chunk, OneKernel(self._inner)).step(
+            self._inner,
+            settings,
+            coefficient=coefficient,
+            gradients=lambda weights: [*map(gradient, weights)],
+            copies=lambda weights: [*map(copy, weights)],
+        )
 
     def settle(self) -> None:
         """Let the host wait until all state lies where it is kept."""

@@ -6,6 +6,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_ups._compat.rehearsal import FakeTensorMode
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, adamw_step
+from lightning_ups.optim.adamw_slots import slots_of
 from lightning_ups.optim.adamw_step import (
     AdamWStep,
     OneKernel,
@@ -13,7 +14,6 @@ from lightning_ups.optim.adamw_step import (
     one_kernel,
     reference_step,
     settings_of,
-    slots_of,
     suits_one_kernel,
 )
 
@@ -56,12 +56,11 @@ def by_torch(weights, *, steps, coefficient=1.0, dtype=torch.float32):
 def by_ours(weights, *, steps, coefficient=None, dtype=torch.float32, make=AdamWStep, copies=None):
     optimizer, step_once = AdamW(weights, **OPTIONS, fused=True), make()
     for step in range(steps):
-        gradients = dict(zip(weights, draw_gradients(weights, step), strict=True))
         slots = slots_of(
             optimizer,
             weights,
-            gradient=lambda w, gradients=gradients: gradients[w].to(dtype),
-            copy=(copies or {}).get,
+            gradients=[gradient.to(dtype) for gradient in draw_gradients(weights, step)],
+            copies=[*map((copies or {}).get, weights)],
         )
         step_once(slots, settings(), coefficient=coefficient)
     return optimizer
@@ -97,7 +96,7 @@ def test_copies_are_the_weights_rounded():
 def test_a_weight_without_gradient_is_left_alone_and_has_no_state():
     weights = parameters()
     optimizer = AdamW(weights, **OPTIONS)
-    slots = slots_of(optimizer, weights, gradient=lambda w: None if w is weights[0] else torch.ones_like(w))
+    slots = slots_of(optimizer, weights, gradients=[None, *map(torch.ones_like, weights[1:])])
     assert len(slots) == len(weights) - 1
     assert weights[0] not in optimizer.state
 
@@ -108,8 +107,7 @@ def test_state_of_a_step_that_was_not_fused_is_used():
     for weight, gradient in zip(weights, draw_gradients(weights, 0), strict=True):
         weight.grad = gradient
     plain.step()
-    gradients = dict(zip(weights, draw_gradients(weights, 1), strict=True))
-    AdamWStep()(slots_of(plain, weights, gradient=gradients.get), settings())
+    AdamWStep()(slots_of(plain, weights, gradients=draw_gradients(weights, 1)), settings())
     assert_close(plain, by_torch(others, steps=2), weights, others)
 
 
@@ -248,11 +246,11 @@ def test_writes_of_its_own_are_not_taken_for_writes_of_others(anywhere):
 def test_a_flag_forbids_the_step():
     weights = parameters()
     optimizer = AdamW(weights, **OPTIONS, fused=True)
-    gradients = dict(zip(weights, draw_gradients(weights, 0), strict=True))
+    gradients = draw_gradients(weights, 0)
     before = [w.detach().clone() for w in weights]
     for flag in (1.0, 0.0):
         skip = torch.tensor(flag)
-        AdamWStep()(slots_of(optimizer, weights, gradient=gradients.get), settings(), skip=skip)
+        AdamWStep()(slots_of(optimizer, weights, gradients=gradients), settings(), skip=skip)
         assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True)) == bool(flag)
         assert {optimizer.state[w]["step"].item() for w in weights} == {1 - flag}
 

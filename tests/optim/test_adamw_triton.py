@@ -14,36 +14,45 @@ INTERPRETED = """
 import itertools
 
 import torch
-from lightning_ups.optim.adamw_step import reference_step
+from lightning_ups.optim import adamw_step
+from lightning_ups.optim.adamw_step import AdamWStep
 from lightning_ups.optim.adamw_triton import Launch
 from tests.optim.test_adamw_step import EVEN, SHAPES, assert_close, by_ours, parameters
 
 def interpreted():
-    launch = Launch()
-    def step(slots, settings, *, coefficient=None, skip=None):
-        torch._foreach_add_([slot.step for slot in slots], 1)
-        launch(slots, settings, coefficient=coefficient, skip=torch.ones(()))  # which changes nothing
-        launch(slots, settings, coefficient=coefficient, skip=torch.zeros(()))
-    return step
+    step = AdamWStep()
+    def steps(slots, settings, *, coefficient=None):
+        step(slots, settings, coefficient=coefficient, skip=torch.ones(()))  # which changes nothing
+        step(slots, settings, coefficient=coefficient, skip=torch.zeros(()))
+    return steps
 
+def by_specification(**options):
+    adamw_step._launch_of = lambda kind: None
+    optimizer = by_ours(others, **options)
+    adamw_step._launch_of = Launch
+    return optimizer
+
+adamw_step._launch_of = Launch
 for dtype, shapes in itertools.product((torch.float32, torch.bfloat16), (SHAPES, EVEN)):
     for coefficient in (None, torch.tensor(0.37)):
         weights, others = parameters(shapes=shapes), parameters(shapes=shapes)
         copies = {w: torch.zeros_like(w, dtype=torch.bfloat16) for w in weights}
         ours = by_ours(weights, steps=3, dtype=dtype, coefficient=coefficient, make=interpreted, copies=copies)
-        assert_close(ours, by_ours(others, steps=3, dtype=dtype, coefficient=coefficient), weights, others)
+        theirs = by_specification(steps=3, dtype=dtype, coefficient=coefficient)
+        assert_close(ours, theirs, weights, others)
         for weight, low in copies.items():  # the interpreter cuts off where a GPU rounds
             torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=1e-30)
 
 # A step of masters in chunks, whose state is streamed: the launches of each chunk, for as many groups as it has.
-from lightning_ups.optim import MasterWeights, OffloadedOptimizer, adamw_step
+from lightning_ups.optim import MasterWeights, OffloadedOptimizer
 from lightning_ups.optim.master_weights import Writes
 from tests.optim.offloading import LateMemory, grouped, train
 
-def kernel(slots, settings, *, coefficient=None, skip=None):
-    launches.setdefault(tuple(slot.addresses for slot in slots), Launch())(slots, settings, coefficient=coefficient)
+launches = []
+def counted(kind):
+    launches.append(kind)
+    return Launch(kind)
 
-launches, specification = {}, adamw_step.reference_step
 adamw_step._has_kernel = lambda device: True
 # A copy that was cut off, and not rounded, would be taken for another's.
 Writes.possible, MasterWeights.take_over = lambda *_: False, lambda *_, **__: None
@@ -54,7 +63,7 @@ def given(step, model, optimizer):
     optimizer.take_clip_coefficient(torch.tensor(0.3))
 
 ends = []
-for adamw_step.reference_step in (specification, kernel):
+for adamw_step._launch_of in (lambda kind: None, counted):
     wrap = lambda o: OffloadedOptimizer(o, memory=LateMemory(), chunk_bytes=20_000)
     ends.append(train(grouped(torch.optim.AdamW), masters=True, wrap=wrap, between=given, steps=3)[1])
 assert launches
