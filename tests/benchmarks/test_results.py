@@ -41,8 +41,10 @@ PAIRS = {  # by what a row of the page has, and no other
     "][20]": (OURS, TITAN),
     "][21]": (SIMPLE, FSDP2),
     "][22]": (EIGHT_ON_TWO, BY_HAND_ON_TWO),
-    "[2.18x][23]": (OURS, {"side": "bare, torch alone"}),
-    "[0.80x][23]": (OURS, {"side": "bare, graphs"}),
+    "[2.43x][23]": (OURS, {"side": "bare, torch alone"}),
+    "[1.00x][23]": (OURS, {"side": "bare, graphs"}),
+    "][24]": (OURS, TITAN),
+    "][25]": (OURS, {"side": "stock"}),
     "the quickstart": ({"case": "trainer 1"}, {"case": "bare 1"}),
 }
 
