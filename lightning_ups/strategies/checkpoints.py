@@ -26,6 +26,7 @@ from lightning_ups.transforms.checkpoint import (
     numbered,
     resolve,
     save_sharded,
+    save_whole,
     unwritable,
 )
 from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
@@ -167,7 +168,7 @@ class Checkpoints:
             if path.name.startswith(_REQUEUED) or self._is_outside_a_run():
                 self._saver.wait()  # nobody would later
         else:
-            self._saver.save_file(gathered(checkpoint), path)
+            save_whole(self._saver, checkpoint, path, module=self._module)
         self._report(path)
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ups.models.gpt import GPTModule
@@ -358,6 +360,48 @@ def test_averaged_weights_of_one_device_are_resumed_on_two(ranks, tmp_path):
     averages = ranks(averaged_from_one_device, tmp_path)
     for name, weight in rest.state_dict().items():
         assert torch.allclose(torch.tensor(averages[name]), weight, rtol=1e-5, atol=1e-7), name
+
+
+class Teachers(Callback):
+    """Keeps a whole copy of the layers, and sharded averages of them by name and by order."""
+
+    def setup(self, trainer, pl_module, stage):
+        self.whole = deepcopy(pl_module.layers)  # before anything is sharded
+
+    def on_fit_start(self, trainer, pl_module):
+        if not hasattr(self, "averages"):
+            self.averages = {name: p.detach().clone() for name, p in pl_module.layers.named_parameters()}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        for name, p in pl_module.layers.named_parameters():
+            self.averages[name].lerp_(p.detach(), 0.5)
+
+    def state_dict(self):
+        return {"whole": self.whole.state_dict(), "names": self.averages, "order": [*self.averages.values()]}
+
+    def load_state_dict(self, state):
+        self.whole.load_state_dict(state["whole"])
+        self.averages, self.order = dict(state["names"]), state["order"]
+
+
+def teachers_resumed(path, options):
+    kept = []
+    for ckpt_path in (None, path / "checkpoints" / "epoch=1.ckpt"):
+        teachers, model = Teachers(), Net()
+        with torch.no_grad():
+            model.layers[0][0].weight.fill_(0.1 if ckpt_path else 0.2)
+        fit(path, strategy=FSDP2Strategy(**options), model=model, ckpt_path=ckpt_path, callbacks=[teachers])
+        kept.append([teachers.averages[name].full_tensor().tolist() for name in teachers.averages])
+    assert all(isinstance(average, DTensor) for average in teachers.order)
+    assert all(type(value) is torch.Tensor for value in teachers.whole.state_dict().values())
+    assert (teachers.whole[0][0].weight == 0.2).all()
+    return kept
+
+
+@pytest.mark.parametrize("save", ["sharded", "full"])
+def test_what_a_callback_keeps_whole_stays_whole_and_what_it_keeps_sharded_stays_so(ranks, tmp_path, save):
+    uninterrupted, resumed = ranks(teachers_resumed, tmp_path, {"save": save})
+    assert resumed == uninterrupted
 
 
 class SaveInstead(Callback):

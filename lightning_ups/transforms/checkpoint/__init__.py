@@ -11,7 +11,7 @@ from lightning_ups.transforms.checkpoint.description import MODELS, described
 from lightning_ups.transforms.checkpoint.folder import is_complete, newest, newest_within, remove, unwritable
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
 from lightning_ups.transforms.checkpoint.saver import Phase, Saver, SaveTimes
-from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded
+from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded, save_whole
 from lightning_ups.transforms.checkpoint.state import named_state
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "resolve",
     "rest_of",
     "save_sharded",
+    "save_whole",
     "unwritable",
     "write_safetensors",
 ]

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.checkpoint import folder, meta
-from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, SHARDED, nested, put_back
+from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, PLACES, SHARDED, nested, put_back
 from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into
 from lightning_ups.transforms.checkpoint.saving import numbered
 from lightning_ups.transforms.checkpoint.state import as_kept
@@ -74,7 +74,9 @@ def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], d
     """
     if path.is_file():
         saved, left = meta.loaded(path, needless=meta.Everything(), weights_only=weights_only, mmap=weights_only)
-        return {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}, left
+        return {
+            key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states", PLACES)
+        }, left
     rest, left = meta.loaded(path / folder.META, needless=meta.Everything(), weights_only=weights_only)
     if not (path / APART).exists():
         return rest, left
@@ -101,8 +103,9 @@ def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, An
     keys = sorted((key for key in tree if key.startswith("optimizer_")), key=lambda key: int(key.rpartition("_")[2]))
     states = [numbered(as_kept({"state": {}, **tree[key]})) for key in keys]
     extra = rest.pop(EXTRA, {})
+    sharded = [name.removeprefix(SHARDED + ".") for name in values if name.startswith(SHARDED + ".")]
     checkpoint = {**put_back(rest, values), "state_dict": {**tree["state_dict"], **extra}}
-    return checkpoint | ({"optimizer_states": states} if states else {}), left
+    return checkpoint | ({"optimizer_states": states} if states else {}) | ({PLACES: sharded} if sharded else {}), left
 
 
 def _room(entry: Any) -> Tensor | None:

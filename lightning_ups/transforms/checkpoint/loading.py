@@ -1,6 +1,6 @@
 """Reading a checkpoint into a module and its optimizers, whoever wrote it and on however many ranks."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from lightning_ups.transforms.checkpoint.state import (
     restore_numbered,
 )
 
-__all__ = ["APART", "EXTRA", "SHARDED", "lifted", "load", "load_weights", "nested", "put_back", "resolve"]
+__all__ = ["APART", "EXTRA", "PLACES", "SHARDED", "lifted", "load", "load_weights", "nested", "put_back", "resolve"]
 
 APART = "apart.pt"  # hyperparameters: resuming does not need them, and they may be of any class
 EXTRA = "lightning_ups.extra_state"  # of modules, where it is no tensor: DCP would part a dict into its entries
 SHARDED = "lightning_ups.sharded"  # stands, in the rest of the state, for a DTensor that lies with the tensors
+PLACES = "lightning_ups.places"  # of what was sharded in the rest of a file, in which it is whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +167,13 @@ def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     saved, left = _content(reading)
     meta.check_saved(reading.path, saved)
     _load_module_from(reading, saved.pop("state_dict"))
-    states = saved.pop("optimizer_states", [])
+    states, places = saved.pop("optimizer_states", []), saved.pop(PLACES, None)
     if len(states) < len(reading.optimizers):
         raise ValueError(_no_optimizer(reading.path))
     for optimizer, numbered in zip(reading.optimizers, states, strict=False):
         tree = restore_numbered(parameter_names(reading.module, optimizer), numbered)
         restore(reading.module, optimizer, _laid_out(reading, tree))
-    return _divided(reading, saved), left
+    return _divided(reading, saved, places), left
 
 
 def _load_module_from(reading: _Reading, saved: Mapping[str, Any]) -> None:
@@ -289,8 +290,7 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
     parameters = dict(reading.module.named_parameters(remove_duplicate=False))
     named, targets = _by_names(parameters), dict[str, Any]()
     for name, entry in entries.items():
-        like = _namesake(named, name, entry.size)
-        like = _shard_of_size(parameters.values(), entry.size) if like is None else like
+        like = _like(named, parameters, name, entry.size)
         if like is None:
             targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
@@ -299,20 +299,40 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
     return put_back(rest, targets)
 
 
-def _divided(reading: _Reading, rest: dict[str, Any]) -> dict[str, Any]:
-    """Divide what a file has whole, such as averaged weights, as the parameter of its name is divided."""
-    parameters = dict(reading.module.named_parameters(remove_duplicate=False))
-    named = _by_names({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
-    rest, sources = _without(
-        rest, lambda place, value: isinstance(value, Tensor) and _namesake(named, place, value.shape) is not None
-    )
+def _divided(reading: _Reading, rest: dict[str, Any], places: Collection[str] | None) -> dict[str, Any]:
+    """Divide what a file has whole, such as averaged weights, as the parameter of its name is divided.
+
+    Args:
+        reading: What is read, into which module.
+        rest: Of the file.
+        places: What was sharded when it was saved. None: nobody said so, and a parameter's name and shape tell it.
+    """
+    parameters = {
+        name: p for name, p in reading.module.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)
+    }
+    named = _by_names(parameters)
+
+    def like(place: str, value: Tensor) -> Tensor | None:
+        if places is None:
+            return _namesake(named, place, value.shape)
+        return _like(named, parameters, place, value.shape) if place in places else None
+
+    rest, sources = _without(rest, lambda place, value: isinstance(value, Tensor) and like(place, value) is not None)
     targets: dict[str, Any] = {}
     for place, value in sources.items():
-        like = _namesake(named, place, value.shape)
-        assert like is not None
-        targets[place] = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+        shard = like(place, value)
+        assert shard is not None
+        targets[place] = torch.empty_like(shard, dtype=value.dtype, requires_grad=False)
     read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
     return put_back(rest, {f"{SHARDED}.{place}": target for place, target in targets.items()})
+
+
+def _like(
+    named: Mapping[str, Sequence[Tensor]], parameters: Mapping[str, Tensor], place: str, size: torch.Size
+) -> Tensor | None:
+    """Return the parameter that what was sharded is laid out like: of its name, or else of its size."""
+    like = _namesake(named, place, size)
+    return _shard_of_size(parameters.values(), size) if like is None else like
 
 
 def _by_names(parameters: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:

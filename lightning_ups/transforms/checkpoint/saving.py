@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_ups.transforms.checkpoint import meta
-from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, SHARDED, lifted
+from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, PLACES, SHARDED, lifted
 from lightning_ups.transforms.checkpoint.saver import Saver
 
-__all__ = ["gathered", "numbered", "save_sharded"]
+__all__ = ["gathered", "numbered", "save_sharded", "save_whole"]
 
 
 def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart: tuple[str, ...] = ()) -> None:
@@ -40,6 +40,20 @@ def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart:
         files = {"meta.pt": meta.dumped(rest)} | ({APART: meta.dumped(kept_apart)} if kept_apart else {})
     facts = {key: rest[key] for key in ("epoch", "global_step") if key in rest}
     saver.save(state, files=files, path=path, facts=facts)
+
+
+def save_whole(saver: Saver, checkpoint: dict[str, Any], path: Path, *, module: nn.Module) -> None:
+    """Save ``checkpoint``, whose weights and optimizer states are gathered, as one file that rank 0 writes.
+
+    Args:
+        saver: Writes it.
+        checkpoint: What is sharded in the rest of it is gathered, and its places are kept: nothing else tells them.
+        path: Of the file.
+        module: What the weights are of. If it is not sharded, nothing can be said of what would be if it were.
+    """
+    _, sharded = lifted(checkpoint)
+    places = {PLACES: [*sharded]} if any(isinstance(p, DTensor) for p in module.parameters()) else {}
+    saver.save_file({**gathered(checkpoint), **places}, path)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 from lightning_ups.transforms.checkpoint import SavedWeights, Saver, save_sharded
+from lightning_ups.transforms.checkpoint.consolidation import consolidated
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
 from lightning_ups.transforms.checkpoint.state import named_state
 
@@ -286,9 +287,12 @@ def averages_of_what_is_within(path):
     by_name = {name: p.detach() + 1 for name, p in inner.named_parameters()}
     sharded_file(path / "folder", within(inner), optimizer, kept={"names": by_name, "order": [*by_name.values()]})
     outer, found = within(trained(seed=9, mesh=init_device_mesh("cpu", (2,)))[0]), []
-    for kind in ("folder", "file"):
+    if dist.get_rank() == 0:
+        torch.save(consolidated(path / "folder")[0], path / "consolidated")
+    dist.barrier()
+    for kind in ("folder", "consolidated", "file"):
         kept = load(path / kind, module=outer, optimizers=[])[0]["kept"]
-        average = [kept["names"], *([dict(zip(by_name, kept["order"], strict=True))] if kind == "folder" else [])]
+        average = [kept["names"], *([dict(zip(by_name, kept["order"], strict=True))] if kind != "file" else [])]
         for name, shard in outer.net.named_parameters():
             same = [(a[name].placements == shard.placements, a[name].full_tensor().tolist()) for a in average]
             expected = (True, by_name[name].full_tensor().tolist())
