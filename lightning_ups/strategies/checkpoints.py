@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
+from weakref import ref
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
@@ -12,6 +13,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_ups.order import PolicyPrecision, applied
@@ -96,6 +99,7 @@ class Checkpoints:
         self._policy: OnUnreplayable = on_unreplayable
         self._connection: Connection | None = None
         self._blocked_s: list[float] = []
+        self._gathered: list[ref[Tensor]] = []  # what `module_state` has last made whole on this rank
         self._given: dict[str, Any] = {}  # the state of the module that `load` returned
 
     @property
@@ -138,7 +142,13 @@ class Checkpoints:
     def module_state(self) -> dict[str, Any]:
         """Return the module's state: of DTensors, or gathered on rank 0."""
         state = self._module.state_dict()
-        return state if self._sharded else self._on_first(gathered(state), {})
+        if self._sharded:
+            return state
+        whole = self._on_first(gathered(state), {})
+        self._gathered = [
+            ref(whole[name]) for name, value in state.items() if name in whole and isinstance(value, DTensor)
+        ]
+        return whole
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state: of DTensors by names, or gathered on rank 0 and numbered."""
@@ -168,7 +178,9 @@ class Checkpoints:
             if path.name.startswith(_REQUEUED) or self._is_outside_a_run():
                 self._saver.wait()  # nobody would later
         else:
-            save_whole(self._saver, checkpoint, path, module=self._module)
+            # Callbacks that average weights keep the module's own elsewhere, and their average in their place.
+            were_sharded = [tensor for each in self._gathered if (tensor := each()) is not None]
+            save_whole(self._saver, checkpoint, path, module=self._module, were_sharded=were_sharded)
         self._report(path)
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -372,9 +372,15 @@ def put_back(value: Any, tensors: Mapping[str, Any]) -> Any:
     return value
 
 
-def lifted(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the DTensors from ``rest``, such as averaged weights that a callback keeps; `load` puts them back."""
-    return _without(rest, lambda _, value: isinstance(value, DTensor))
+def lifted(rest: dict[str, Any], *, also: Iterable[Tensor] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part the DTensors from ``rest``, such as averaged weights that a callback keeps; `load` puts them back.
+
+    Args:
+        rest: A tree.
+        also: Tensors of it that are parted as well.
+    """
+    others = {*map(id, also)}
+    return _without(rest, lambda _, value: isinstance(value, DTensor) or id(value) in others)
 
 
 def _without(rest: dict[str, Any], taken: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:

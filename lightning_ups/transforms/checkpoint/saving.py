@@ -1,6 +1,6 @@
 """A Lightning checkpoint, which is one dict, parted into what DCP saves and the rest; or gathered whole on rank 0."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ def save_sharded(saver: Saver, checkpoint: dict[str, Any], path: Path, *, apart:
     saver.save(state, files=files, path=path, facts=facts)
 
 
-def save_whole(saver: Saver, checkpoint: dict[str, Any], path: Path, *, module: nn.Module) -> None:
+def save_whole(
+    saver: Saver, checkpoint: dict[str, Any], path: Path, *, module: nn.Module, were_sharded: Iterable[Tensor] = ()
+) -> None:
     """Save ``checkpoint``, whose weights and optimizer states are gathered, as one file that rank 0 writes.
 
     Args:
@@ -50,8 +52,10 @@ def save_whole(saver: Saver, checkpoint: dict[str, Any], path: Path, *, module: 
         checkpoint: What is sharded in the rest of it is gathered, and its places are kept: nothing else tells them.
         path: Of the file.
         module: What the weights are of. If it is not sharded, nothing can be said of what would be if it were.
+        were_sharded: Tensors of the checkpoint that were gathered before, wherever they stand in it now.
     """
-    _, sharded = lifted(checkpoint)
+    rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+    sharded = lifted(rest, also=were_sharded)[1]
     places = {PLACES: [*sharded]} if any(isinstance(p, DTensor) for p in module.parameters()) else {}
     saver.save_file({**gathered(checkpoint), **places}, path)
 
