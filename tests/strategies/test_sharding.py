@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader
@@ -429,6 +430,26 @@ def test_a_hook_that_finds_no_gradients_between_microbatches_is_told(ranks, tmp_
     told = ranks(told_of_halving, tmp_path, sync)
     assert len(told) == (sync == "last")
     assert all("Looks.on_after_backward" in text and "sync='every'" in text for text in told)
+
+
+class Watches(Callback):
+    """Does nothing, after each backward."""
+
+    def on_after_backward(self, trainer, pl_module):
+        pass
+
+
+def watched(tmp_path, ranks_with):
+    warnings.simplefilter("ignore")
+    callbacks = [Watches()] if dist.get_rank() in ranks_with else []
+    options = {"epochs": 1, "devices": 2, "accumulate_grad_batches": 2, "callbacks": callbacks}
+    model = cases.Case()
+    trainer(tmp_path, strategy=FSDP2Strategy(), **options).fit(model, DataLoader(cases.data(), 4))
+    return [loss.item() for loss in model.losses]
+
+
+def test_a_hook_between_microbatches_may_be_on_one_device_alone(ranks, tmp_path):
+    assert ranks(watched, tmp_path, [0]) == ranks(watched, tmp_path, [])
 
 
 class PastManualBackward(cases.Scalar):
