@@ -264,6 +264,7 @@ EXCEPTIONS = {
     "remember": "keeps a note of what was done, which a copy does not have",
     "restore": "fills an optimizer's state from a checkpoint, for good",
     "rounded_linears": "is `replaced_forward` with numbers that shall differ: `verify` measures by how much",
+    "save_whole": "changes nothing: it writes a file",
     "shard": "shards a module for good: sharding has no undo and no deepcopy",
     "shard_alike": "makes shards of the parameters of a copy, for good",
     "shards_of": "says what reads of parameters give, of a module that stays sharded",
