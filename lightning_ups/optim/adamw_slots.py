@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_ups._compat.tensors import local_of, plain_memory
 
-__all__ = ["Kind", "Layout", "Slots", "are_plain", "gradients_of", "local_part", "slots_of"]
+__all__ = ["Kind", "Layout", "Slots", "are_plain", "gradient_column", "local_part", "slots_of"]
 
 _ALIGNMENT, _VECTOR = 16, 8  # bytes of the widest load, and so many elements of a gradient or a copy
 _PLAIN = {Tensor, nn.Parameter, type(None)}
@@ -191,7 +191,7 @@ def _local_row(
     return tuple(map(local_part, (weight, gradient, average, square, step, copy)))
 
 
-def gradients_of(weights: Iterable[Tensor]) -> list[Tensor | None]:
+def gradient_column(weights: Iterable[Tensor]) -> list[Tensor | None]:
     """Return the gradient of each of ``weights``, or None."""
     return [*map(_GRADIENT, weights)]
 

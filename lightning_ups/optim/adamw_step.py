@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_ups._compat.optimizers import count_step, flag_to_skip, has_own_step
 from lightning_ups._compat.optional import has
-from lightning_ups.optim.adamw_slots import Kind, Layout, Slots, are_plain, gradients_of, local_part, slots_of
+from lightning_ups.optim.adamw_slots import Kind, Layout, Slots, are_plain, gradient_column, local_part, slots_of
 
 __all__ = ["AdamWStep", "OneKernel", "Settings", "one_kernel", "reference_step", "settings_of", "suits_one_kernel"]
 
@@ -142,7 +142,7 @@ class OneKernel:
         settings: Sequence[Settings],
         *,
         coefficient: Tensor | None = None,
-        gradients: Callable[[list[Tensor]], list[Tensor | None]] = gradients_of,
+        gradients: Callable[[list[Tensor]], list[Tensor | None]] = gradient_column,
         copies: Callable[[list[Tensor]], Iterable[Tensor | None]] = lambda _: repeat(None),
     ) -> None:
         """Make a step with the weights' gradients times ``coefficient``; see `slots_of` for the rest."""

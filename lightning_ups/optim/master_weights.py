@@ -35,7 +35,7 @@ from lightning_ups._compat.autograd import has_values
 from lightning_ups._compat.optimizer_hooks import hooked_once, share_state_dict_hooks
 from lightning_ups._compat.optimizers import closure_of, flag_to_skip, has_modes, needs_closure
 from lightning_ups._compat.tensors import count_writes, counts_of_writes, memories_of, memory_of
-from lightning_ups.optim.adamw_slots import gradients_of
+from lightning_ups.optim.adamw_slots import gradient_column
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 
 __all__ = ["MasterWeights", "MasteredOptimizer", "Writes", "has_statistics", "taken_over"]
@@ -421,7 +421,7 @@ class MasteredOptimizer(Optimizer):
         self._complete_reduction()
         self._late_done = self._are_aside = False
         parameters = self._parameters()
-        if _are_dense(gradients_of(parameters)):  # which takes no hash: every step comes here
+        if _are_dense(gradient_column(parameters)):  # which takes no hash: every step comes here
             self._stepped = parameters
         else:
             self._stepped = [p for p in parameters if _is_dense(p.grad) or _is_dense(self._gradient(p))]
@@ -450,7 +450,7 @@ class MasteredOptimizer(Optimizer):
             return [*map(low.get, map(id, weights))]
 
         def gradients(weights: list[Tensor]) -> list[Tensor | None]:
-            pairs = zip(gradients_of(weights), copies(weights), strict=True)
+            pairs = zip(gradient_column(weights), copies(weights), strict=True)
             return [copy.grad if wide is None and copy is not None else wide for wide, copy in pairs]
 
         with hooked_once(self.inner):
@@ -558,8 +558,8 @@ class MasteredOptimizer(Optimizer):
         """Return the gradients that the next step will use, before any clipping."""
         self.complete_gradients()
         parameters, of = self._parameters(), self.masters.of
-        wide = gradients_of(map(of.get, parameters, parameters))
-        pairs = zip(wide, gradients_of(parameters), strict=True)
+        wide = gradient_column(map(of.get, parameters, parameters))
+        pairs = zip(wide, gradient_column(parameters), strict=True)
         return [found for master, own in pairs if (found := own if master is None else master) is not None]
 
     def complete_gradients(self) -> None:

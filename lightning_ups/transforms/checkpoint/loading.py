@@ -1,6 +1,6 @@
 """Reading a checkpoint into a module and its optimizers, whoever wrote it and on however many ranks."""
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -288,18 +288,15 @@ def _lowered(reading: _Reading, rest: dict[str, Any], reader: StorageReader, met
     if not entries:
         return rest
     parameters = dict(reading.module.named_parameters(remove_duplicate=False))
-    named, targets = _by_names(parameters), dict[str, Any]()
-    for name, entry in entries.items():
-        like = _like(named, parameters, name, entry.size)
-        if like is None:
-            targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        else:
-            targets[name] = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
+    named = _by_names(parameters)
+    targets = {
+        name: _room(named, parameters, name, entry.size, entry.properties.dtype) for name, entry in entries.items()
+    }
     read_into(targets, reader, group=reading.group, weights_only=reading.weights_only)
     return put_back(rest, targets)
 
 
-def _divided(reading: _Reading, rest: dict[str, Any], places: Collection[str] | None) -> dict[str, Any]:
+def _divided(reading: _Reading, rest: dict[str, Any], places: Iterable[str] | None) -> dict[str, Any]:
     """Divide what a file has whole, such as averaged weights, as the parameter of its name is divided.
 
     Args:
@@ -310,29 +307,30 @@ def _divided(reading: _Reading, rest: dict[str, Any], places: Collection[str] | 
     parameters = {
         name: p for name, p in reading.module.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)
     }
-    named = _by_names(parameters)
+    named, were_sharded = _by_names(parameters), {*(places or ())}
 
-    def like(place: str, value: Tensor) -> Tensor | None:
-        if places is None:
-            return _namesake(named, place, value.shape)
-        return _like(named, parameters, place, value.shape) if place in places else None
+    def is_shard(place: str, value: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return False
+        return place in were_sharded if places is not None else _namesake(named, place, value.shape) is not None
 
-    rest, sources = _without(rest, lambda place, value: isinstance(value, Tensor) and like(place, value) is not None)
-    targets: dict[str, Any] = {}
-    for place, value in sources.items():
-        shard = like(place, value)
-        assert shard is not None
-        targets[place] = torch.empty_like(shard, dtype=value.dtype, requires_grad=False)
+    rest, sources = _without(rest, is_shard)
+    targets = {place: _room(named, parameters, place, value.shape, value.dtype) for place, value in sources.items()}
     read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
     return put_back(rest, {f"{SHARDED}.{place}": target for place, target in targets.items()})
 
 
-def _like(
-    named: Mapping[str, Sequence[Tensor]], parameters: Mapping[str, Tensor], place: str, size: torch.Size
-) -> Tensor | None:
-    """Return the parameter that what was sharded is laid out like: of its name, or else of its size."""
+def _room(
+    named: Mapping[str, Sequence[Tensor]],
+    parameters: Mapping[str, Tensor],
+    place: str,
+    size: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return room for what was sharded, laid out like the parameter of its name, or else like those of its size."""
     like = _namesake(named, place, size)
-    return _shard_of_size(parameters.values(), size) if like is None else like
+    like = _shard_of_size(parameters.values(), size) if like is None else like
+    return torch.empty(size, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype, requires_grad=False)
 
 
 def _by_names(parameters: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
