@@ -1,0 +1,73 @@
+"""The parameters that only matrix products and convolutions use, which autocast casts in every forward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["matmul_weights"]
+
+_WEIGHT_AND_BIAS = ("weight", "bias")
+_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+# By forward, so that a subclass counts if it inherits that: one of its own may do anything with the weight. Not
+# nn.Bilinear: autocast leaves it in float32. Of attention, `bias_k` and `bias_v` enter no product.
+_USED_BY: dict[Callable[..., Any], tuple[str, ...]] = {
+    nn.Linear.forward: _WEIGHT_AND_BIAS,
+    nn.Conv1d.forward: _WEIGHT_AND_BIAS,
+    nn.Conv2d.forward: _WEIGHT_AND_BIAS,
+    nn.Conv3d.forward: _WEIGHT_AND_BIAS,
+    nn.ConvTranspose1d.forward: _WEIGHT_AND_BIAS,
+    nn.ConvTranspose2d.forward: _WEIGHT_AND_BIAS,
+    nn.ConvTranspose3d.forward: _WEIGHT_AND_BIAS,
+    nn.RNNCell.forward: _CELL,
+    nn.LSTMCell.forward: _CELL,
+    nn.GRUCell.forward: _CELL,
+    nn.MultiheadAttention.forward: (
+        "in_proj_weight",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "in_proj_bias",
+    ),
+}
+_RECURRENT = (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
+
+
+def matmul_weights(model: nn.Module) -> list[tuple[str, str]]:
+    """Return (module name, parameter name) for each float32 parameter that only products and convolutions use.
+
+    A parameter that another kind of module shares, such as an embedding, is left out; one that several such modules
+    share is listed once for each.
+    """
+    found: list[tuple[str, str, nn.Parameter]] = []
+    used_otherwise: set[nn.Parameter] = set()
+    for owner, module in model.named_modules():
+        names = _names_in(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in names and parameter.dtype is torch.float32:
+                found.append((owner, name, parameter))
+            else:
+                used_otherwise.add(parameter)
+    return [(owner, name) for owner, name, parameter in found if parameter not in used_otherwise]
+
+
+def _names_in(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters of ``module`` itself that its products use."""
+    forward = type(module).forward
+    if forward in _RECURRENT:
+        return tuple(name for names in module._all_weights for name in names)  # type: ignore[union-attr]
+    if type(module).__module__.startswith("transformers."):
+        if type(module).__name__ == "Conv1D":
+            return _WEIGHT_AND_BIAS
+        if _multiplies_expert_by_expert(module):
+            return tuple(name for name, p in module.named_parameters(recurse=False) if p.dim() == 3)
+    return _USED_BY.get(forward, ())
+
+
+def _multiplies_expert_by_expert(module: nn.Module) -> bool:
+    # The other implementations are no case of autocast (`grouped_mm` runs in float32 there), or sum the gradients of
+    # an expert in the type of its weight.
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return implementation == "eager" and type(module).__name__.endswith("Experts")
