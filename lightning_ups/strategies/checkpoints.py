@@ -12,7 +12,7 @@ from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ from lightning_ups.transforms.checkpoint import (
     Saver,
     described,
     gathered,
+    has_checksums,
     load,
     named_state,
     newest,
@@ -200,6 +201,10 @@ class Checkpoints:
             needless=_APART,
             group=self._saver.group,
         )
+        if found.is_dir() and not has_checksums(found):
+            rank_zero_info(
+                f"{found} has no checksums, so that its content was not verified; an earlier version wrote it."
+            )
         if left:
             rank_zero_warn(
                 f"{found} holds hyperparameters whose classes are not trusted, and they were left out:"

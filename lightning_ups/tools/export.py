@@ -19,6 +19,7 @@ from lightning_ups.transforms.checkpoint import (
     MODELS,
     SavedWeights,
     consolidated,
+    damaged,
     resolve,
     rest_of,
     write_safetensors,
@@ -41,6 +42,12 @@ def main(argv: Sequence[str]) -> int:
     """
     asked = parsed(_parser(), argv)
     path = resolve(asked.checkpoint)
+    if asked.check:
+        return _check(path)
+    if asked.output is None:
+        raise ValueError(
+            "--output is missing: it names a new folder to write to. To verify checksums alone, add --check."
+        )
     output = _empty(asked.output)
     export = _as_one_file if asked.format == "torch" else _as_safetensors
     for file in export(path, output, asked):
@@ -53,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m lightning_ups export", description="Write a checkpoint as one file, or as safetensors."
     )
     parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint folder, or a .ckpt file")
-    parser.add_argument("--output", type=Path, required=True, help="a folder, new or empty")
+    parser.add_argument("--output", type=Path, help="a folder, new or empty")
+    parser.add_argument("--check", action="store_true", help="verify the checksums of all files, and write nothing")
     parser.add_argument(
         "--format",
         choices=("torch", "safetensors"),
@@ -73,6 +81,18 @@ def _parser() -> argparse.ArgumentParser:
         "--trust", action="store_true", help="build objects of any class, which runs what the checkpoint names"
     )
     return parser
+
+
+def _check(path: Path) -> int:
+    names = damaged(path)
+    if names:
+        raise ValueError(
+            f"{path} is damaged: {', '.join(names)} {'does' if len(names) == 1 else 'do'} not hold what was saved."
+            " Resume from an earlier checkpoint, and check the disk."
+        )
+    files = [path] if path.is_file() else [*path.iterdir()]
+    print(f"{path}: {sum(file.stat().st_size for file in files) / 1e6:.1f} MB in {len(files)} files, all as saved.")
+    return 0
 
 
 def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:

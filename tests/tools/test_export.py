@@ -11,6 +11,7 @@ from lightning_ups.models.gpt import GPTModule
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.tools.export import main
 from tests.transforms.checkpoint import test_loading as saving
+from tests.transforms.checkpoint.test_checksums import flip, saved
 
 TOKENS = torch.arange(34).reshape(2, 17) % 64
 
@@ -212,6 +213,18 @@ def test_errors(tmp_path):
     torch.save({"state_dict": {"layers.0.attention.qkv.weight": torch.ones(2)}}, file)
     with pytest.raises(ValueError, match=r"Save the checkpoint from GPTModule, or by FSDP2Strategy\.$"):
         main([*common, str(tmp_path / "d"), "--names", "hf"])
+
+
+def test_a_checkpoint_is_checked_without_writing_anything(tmp_path, capsys):
+    path = saved(tmp_path / "a")
+    assert main(["--checkpoint", str(path), "--check"]) == 0
+    assert f"{len([*path.iterdir()])} files, all as saved" in capsys.readouterr().out
+    flip(path / "__0_0.distcp", 8 * 30_000)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp does not hold"):
+        main(["--checkpoint", str(path), "--check"])
+    with pytest.raises(ValueError, match="--output is missing"):
+        main(["--checkpoint", str(path)])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
 def test_the_command_line_says_it_in_one_message_and_exits_with_2(tmp_path, capsys):

@@ -8,7 +8,15 @@ from lightning_ups.transforms.checkpoint.consolidation import (
     write_safetensors,
 )
 from lightning_ups.transforms.checkpoint.description import MODELS, described
-from lightning_ups.transforms.checkpoint.folder import is_complete, newest, newest_within, remove, unwritable
+from lightning_ups.transforms.checkpoint.folder import (
+    damaged,
+    has_checksums,
+    is_complete,
+    newest,
+    newest_within,
+    remove,
+    unwritable,
+)
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
 from lightning_ups.transforms.checkpoint.saver import Phase, Saver, SaveTimes
 from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded, save_whole
@@ -22,8 +30,10 @@ __all__ = [
     "Saver",
     "check_file",
     "consolidated",
+    "damaged",
     "described",
     "gathered",
+    "has_checksums",
     "is_complete",
     "load",
     "load_weights",

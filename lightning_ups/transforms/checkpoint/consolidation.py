@@ -77,9 +77,11 @@ def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], d
         return {
             key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states", PLACES)
         }, left
+    folder.verify(path / folder.META)
     rest, left = meta.loaded(path / folder.META, needless=meta.Everything(), weights_only=weights_only)
     if not (path / APART).exists():
         return rest, left
+    folder.verify(path / APART)
     try:
         apart, left_apart = meta.loaded(path / APART, needless=meta.Everything(), weights_only=weights_only)
     except ValueError:  # in a form that cannot be read around

@@ -1,5 +1,6 @@
 """Filling a tensor from the file it was saved in, or a part of it: each byte is read once, to where it belongs."""
 
+from collections.abc import Callable
 from typing import IO
 
 import torch
@@ -7,13 +8,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lightning_ups._compat.tensor_files import template
+from lightning_ups.transforms.checkpoint.checksums import RecordReader
 from lightning_ups.transforms.checkpoint.lanes import Lane, bytes_of
 
 __all__ = ["fill"]
 
 
 @torch.no_grad()
-def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], file: IO[bytes], offset: int, lane: Lane) -> None:
+def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], reader: RecordReader, lane: Lane) -> None:
     """Fill ``target`` with the part of a saved tensor that ``item`` asks for.
 
     A part that is one run of the file is read as such, straight into memory of the host, or through the buffers of
@@ -23,42 +25,52 @@ def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], file: IO[bytes], of
         target: Of the shape of the part.
         item: Which part.
         view: What ``torch.save`` wrote of that tensor.
-        file: The file, in which the view begins at ``offset``.
-        offset: In bytes.
+        reader: Of the same bytes, which it verifies.
         lane: Of this thread.
 
     Raises:
-        ValueError: If the part has another shape, or the file ends before.
+        ValueError: If the part has another shape, the file ends before, or it is not what was written.
     """
     if target.shape != item.lengths:
         raise ValueError(f"a part of shape {tuple(item.lengths)} cannot fill one of {tuple(target.shape)}")
+    reader.verify(ends_only=True)
+    view.seek(0)
     found = template(view)
-    start = None if found is None else _start_of_run(found[0], item)
-    if found is None or start is None:
+    if found is None or not found[0].is_contiguous():
+        reader.verify()
         view.seek(0)
         whole = torch.load(view, map_location="cpu", weights_only=True)
         target.copy_(whole[_box(item)] if whole.dim() else whole)
         return
     saved, place = found
-    begin = offset + place + start
+    start = _start_of_run(saved, item)
 
     def read(room: memoryview, at: int) -> None:
-        _read(file, room, begin + at)
+        reader.read(room, place + (start or 0) + at)
 
-    row = bytes_of(target) if target.dtype == saved.dtype and target.device.type in ("cpu", "cuda") else None
-    if row is not None and target.is_contiguous():
-        lane.fill(row, read)
+    if start is None:
+        whole = torch.empty(saved.shape, dtype=saved.dtype)
+        _fill_row(whole, read, lane)
+        target.copy_(whole[_box(item)])
+        return
+    is_direct = target.dtype == saved.dtype and target.device.type in ("cpu", "cuda") and target.is_contiguous()
+    if is_direct and _fill_row(target, read, lane):
         return
     part = torch.empty(target.shape, dtype=saved.dtype)
-    row = bytes_of(part)
-    assert row is not None
-    lane.fill(row, read)
+    _fill_row(part, read, lane)
     target.copy_(part)
 
 
+def _fill_row(target: Tensor, read: Callable[[memoryview, int], None], lane: Lane) -> bool:
+    row = bytes_of(target)
+    if row is None:
+        return False
+    lane.fill(row, read)
+    return True
+
+
 def _start_of_run(saved: Tensor, item: ReadItem) -> int | None:
-    if not saved.is_contiguous():
-        return None
+    """Return where the part begins in the bytes of the contiguous tensor ``saved``, or None if it is no single run."""
     partial = False
     for size, length in zip(reversed(saved.shape), reversed(item.lengths), strict=True):
         if partial and length != 1:
@@ -69,12 +81,3 @@ def _start_of_run(saved: Tensor, item: ReadItem) -> int | None:
 
 def _box(item: ReadItem) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
-
-
-def _read(file: IO[bytes], room: memoryview, place: int) -> None:
-    file.seek(place)
-    while room:
-        count = file.readinto(room)  # type: ignore[attr-defined]
-        if not count:
-            raise ValueError("a file ends before the tensor that it holds")
-        room = room[count:]

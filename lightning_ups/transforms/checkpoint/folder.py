@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -22,13 +23,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from lightning_ups.transforms.checkpoint.checksums import (
+    CHECKSUMS,
+    DamagedFileError,
+    Record,
+    RecordReader,
+    checksum,
+    checksum_of_file,
+    damage,
+    from_json,
+)
+
 __all__ = [
     "MARKER",
     "META",
     "Draft",
     "begin",
+    "damaged",
     "discard",
+    "fault",
     "finish",
+    "has_checksums",
     "holds_part",
     "interruption",
     "is_complete",
@@ -37,10 +52,12 @@ __all__ = [
     "newer",
     "newest",
     "newest_within",
+    "records",
     "remove",
     "system_error",
     "take_place",
     "unwritable",
+    "verify",
     "write_file",
 ]
 
@@ -49,6 +66,7 @@ META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
 _STARTED = "incomplete"
 _SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
 _NAME_IN_ZIP = 30  # where the name of the first entry begins
+_TENSORS = ".distcp"
 _DEEPEST = 4  # from trainer.default_root_dir: lightning_logs/version_0/checkpoints/last.ckpt
 
 
@@ -91,15 +109,24 @@ def finish(draft: Draft, *, files: Mapping[str, bytes], facts: dict[str, Any]) -
     """Make ``draft`` whole: write ``files``, then the marker, and put the folder in its place."""
     for name, content in files.items():
         _write(draft.folder / name, content)
-    mark(draft, facts)
+    mark(draft, facts, sums={name: checksum(content) for name, content in files.items()})
     take_place(draft)
 
 
-def mark(draft: Draft, facts: dict[str, Any]) -> None:
-    """Write the marker, with ``facts`` and the size of every file."""
+def mark(draft: Draft, facts: dict[str, Any], *, sums: Mapping[str, int]) -> None:
+    """Write the marker, with ``facts``, the size of every file, and checksums.
+
+    Args:
+        draft: Is whole but for the marker.
+        facts: About the run.
+        sums: Checksums of files. Files of tensors have theirs in the file ``checksums.json``.
+    """
     files = {entry.name: entry.stat().st_size for entry in draft.folder.iterdir() if entry.name != _STARTED}
+    read = {name for name in files if not name.endswith(_TENSORS)} - sums.keys()  # .metadata, which DCP has written
+    sums = {**sums, **{name: checksum_of_file(draft.folder / name) for name in read}}
     _sync(draft.folder)
-    marker = {"format": 1, "saved_at_ns": time.time_ns(), **facts, "files": files}
+    marker = {"format": 1, "saved_at_ns": time.time_ns(), **facts, "files": files, "checksums": sums}
+    marker["checksum"] = _sum_of(marker)
     _write(draft.folder / MARKER, json.dumps(marker, indent=1).encode())
     (draft.folder / _STARTED).unlink()
     _sync(draft.folder)
@@ -184,12 +211,19 @@ def is_complete(path: Path) -> bool:
     """Return whether ``path`` is a whole checkpoint: a folder of ours, one of ModelParallelStrategy, or a file."""
     if path.is_file():
         return True  # a single file is renamed into place when it is whole
+    return fault(path) is None
+
+
+def fault(path: Path) -> str | None:
+    """Return why the folder at ``path`` is not a whole checkpoint, or None if it is."""
     if not path.is_dir() or path.suffix == _REMOVING:
-        return False
+        return "it is no folder" if path.exists() else "it does not exist"
     if not (path / MARKER).exists():
-        return _is_stock(path)
-    marker = _marker(path)
-    return marker is not None and all(_size(path / name) == size for name, size in marker["files"].items())
+        return None if _is_stock(path) else f"{MARKER} is missing, which is written last"
+    if (marker := _marker(path)) is None:
+        return f"{MARKER} is damaged"
+    sizes = ((name, _size(path / name), size) for name, size in marker["files"].items())
+    return next((f"{name} has {found} bytes and not {size}" for name, found, size in sizes if found != size), None)
 
 
 def located(path: Path) -> Path | None:
@@ -247,7 +281,7 @@ def _settle(path: Path) -> None:
 def holds_part(path: Path) -> bool:
     """Return whether the folder at ``path`` has something in it of which checkpoints consist, before their marker."""
     names = (entry.name for entry in path.iterdir())
-    return any(name in (_STARTED, META, ".metadata") or name.endswith(".distcp") for name in names)
+    return any(name in (_STARTED, META, ".metadata") or name.endswith(_TENSORS) for name in names)
 
 
 def _check_ours(path: Path) -> None:
@@ -294,7 +328,72 @@ def _marker(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     is_ours = isinstance(marker, dict) and isinstance(marker.get("saved_at_ns"), int)
-    return marker if is_ours and isinstance(marker.get("files"), dict) and marker["files"] else None
+    if not is_ours or not isinstance(marker.get("files"), dict) or not marker["files"]:
+        return None
+    if "checksums" in marker or "checksum" in marker:  # one of them may be damaged
+        own = marker.pop("checksum", None)
+        if own != _sum_of(marker) or not isinstance(marker.get("checksums"), dict):
+            return None
+    return marker
+
+
+def _sum_of(marker: Mapping[str, Any]) -> int:
+    return checksum(json.dumps(marker, sort_keys=True).encode())
+
+
+def has_checksums(path: Path) -> bool:
+    """Return whether the checkpoint folder at ``path`` can be verified; older ones and foreign ones cannot."""
+    return "checksums" in (_marker(path) or {})
+
+
+def verify(path: Path) -> None:
+    """Verify a file of a checkpoint folder, if the folder has checksums.
+
+    Raises:
+        DamagedFileError: If it is not what was written.
+    """
+    sums = (_marker(path.parent) or {}).get("checksums", {})
+    if path.name in sums and checksum_of_file(path) != sums[path.name]:
+        raise DamagedFileError(damage(path))
+
+
+def records(path: Path) -> dict[tuple[str, int], Record] | None:
+    """Return the checksums of the tensors in the folder at ``path``, by file and offset, or None if it has none.
+
+    Raises:
+        DamagedFileError: If their file is damaged.
+    """
+    if not has_checksums(path):
+        return None
+    verify(path / CHECKSUMS)
+    return from_json((path / CHECKSUMS).read_bytes())
+
+
+def damaged(path: Path) -> list[str]:
+    """Return the names of all files of the whole checkpoint at ``path`` that do not hold what was saved.
+
+    Raises:
+        ValueError: If nothing can be verified, since there are no checksums.
+    """
+    if path.is_file():
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{path} has no checksums: torch.save writes them since torch 1.6, in a zip archive.")
+        with zipfile.ZipFile(path) as archive:
+            return [path.name] if archive.testzip() else []
+    marker = _marker(path) or {}
+    if "checksums" not in marker:
+        raise ValueError(
+            f"{path} has no checksums, so that nothing can be verified: an earlier version or another program wrote it."
+        )
+    found = {name for name, expected in marker["checksums"].items() if checksum_of_file(path / name) != expected}
+    if CHECKSUMS not in found:
+        for (name, offset), record in from_json((path / CHECKSUMS).read_bytes()).items():
+            with (path / name).open("rb") as file:
+                try:
+                    RecordReader(file, offset=offset, record=record, name=name).verify()
+                except DamagedFileError:
+                    found.add(name)
+    return sorted(found)
 
 
 def _saved_at(path: Path) -> int:

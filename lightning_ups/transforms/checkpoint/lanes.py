@@ -194,7 +194,7 @@ class Lane:
     """
 
     def __init__(self, *, piece: int = PIECE) -> None:
-        self._piece, self._buffers = piece, dict[torch.device, tuple[_Buffer, _Buffer]]()
+        self.piece, self._buffers = piece, dict[torch.device, tuple[_Buffer, _Buffer]]()
         self._stopped = False
 
     def stop(self) -> None:
@@ -212,12 +212,12 @@ class Lane:
         What is to be read must be there: the caller has waited for the device's own work.
         """
         if self._direct(source):
-            for piece in source.split(self._piece):
+            for piece in source.split(self.piece):
                 self.check()
                 yield _memory(piece)
             return
         buffers, fetched = self._both(source.device), list[_Buffer]()
-        for number, piece in enumerate(source.split(self._piece)):
+        for number, piece in enumerate(source.split(self.piece)):
             self.check()
             buffer = buffers[number % 2]
             buffer.fetch(piece)
@@ -231,13 +231,13 @@ class Lane:
         """Fill ``target``, one row of bytes, by ``read``, which fills a view with what begins at a place of the row."""
         direct = self._direct(target)
         buffers = () if direct else self._both(target.device)
-        for number, piece in enumerate(target.split(self._piece)):
+        for number, piece in enumerate(target.split(self.piece)):
             self.check()
             if direct:
-                read(_memory(piece), number * self._piece)
+                read(_memory(piece), number * self.piece)
                 continue
             buffer = buffers[number % 2]
-            read(buffer.room(piece.nbytes), number * self._piece)
+            read(buffer.room(piece.nbytes), number * self.piece)
             buffer.send(piece)
         for buffer in buffers:
             buffer.wait()
@@ -255,7 +255,7 @@ class Lane:
 
     def _both(self, device: torch.device) -> "tuple[_Buffer, _Buffer]":
         if device not in self._buffers:
-            self._buffers[device] = _Buffer(self._piece, device), _Buffer(self._piece, device)
+            self._buffers[device] = _Buffer(self.piece, device), _Buffer(self.piece, device)
         return self._buffers[device]
 
 

@@ -60,12 +60,14 @@ def resolve(path: Path) -> Path:
             f"{path} is a folder, and no checkpoint. One of several files has its marker, {folder.MARKER}, beside them,"
             f" and one of a single file ends in .ckpt. {cure}"
         )
-    harm = "the process that wrote it died, its disk was full, or a file of it was lost or changed"
-    what = f"is not whole: {harm}" if path.exists() else "does not exist"
-    why = "A folder counts as a checkpoint once it holds its marker, which is written last."
     none = "No whole one is beside it" + ("; what is left of this one can be deleted." if path.exists() else ".")
     cure = f"Use {str(beside)!r}, the newest whole one beside it." if beside else none
-    raise FileNotFoundError(f"The checkpoint {path} {what}. {why} {cure}")
+    if not path.exists():
+        raise FileNotFoundError(f"The checkpoint {path} does not exist. {cure}")
+    raise FileNotFoundError(
+        f"The checkpoint {path} is not whole: {folder.fault(path)}. The process that wrote it died, its disk was full,"
+        f" or the file was changed. {cure}"
+    )
 
 
 def load(
@@ -143,6 +145,7 @@ def load_weights(
 
 def _content(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     path = reading.path
+    folder.verify(path)
     return meta.loaded(path, weights_only=reading.weights_only, needless=reading.needless, mmap=_can_map(path))
 
 

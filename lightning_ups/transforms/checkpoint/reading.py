@@ -40,6 +40,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.checkpoint import folder, meta
+from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, DamagedFileError, Record, RecordReader
 from lightning_ups.transforms.checkpoint.filling import fill
 from lightning_ups.transforms.checkpoint.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
 
@@ -72,6 +73,8 @@ def read_into(
         if (interrupt := folder.interruption(error, alone=alone)) is not None:
             raise interrupt from None
         rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, DamagedFileError):
+            raise cause from error
         raise ValueError(
             f"The checkpoint could not be read on rank {rank}: {str(cause).partition('. ')[0] or type(cause).__name__}."
             " A file is damaged, or holds something else than tensors and plain values."
@@ -88,6 +91,7 @@ class FolderReader(FileSystemReader):
     """
 
     _metadata: Metadata | None = None
+    _records: dict[tuple[str, int], Record] | None = None
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         super().__init__(path)
@@ -97,6 +101,8 @@ class FolderReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             path = Path(self.path) / ".metadata"
+            folder.verify(path)
+            self._records = folder.records(path.parent)
             with path.open("rb") as file:
                 metadata = _unpickled(file, path)
             if not isinstance(metadata, Metadata):
@@ -110,7 +116,9 @@ class FolderReader(FileSystemReader):
             return super().read_data(plan, planner)  # compressed, say
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                with self._opened(item) as (view, _, _):
+                with self._opened(item) as (view, reader):
+                    reader.verify()
+                    view.seek(0)
                     planner.load_bytes(item, io.BytesIO(view.read()))
         targets = [(i, planner.resolve_tensor(i).detach()) for i in plan.items if i.type is LoadItemType.TENSOR]
         self._fill(targets)
@@ -129,8 +137,8 @@ class FolderReader(FileSystemReader):
         def work(lane: Lane, number: int, part: list[tuple[ReadItem, Tensor]]) -> None:  # noqa: ARG001
             for item, target in part:
                 lane.check()
-                with self._opened(item) as (view, file, offset):
-                    fill(target, item, view=view, file=file, offset=offset, lane=lane)
+                with self._opened(item) as (view, reader):
+                    fill(target, item, view=view, reader=reader, lane=lane)
 
         wait_for_devices(target for _, target in targets)
         try:
@@ -139,16 +147,29 @@ class FolderReader(FileSystemReader):
             lanes.close()
 
     @contextmanager
-    def _opened(self, item: ReadItem) -> Iterator[tuple[IO[bytes], IO[bytes], int]]:
-        """Open what was saved of an item: a view of it, the file that holds it, and where in that it begins."""
+    def _opened(self, item: ReadItem) -> Iterator[tuple[IO[bytes], RecordReader]]:
+        """Open what was saved of an item: a view of it, and what reads and verifies it."""
         place = self._place(item)
-        with self.fs.create_stream(self.fs.concat_path(self.path, place.relative_path), "rb") as file:
+        record, name = self._record(place), str(self.fs.concat_path(self.path, place.relative_path))
+        with self.fs.create_stream(name, "rb") as file:
             view = self._slice_file(file, place)
             if place.length > SMALL:
-                yield view, cast("IO[bytes]", file), place.offset
+                reader = RecordReader(cast("IO[bytes]", file), offset=place.offset, record=record, name=name)
+                yield view, reader
             else:  # at once, since torch looks into it dozens of times
                 whole = io.BytesIO(view.read())
-                yield whole, whole, 0
+                yield whole, RecordReader(whole, offset=0, record=record, name=name)
+
+    def _record(self, place: Any) -> Record | None:
+        if self._records is None:
+            return None
+        record = self._records.get((place.relative_path, place.offset))
+        if record is None or record.length != place.length:
+            raise DamagedFileError(
+                f"{CHECKSUMS} in {self.path} has no checksums of {place.relative_path} from byte {place.offset}"
+                " on. A file there was replaced by that of another checkpoint. Resume from an earlier checkpoint."
+            )
+        return record
 
     def _place(self, item: ReadItem) -> Any:
         return self.storage_data[item.storage_index]

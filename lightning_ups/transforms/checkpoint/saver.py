@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from typing_extensions import override
 
 from lightning_ups.transforms.checkpoint import folder
+from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, Record, as_json
 from lightning_ups.transforms.checkpoint.lanes import Lanes, on_this_gpu
 from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, holds_tensors, plain
 from lightning_ups.transforms.checkpoint.writing import Writer
@@ -233,9 +234,10 @@ class Saver:
         draft = in_flight.draft
         try:
             self._observe("writing", draft.path)
-            _write_data(staged, draft.folder, group=self._group, lanes=self._lanes)
+            records = _write_data(staged, draft.folder, group=self._group, lanes=self._lanes)
             self._observe("written", draft.path)
-            self._on_first(lambda: self._complete(in_flight, files, facts))
+            summed = {**files, CHECKSUMS: as_json(records)}
+            self._on_first(lambda: self._complete(in_flight, summed, facts))
             self._whole = draft.path
             self._observe("done", draft.path)
         except BaseException as error:  # noqa: BLE001  (kept for the next call, which raises it)
@@ -316,14 +318,18 @@ def _run(write: Callable[[], None], in_flight: _InFlight, on_gpu: Callable[[], A
         in_flight.ended.set()
 
 
-def _write_data(state: dict[str, Any], path: Path, *, group: dist.ProcessGroup | None, lanes: Lanes) -> None:
+def _write_data(
+    state: dict[str, Any], path: Path, *, group: dist.ProcessGroup | None, lanes: Lanes
+) -> dict[tuple[str, int], Record]:
+    """Write the data of all ranks, and return, on rank 0, the checksums."""
     writer = Writer(path, lanes=lanes)
     if group is not None:
         dcp.save(state, storage_writer=writer, planner=_Planner(), process_group=group)
-        return
+        return writer.records
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(state, storage_writer=writer, planner=_Planner(), no_dist=True)
+    return writer.records
 
 
 class _Planner(DefaultSavePlanner):

@@ -1,12 +1,14 @@
 """Writing a rank's part of a checkpoint into several files at once, in the form that DCP itself writes and reads."""
 
+import io
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -14,14 +16,21 @@ from typing_extensions import override
 
 from lightning_ups._compat.tensor_files import around, noted
 from lightning_ups.transforms.checkpoint import folder
+from lightning_ups.transforms.checkpoint.checksums import CHUNK, Record, SummedRecord
 from lightning_ups.transforms.checkpoint.lanes import Lane, Lanes, bytes_of, spread, wait_for_devices
 
 __all__ = ["Writer"]
 
 
+@dataclass(frozen=True)
+class _SummedResult(WriteResult):
+    record: Record
+
+
 class Writer(FileSystemWriter):
     """Writes every tensor as ``torch.save`` would, byte for byte but for a checksum, and each byte once.
 
+    Checksums of its own are computed meanwhile, and collected in ``records`` of the coordinator.
     Torch's own writer sums up every tensor for a checksum that nothing reads, clones every tensor that is a part of
     other memory, fetches from a GPU through memory that is not pinned, and all of that in one thread, in turns with the
     disk. With more threads it loses errors of all but the first: the checkpoint then lacks tensors and nobody knows.
@@ -34,6 +43,14 @@ class Writer(FileSystemWriter):
     def __init__(self, path: Path, *, lanes: Lanes) -> None:
         super().__init__(path, sync_files=True)
         self._lanes = lanes
+        self.records: dict[tuple[str, int], Record] = {}  # by file and offset, once all ranks have written
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        for result in (each for of_rank in results for each in of_rank):
+            assert isinstance(result, _SummedResult)
+            self.records[result.storage_data.relative_path, result.storage_data.offset] = result.record
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -58,33 +75,32 @@ class Writer(FileSystemWriter):
             for item in items:
                 lane.check()
                 data = planner.resolve_data(item)
-                if isinstance(data, Tensor):
-                    _write_tensor(data.detach(), stream, lane)
-                else:
-                    stream.write(data.getbuffer())
-                length = stream.tell() - offset
-                place = noted(name, offset=offset, length=length)
-                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
-                offset += length
+                record = _write(data, SummedRecord(cast("IO[bytes]", stream), min(CHUNK, lane.piece)), lane)
+                place = noted(name, offset=offset, length=record.length)
+                results.append(_SummedResult(item.index, record.length, place, record))
+                offset += record.length
             stream.flush()
             os.fsync(stream.fileno())
         return results
 
 
-def _write_tensor(tensor: Tensor, stream: Any, lane: Lane) -> None:
-    row = bytes_of(tensor) if tensor.device.type in ("cpu", "cuda") else None
-    if row is None:
-        tensor = _settled(tensor)
-        row = bytes_of(tensor)
-    form = None if row is None else around(tensor.dtype, tuple(tensor.shape), tensor.stride())
-    if row is None or form is None:
-        torch.save(tensor, stream)
-        return
-    before, after = form
-    stream.write(before)
-    for piece in lane.pieces(row):
-        stream.write(piece)
-    stream.write(after)
+def _write(data: Tensor | io.BytesIO, record: SummedRecord, lane: Lane) -> Record:
+    if isinstance(data, Tensor):
+        tensor = data.detach()
+        row = bytes_of(tensor) if tensor.device.type in ("cpu", "cuda") else None
+        if row is None:
+            tensor = _settled(tensor)
+            row = bytes_of(tensor)
+        form = None if row is None else around(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if row is not None and form is not None:
+            record.write_head(form[0])
+            record.write_body(lane.pieces(row))
+            return record.write_tail(form[1])
+        data = io.BytesIO()
+        torch.save(tensor, data)
+    record.write_head(b"")
+    record.write_body([data.getbuffer()])
+    return record.write_tail(b"")
 
 
 def _settled(tensor: Tensor) -> Tensor:

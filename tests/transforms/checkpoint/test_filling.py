@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-from lightning_ups.transforms.checkpoint import filling
+from lightning_ups.transforms.checkpoint.checksums import RecordReader
 from lightning_ups.transforms.checkpoint.filling import fill
 from lightning_ups.transforms.checkpoint.lanes import Lane
 from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
@@ -54,7 +54,8 @@ def filled(path, saved, *, offsets, lengths, target=None, lane=None, lead=b"lead
     reader = FileSystemReader(path.parent)
     with Counting(path.open("rb", buffering=0)) as file:
         view = reader._slice_file(file, type("Place", (), {"offset": len(lead), "length": size}))
-        fill(target, part(offsets, lengths), view=view, file=file, offset=len(lead), lane=lane or Lane())
+        source = RecordReader(file, offset=len(lead), record=None, name=str(path))
+        fill(target, part(offsets, lengths), view=view, reader=source, lane=lane or Lane())
     return target
 
 
@@ -110,13 +111,13 @@ def test_only_the_part_is_read(tmp_path, monkeypatch):
 
 def test_a_system_that_gives_less_at_once():
     room = bytearray(10)
-    filling._read(Slow(bytes(range(20))), memoryview(room), 5)
+    RecordReader(Slow(bytes(range(20))), offset=0, record=None, name="w").read(memoryview(room), 5)
     assert room == bytes(range(5, 15))
 
 
 def test_a_file_that_ends_early():
     with pytest.raises(ValueError, match="a file ends before"):
-        filling._read(io.BytesIO(b"123"), memoryview(bytearray(4)), 0)
+        RecordReader(io.BytesIO(b"123"), offset=0, record=None, name="w").read(memoryview(bytearray(4)), 0)
 
 
 def test_a_part_of_another_shape(tmp_path):

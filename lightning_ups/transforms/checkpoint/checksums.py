@@ -1,0 +1,219 @@
+"""Checksums of the files of a checkpoint: computed while a file is written, verified while it is read.
+
+Note [Which checksum]. The 64-bit words of each 4 KiB row are added up, and CRC-32 runs over these sums. A flipped bit
+changes the sum of its row, and a row in another place changes the CRC. numpy adds as fast as memory is read (43 GB/s
+from the cache on one core of a server, as XXH3), where CRC-32 of all bytes runs at 4 GB/s and SHA-256 at 1 GB/s.
+
+Note [Records]. What DCP saves of one tensor is a record: a run of bytes in a ``.distcp`` file. ``torch.save`` puts a
+zip header before the tensor's bytes and a directory after them. Head and tail have a checksum each, and the bytes
+between have one for each chunk, so that a rank that needs a part of a tensor verifies the chunks that it reads.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+__all__ = [
+    "CHECKSUMS",
+    "CHUNK",
+    "DamagedFileError",
+    "Record",
+    "RecordReader",
+    "SummedRecord",
+    "as_json",
+    "checksum",
+    "checksum_of_file",
+    "damage",
+    "from_json",
+]
+
+CHECKSUMS = "checksums.json"
+CHUNK = 2**20  # bytes: small enough to stay in a core's cache between being summed and being copied
+_ROW = 4096
+
+
+class DamagedFileError(ValueError):
+    """A file of a checkpoint does not hold what was written."""
+
+
+def checksum(data: Any, before: int = 0) -> int:
+    """Return the checksum of ``data``, see Note [Which checksum].
+
+    Args:
+        data: Bytes.
+        before: The checksum of what precedes them, if that is some rows and nothing after them.
+    """
+    view = memoryview(data).cast("B")
+    rows = len(view) // _ROW
+    if rows:
+        words = np.frombuffer(view, dtype="<u8", count=rows * _ROW // 8).reshape(rows, _ROW // 8)
+        before = zlib.crc32(np.add.reduce(words, axis=1), before)
+    return zlib.crc32(view[rows * _ROW :], before)
+
+
+def checksum_of_file(path: Path) -> int:
+    """Return the checksum of all bytes of the file at ``path``."""
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK):
+            found = checksum(piece, found)
+    return found
+
+
+@dataclass(frozen=True)
+class Record:
+    """The checksums of one record.
+
+    Args:
+        length: Bytes in all.
+        head: Bytes before those of the tensor.
+        body: Bytes of the tensor; all bytes of what is not a plain tensor.
+        sums: Of the head, of each chunk of the body, and of the tail.
+        chunk: Bytes of each chunk but the last.
+    """
+
+    length: int
+    head: int
+    body: int
+    sums: tuple[int, ...]
+    chunk: int
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield where each part of the record begins and ends that has a checksum."""
+        end = self.head + self.body
+        yield 0, self.head
+        yield from ((start, min(start + self.chunk, end)) for start in range(self.head, end, self.chunk))
+        yield end, self.length
+
+
+@dataclass
+class SummedRecord:
+    """Writes one record to ``stream`` and computes its checksums, one for each ``chunk`` bytes of the tensor."""
+
+    stream: IO[bytes]
+    chunk: int = CHUNK
+    length: int = 0
+    _sums: list[int] = field(default_factory=list)
+    _head: int = 0
+
+    def write_head(self, data: bytes) -> None:
+        """Write what comes before the tensor's bytes; it may be nothing."""
+        self._head = len(data)
+        self._write(data)
+
+    def write_body(self, pieces: Iterable[Any]) -> None:
+        """Write the bytes of the tensor, in pieces of whole chunks but for the last piece."""
+        for piece in pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), self.chunk):
+                self._write(view[start : start + self.chunk])
+
+    def write_tail(self, data: bytes) -> Record:
+        """Write what comes after the tensor's bytes, and return the checksums of the record."""
+        body = self.length - self._head
+        self._write(data)
+        return Record(self.length, self._head, body, tuple(self._sums), self.chunk)
+
+    def _write(self, data: Any) -> None:
+        self._sums.append(checksum(data))
+        self.stream.write(data)
+        self.length += len(data)
+
+
+class RecordReader:
+    """Reads the bytes of one record from ``file``, and verifies them.
+
+    Args:
+        file: Holds the record.
+        offset: Where the record begins in the file.
+        record: Its checksums. None: there are none, and nothing is verified.
+        name: Of the file, for the error.
+    """
+
+    def __init__(self, file: IO[bytes], *, offset: int, record: Record | None, name: str) -> None:
+        self._file, self._offset, self._record, self._name = file, offset, record, name
+        self._kept: tuple[int, bytearray] | None = None  # the last chunk of which a part was asked for
+
+    def verify(self, *, ends_only: bool = False) -> None:
+        """Verify the whole record, or its head and its tail.
+
+        Raises:
+            DamagedFileError: If it does not hold what was written.
+        """
+        spans = [*self._record.spans()] if self._record is not None else []
+        for number, (start, end) in enumerate(spans):
+            if not ends_only or number in (0, len(spans) - 1):
+                self._fill(memoryview(bytearray(end - start)), start, number)
+
+    def read(self, room: memoryview, place: int) -> None:
+        """Fill ``room`` with the bytes of the tensor from ``place`` in the record on.
+
+        Raises:
+            DamagedFileError: If they are not what was written.
+        """
+        record = self._record
+        if record is None:
+            self._read(room, place)
+            return
+        while room:
+            number = (place - record.head) // record.chunk
+            start = record.head + number * record.chunk
+            size = min(record.chunk, record.head + record.body - start)
+            if place == start and len(room) >= size:
+                part = room[:size]
+                self._fill(part, start, number + 1)
+            else:
+                part = room[: start + size - place]
+                part[:] = self._chunk(number, start, size)[place - start : place - start + len(part)]
+            room, place = room[len(part) :], place + len(part)
+
+    def _chunk(self, number: int, start: int, size: int) -> bytearray:
+        if self._kept is None or self._kept[0] != number:
+            content = bytearray(size)
+            self._fill(memoryview(content), start, number + 1)
+            self._kept = number, content
+        return self._kept[1]
+
+    def _fill(self, room: memoryview, place: int, number: int) -> None:
+        assert self._record is not None
+        self._read(room, place)
+        if checksum(room) != self._record.sums[number]:
+            raise DamagedFileError(damage(self._name))
+
+    def _read(self, room: memoryview, place: int) -> None:
+        self._file.seek(self._offset + place)
+        while room:
+            count = self._file.readinto(room)  # type: ignore[attr-defined]
+            if not count:
+                raise ValueError("a file ends before the tensor that it holds")
+            room = room[count:]
+
+
+def damage(path: str | Path) -> str:
+    """Return what to say of a file whose checksum has changed."""
+    return (
+        f"{path} is damaged: it does not hold what was saved, as its checksum shows."
+        " Resume from an earlier checkpoint, and check the disk."
+    )
+
+
+def as_json(records: Mapping[tuple[str, int], Record]) -> bytes:
+    """Return ``records``, by file and offset, as the content of `CHECKSUMS`."""
+    files: dict[str, list[Any]] = {}
+    for (name, offset), record in sorted(records.items()):
+        files.setdefault(name, []).append([offset, record.length, record.head, record.body, record.chunk, record.sums])
+    return json.dumps(files, separators=(",", ":")).encode()
+
+
+def from_json(content: bytes) -> dict[tuple[str, int], Record]:
+    """Return what `as_json` wrote."""
+    return {
+        (name, offset): Record(length, head, body, tuple(sums), chunk)
+        for name, entries in json.loads(content).items()
+        for offset, length, head, body, chunk, sums in entries
+    }

@@ -1,0 +1,220 @@
+"""Flipped bits in every file of a checkpoint, and what verifying reads."""
+
+import io
+import json
+import random
+import shutil
+
+import pytest
+import torch
+
+from lightning_ups.transforms.checkpoint import Saver, consolidated, folder, load_weights, meta, resolve
+from lightning_ups.transforms.checkpoint import checksums as sums
+from lightning_ups.transforms.checkpoint.checksums import DamagedFileError, RecordReader, SummedRecord, checksum
+from lightning_ups.transforms.checkpoint.lanes import Lane
+from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
+
+FLIPS = 240  # over all files of one folder
+
+
+def saved(path, *, threads=2, seed=0):
+    """Save weights, optimizer state, values that are no tensors, and the two files beside them."""
+    torch.manual_seed(seed)
+    weights = {f"layers.{index}.weight": torch.randn(50, 40) for index in range(2)}
+    weights |= {"large": torch.randn(700, 500), "scalar": torch.tensor(3.0), "conj": torch.randn(9, 7).mT}
+    moments = {name: {"exp_avg": torch.randn_like(value), "step": torch.tensor(7.0)} for name, value in weights.items()}
+    group = {"params": [*weights], "lr": 1e-3, "betas": (0.9, 0.95)}
+    state = {"state_dict": weights, "optimizer_0": {"state": moments, "param_groups": [group]}}
+    files = {"meta.pt": meta.dumped({"epoch": seed, "loops": {"batches": [1, 2, 3]}})}
+    files["apart.pt"] = meta.dumped({"hyper_parameters": {"width": 40, "name": "toy"}})
+    Saver(asynchronous=False, threads=threads).save(state, files=files, path=path, facts={"global_step": 7})
+    return path
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def flip(path, bit):
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def flips(path, generator):
+    """Return bits of all files: as many in each small file as in each large one, at its ends and between."""
+    files = sorted(entry for entry in path.iterdir() if entry.stat().st_size)
+    for number in range(FLIPS):
+        file = files[number % len(files)]
+        bits = 8 * file.stat().st_size
+        yield file, {0: 0, 1: bits - 1}.get(number // len(files), generator.randrange(bits))
+
+
+def loaded(path):
+    try:
+        return consolidated(resolve(path))[0], None
+    except (ValueError, FileNotFoundError) as error:
+        return None, str(error)
+
+
+def test_no_flipped_bit_is_loaded(tmp_path):
+    path = saved(tmp_path / "a")
+    before, _ = consolidated(resolve(path))
+    refused, harmless = {}, 0
+    for file, bit in flips(path, random.Random(0)):
+        flip(file, bit)
+        after, error = loaded(path)
+        if error is None:
+            harmless += 1
+            assert same(before, after), f"bit {bit} of {file.name} was loaded"
+        else:
+            refused[file.name] = refused.get(file.name, 0) + 1
+            assert file.name in error, (file.name, bit, error)
+        flip(file, bit)
+    assert same(before, consolidated(resolve(path))[0])
+    assert {*refused} == {entry.name for entry in path.iterdir()}, "a flip in each file was noticed"
+    assert sum(refused.values()) >= 200
+    assert harmless + sum(refused.values()) == FLIPS
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 4096 + 5, sums.CHUNK, sums.CHUNK + 1])
+def test_a_checksum_of_pieces_is_that_of_the_whole(tmp_path, size):
+    data = random.Random(size).randbytes(size)
+    (tmp_path / "file").write_bytes(data)
+    assert checksum(data) == sums.checksum_of_file(tmp_path / "file")
+    assert checksum(data[4096:], checksum(data[:4096])) == checksum(data)
+
+
+def test_rows_that_change_places_change_the_checksum():
+    data = random.Random(0).randbytes(3 * 4096)
+    assert checksum(data) != checksum(data[4096:8192] + data[:4096] + data[8192:])
+
+
+def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
+    data, path = random.Random(0).randbytes(1000), tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(b"other")
+        record = SummedRecord(file, chunk=64)
+        record.write_head(b"head")
+        record.write_body([data[:128], data[128:]])
+        record = record.write_tail(b"tail")
+    flip(path, 8 * (5 + 4 + 300))  # in the chunk from 256 to 320
+    with path.open("rb") as file:
+        for start, length in [(0, 256), (0, 10), (63, 2), (60, 196), (320, 680), (999, 1), (330, 0)]:
+            room = bytearray(length)
+            reader = RecordReader(file, offset=5, record=record, name="file")
+            reader.verify(ends_only=True)
+            reader.read(memoryview(room), 4 + start)
+            assert room == data[start : start + length], "other chunks can be read"
+        for start, length in [(0, 1000), (0, 257), (319, 2), (256, 64), (280, 1)]:
+            with pytest.raises(DamagedFileError, match="file is damaged"):
+                RecordReader(file, offset=5, record=record, name="file").read(memoryview(bytearray(length)), 4 + start)
+        with pytest.raises(DamagedFileError):
+            RecordReader(file, offset=5, record=record, name="file").verify()
+
+
+@pytest.mark.parametrize("place", [3, -3])
+def test_what_describes_a_tensor_is_verified_before_it_is_read(tmp_path, place):
+    path = saved(tmp_path / "a", threads=1)
+    [file] = path.glob("*.distcp")
+    entries = FolderReader(path).read_metadata().storage_data
+    large = next(entry for index, entry in entries.items() if index.fqn == "state_dict.large")
+    flip(file, 8 * (large.offset + (place if place > 0 else large.length + place)))
+    with pytest.raises(DamagedFileError, match=file.name):
+        read_into({"state_dict.large": torch.zeros(700, 500)}, FolderReader(path))
+    read_into({"state_dict.scalar": torch.zeros(())}, FolderReader(path)), "others can be read"
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path):
+    one, other = saved(tmp_path / "one"), saved(tmp_path / "other", seed=1)
+    for name in ("__0_0.distcp", "meta.pt", "checksums.json"):
+        shutil.copyfile(one / name, tmp_path / "kept")
+        if (one / name).stat().st_size == (other / name).stat().st_size:
+            shutil.copyfile(other / name, one / name)
+        else:
+            (one / name).write_bytes((other / name).read_bytes()[: (one / name).stat().st_size])
+        with pytest.raises((ValueError, FileNotFoundError), match=name):
+            consolidated(resolve(one))
+        shutil.copyfile(tmp_path / "kept", one / name)
+    consolidated(resolve(one))
+
+
+def test_one_without_checksums_is_loaded(tmp_path):
+    """As checkpoints were written before there were checksums."""
+    path = saved(tmp_path / "a")
+    assert folder.has_checksums(path)
+    before, _ = consolidated(path)
+    (path / sums.CHECKSUMS).unlink()
+    marker = json.loads((path / folder.MARKER).read_text())
+    del marker["checksum"], marker["checksums"], marker["files"][sums.CHECKSUMS]
+    (path / folder.MARKER).write_text(json.dumps(marker))
+    assert not folder.has_checksums(path)
+    assert same(before, consolidated(resolve(path))[0])
+
+
+def test_every_rank_hears_of_damage_that_one_has_read(ranks, tmp_path):
+    assert "__1_0.distcp is damaged" in ranks(damaged_for_one, tmp_path)
+
+
+def damaged_for_one(path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"state_dict": {"weight": distribute_tensor(torch.arange(400_000.0).reshape(1000, 400), mesh, [Shard(0)])}}
+    saver = Saver(asynchronous=False, threads=1)
+    saver.save(state, files={"meta.pt": meta.dumped({})}, path=path / "a")
+    if mesh.get_rank() == 0:
+        flip(path / "a" / "__1_0.distcp", 5_000_000)
+    torch.distributed.barrier()
+    module = torch.nn.Linear(400, 1000, bias=False)
+    module.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(1000, 400), mesh, [Shard(0)]))
+    with pytest.raises(DamagedFileError) as error:
+        load_weights(module, path / "a", group=saver.group)
+    saver.close()
+    return str(error.value)
+
+
+def test_what_is_written_by_buffers_has_the_same_checksums(tmp_path, monkeypatch):
+    straight = saved(tmp_path / "a")
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    buffered = saved(tmp_path / "b")
+    assert (straight / sums.CHECKSUMS).read_bytes() == (buffered / sums.CHECKSUMS).read_bytes()
+    assert same(consolidated(straight)[0], consolidated(buffered)[0])
+
+
+def test_a_whole_checkpoint_is_checked(tmp_path):
+    path = saved(tmp_path / "a")
+    assert folder.damaged(path) == []
+    for name in sorted(entry.name for entry in path.iterdir() if entry.name != folder.MARKER):
+        middle = 8 * ((path / name).stat().st_size // 2)
+        flip(path / name, middle)
+        assert folder.damaged(path) == [name]
+        flip(path / name, middle)
+    assert folder.damaged(path) == []
+
+
+def test_one_file_is_checked(tmp_path):
+    folder.write_file(tmp_path / "one.ckpt", {"state_dict": {"w": torch.randn(100, 100)}})
+    assert folder.damaged(tmp_path / "one.ckpt") == []
+    flip(tmp_path / "one.ckpt", 8 * 20_000)
+    assert folder.damaged(tmp_path / "one.ckpt") == ["one.ckpt"]
+
+
+def test_the_form_of_the_file_of_checksums():
+    stream = io.BytesIO()
+    record = SummedRecord(stream)
+    record.write_head(b"head")
+    record.write_body([b"body"])
+    record = record.write_tail(b"")
+    assert stream.getvalue() == b"headbody"
+    assert [*record.spans()] == [(0, 4), (4, 8), (8, 8)]
+    assert sums.from_json(sums.as_json({("file", 3): record})) == {("file", 3): record}
