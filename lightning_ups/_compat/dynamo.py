@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import FunctionType, MethodType
@@ -47,6 +47,7 @@ __all__ = [
     "configuration",
     "ddp_splitting_off",
     "guard_kind",
+    "guarding_each_parameter",
     "has_new_artifacts",
     "is_compiler_error",
     "is_fake",
@@ -374,6 +375,32 @@ def ddp_splitting_off() -> Iterator[None]:
     """Keep Dynamo from splitting graphs at the borders of DDP's buckets while the context is open."""
     with dynamo.config.patch(optimize_ddp=False):
         yield
+
+
+@contextmanager
+def guarding_each_parameter() -> Iterator[None]:
+    """Let graphs that are made in the context check each parameter at every call, `requires_grad` included.
+
+    Torch 2.11 skips these checks while the dict that holds a parameter is unchanged. A graph that was made while a
+    parameter was frozen is then also used after the parameter was unfrozen, and gives it no gradient.
+    """
+    if not _GUARDING:
+        _GUARD_SETTINGS.enter_context(
+            dynamo.config.patch(
+                skip_tensor_guards_with_matching_dict_tags=False, use_recursive_dict_tags_for_guards=False
+            )
+        )
+    _GUARDING.append(None)
+    try:
+        yield
+    finally:  # of two runs the first may end first
+        _GUARDING.pop()
+        if not _GUARDING:
+            _GUARD_SETTINGS.close()
+
+
+_GUARDING: list[None] = []  # an entry for each context that is open
+_GUARD_SETTINGS = ExitStack()
 
 
 @contextmanager
