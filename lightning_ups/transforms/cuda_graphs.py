@@ -228,4 +228,5 @@ _PARAMETERS, _MODULES, _VALUES = attrgetter("_parameters"), attrgetter("_modules
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.stride() == other.stride() and one.dtype is other.dtype
+    same_type = one.dtype is other.dtype and one.device == other.device
+    return same_type and one.shape == other.shape and one.stride() == other.stride()

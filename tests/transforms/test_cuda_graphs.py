@@ -83,6 +83,18 @@ def test_what_becomes_of_a_module_later_is_heeded(change):
     run()
 
 
+@pytest.mark.gpu
+def test_gradients_may_have_moved_with_their_module():
+    module = nn.Linear(3, 2).cuda()
+    own = OwnGradients(module)
+    for device in ("cuda", "cuda", "cpu"):
+        module.zero_grad()
+        module(torch.ones(4, 3, device="cuda")).sum().backward()
+        module.to(device)
+        own.take()
+    assert all((p.grad == 4).all() and p.grad.device.type == "cpu" for p in module.parameters())
+
+
 def test_modules_are_walked_through_once(monkeypatch):
     module, walks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
     own, walk = OwnGradients(module), nn.Module.named_modules
