@@ -20,21 +20,25 @@ class DtypePolicy:
         reduce: The type in which gradients are summed over devices.
         output: The type of what a root returns, and so of a loss that is computed outside of it.
         in_float32: Patterns of submodules that compute in float32 all the same.
+        autocast: Each operator chooses its dtype, as under ``torch.autocast``: matrix products and convolutions use
+            ``param``, everything else keeps the dtype of its inputs. If False, whole modules compute in ``param``.
     """
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     in_float32: tuple[str, ...] = ()
+    autocast: bool = False
 
     @classmethod
-    def bf16_mixed(cls, *, in_float32: Sequence[str] = ()) -> "DtypePolicy":
-        """Return what Lightning calls ``"bf16-mixed"``, but for what is to compute ``in_float32``."""
+    def bf16_mixed(cls, *, in_float32: Sequence[str] = (), autocast: bool = False) -> "DtypePolicy":
+        """Return the policy of Lightning's ``"bf16-mixed"``, except for submodules that compute ``in_float32``."""
         return cls(
             param=torch.bfloat16,
             reduce=torch.float32,
             output=torch.float32,  # autocast runs losses in float32, whatever enters them
             in_float32=as_patterns(in_float32),
+            autocast=autocast,
         )
 
 

@@ -203,7 +203,7 @@ REFUSALS = (
         what=lambda run: f"{type(run.precision).__name__}({_uncompilable(run)}) is given with Compile.",
         why="Transformer Engine cannot do it in code that is compiled.",
         cure="Use recipe='current', without fp8_attention, or leave Compile out.",
-        holds=lambda run: run.training and _uncompilable(run) is not None and _compiles(run),
+        holds=lambda run: run.training and _uncompilable(run) is not None and run.compiles,
     ),
     Refusal(
         what=lambda run: f"{type(run.precision).__name__} is given with {_in_one_graph(run)}.",
@@ -218,7 +218,7 @@ REFUSALS = (
         holds=lambda run: (
             run.training
             and getattr(run.precision, "recomputes", False)
-            and _compiles(run)
+            and run.compiles
             and any(step.stage is Stage.RECOMPUTE for step in run.declarations)
         ),
     ),
@@ -476,11 +476,6 @@ def _in_one_graph(run: Run) -> str | None:
         return run.strategy.name
     compilers = (getattr(step, "compiler", None) for step in run.declarations)
     return "Compile(fullgraph=True)" if any(getattr(c, "fullgraph", False) for c in compilers) else None
-
-
-def _compiles(run: Run) -> bool:
-    by_callback = any(step.stage is Stage.COMPILE for step in run.declarations)
-    return run.compiled_by_user or run.strategy.whole_graph or by_callback
 
 
 def _graphed(run: Run) -> list[str]:

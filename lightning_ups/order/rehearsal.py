@@ -319,7 +319,7 @@ def _cast(module: LightningModule, run: Run, stack: ExitStack) -> None:
     kept = [*kept_in_float32(module, policy.in_float32).values()]
     for parameter in (p for part in kept for p in part.parameters()):
         parameter.data = parameter.data.float() if parameter.dtype is policy.param else parameter.data
-    stack.enter_context(computing_in_float32(kept, outputs=policy.param))
+    stack.enter_context(computing_in_float32(kept, outputs=None if policy.autocast else policy.param))
     outermost = [root for _, root in roots(module)]
     stack.enter_context(cast_around(outermost, inputs=policy.param, outputs=policy.output, given_as_is=within(kept)))
 
@@ -379,7 +379,7 @@ def _autocast(run: Run) -> Any:
         return nullcontext() if run.strategy.shards else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
     if isinstance(precision, PolicyPrecision):
         lowered = precision.policy.param is not None and precision.weights == "autocast" and not run.strategy.shards
-        return torch.autocast("cpu", dtype=precision.policy.param) if lowered else nullcontext()
+        return torch.autocast("cpu", dtype=precision.policy.param, cache_enabled=False) if lowered else nullcontext()
     if isinstance(precision, (HalfPrecision, DoublePrecision)):
         return precision.forward_context()
     return nullcontext()
@@ -412,7 +412,9 @@ def _optimizers(
         found = [MasteredOptimizer(optimizer, masters, accumulate=microbatches > 1) for optimizer in found]
     for optimizer in found:
         stepped = optimizer.inner if isinstance(optimizer, MasteredOptimizer) else optimizer
-        if isinstance(run.precision, PolicyPrecision) and suits_one_kernel(stepped):
+        precision = run.precision
+        in_one_kernel = isinstance(precision, PolicyPrecision) and precision.may_step_in_one_kernel(run)
+        if in_one_kernel and suits_one_kernel(stepped):
             vars(optimizer)["step"] = _counting_nothing(optimizer.step, ledger)
         else:
             step_as_on_cuda(optimizer)

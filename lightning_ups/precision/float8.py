@@ -71,7 +71,8 @@ class Float8Precision(PolicyPrecision):
             coarser; ``"tensorwise"`` alone knows both.
         all_gather: Under a sharding strategy, gather weights in float8. None: where the recipe allows it.
         emulate: Compute in high precision what float8 would, on any device, for tests.
-        weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
+        weights: How everything else computes without sharding, as for `BF16Precision`: ``"autocast"``, or pure
+            bfloat16 over float32 ``"masters"``, which takes less memory.
         in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; linear layers
             in them stay as they are.
 
@@ -98,7 +99,7 @@ class Float8Precision(PolicyPrecision):
         number_format: Format = "e4m3",
         all_gather: bool | None = None,
         emulate: bool = False,
-        weights: Weights = "masters",
+        weights: Weights = "autocast",
         in_float32: Sequence[str] = (),
     ) -> None:
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)

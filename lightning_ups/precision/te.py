@@ -83,7 +83,8 @@ class TEPrecision(PolicyPrecision):
         table: For ``"auto"``: a file of times, as ``python -m lightning_ups advise`` writes it. None: the user's cache.
         evaluate: Also evaluate in float8, whose products need batches whose rows are multiples of 8.
         fp8_attention: Also compute causal attention in float8; on Hopper with ``"delayed"`` and heads of 128 alone.
-        weights: Without sharding, whether the module holds bfloat16 ``"masters"``' copies or ``"autocast"`` casts.
+        weights: How everything else computes without sharding, as for `BF16Precision`: ``"autocast"``, or pure
+            bfloat16 over float32 ``"masters"``, which takes less memory.
         in_float32: Patterns of submodules that compute in float32 all the same, as for `BF16Precision`; what is in
             them stays torch's.
 
@@ -116,7 +117,7 @@ class TEPrecision(PolicyPrecision):
         table: str | Path | None = None,
         evaluate: bool = False,
         fp8_attention: bool = False,
-        weights: Weights = "masters",
+        weights: Weights = "autocast",
         in_float32: Sequence[str] = (),
     ) -> None:
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)

@@ -38,8 +38,8 @@ def within(kept: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 @contextmanager
-def computing_in_float32(modules: Iterable[nn.Module], *, outputs: torch.dtype) -> Iterator[None]:
-    """Let ``modules`` be given float32, and give what they return in ``outputs``, while the context is open.
+def computing_in_float32(modules: Iterable[nn.Module], *, outputs: torch.dtype | None) -> Iterator[None]:
+    """Cast the inputs of ``modules`` to float32, and their outputs to ``outputs`` if given, inside the context.
 
     Half-precision tensors among the arguments are cast, in any nesting; other types, complex ones among them, are as
     they are. Autocast is off inside. The parameters are the caller's affair.
@@ -51,11 +51,13 @@ def computing_in_float32(modules: Iterable[nn.Module], *, outputs: torch.dtype) 
 
 
 @lru_cache(maxsize=256)  # equal modules get the same function, and with it share a compilation
-def _in_float32(inner: Forward, *, outputs: torch.dtype) -> Forward:
+def _in_float32(inner: Forward, *, outputs: torch.dtype | None) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = changed_tensors((args, kwargs), _raised)
         with torch.autocast("cpu", enabled=False), _no_autocast_on_gpus():
             result = inner(self, *args, **kwargs)
+        if outputs is None:
+            return result
         return changed_tensors(result, lambda t: t.to(outputs) if t.dtype is torch.float32 else t)
 
     return forward

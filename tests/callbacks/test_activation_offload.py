@@ -30,7 +30,7 @@ class Reports(Declaration):
 
 def losses(tmp_path, callbacks=(), *, masters=False, **options):
     module = Dropping()
-    plugins = [BF16Precision()] if masters else []
+    plugins = [BF16Precision(weights="masters")] if masters else []
     trainer(tmp_path, callbacks=callbacks, plugins=plugins, epochs=3, **options).fit(module, loader())
     return torch.stack(module.losses), [p.detach() for p in module.parameters()]
 
@@ -109,7 +109,7 @@ def on_ranks(tmp_path, strategy, callbacks):
     module, reports = Net(), Reports()
     chosen = FSDP2Strategy() if strategy == "fsdp2" else strategy
     trainer(
-        tmp_path, callbacks=[*callbacks, reports], strategy=chosen, devices=2, plugins=[BF16Precision()], epochs=3
+        tmp_path, callbacks=[*callbacks, reports], strategy=chosen, devices=2, plugins=[BF16Precision(weights="masters")], epochs=3
     ).fit(module, loader(4))
     part = reports.parts.get("ActivationOffload", {})
     return torch.stack(module.losses).tolist(), part.get("moved_bytes")

@@ -47,7 +47,7 @@ def fit(*callbacks, module=None, folder, expect=torch.OutOfMemoryError, seq_len=
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **{"plugins": [BF16Precision()], "devices": 1, "limit_val_batches": 0, **options},
+        **{"plugins": [BF16Precision(weights="masters")], "devices": 1, "limit_val_batches": 0, **options},
     )
     data = RandomTokens(vocab_size=256, seq_len=seq_len, batch_size=4)
     if expect is None:
@@ -256,7 +256,7 @@ def _sharded(folder, sharding):
         MemoryForensics(),
         module=Failing(),
         folder=folder,
-        plugins=[BF16Precision()],
+        plugins=[BF16Precision(weights="masters")],
         devices=2,
         strategy=FSDP2Strategy(sharding=sharding),
     )

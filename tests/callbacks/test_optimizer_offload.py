@@ -32,7 +32,7 @@ class Scheduled(Net):
 
 def fit(tmp_path, callbacks=(), *, masters=False, kind=Scheduled, size=8, path=None, **options):
     module = kind()
-    plugins = [BF16Precision()] if masters else []
+    plugins = [BF16Precision(weights="masters")] if masters else []
     t = trainer(tmp_path, callbacks=callbacks, plugins=plugins, **options)
     t.fit(module, loader(size), ckpt_path=path)
     return t, module
@@ -138,7 +138,7 @@ def test_it_is_undone_and_a_second_fit_works(tmp_path):
 
 def test_it_is_undone_after_an_exception(tmp_path):
     module = Net(fail=True)
-    t = trainer(tmp_path, callbacks=[OptimizerOffload()], plugins=[BF16Precision()])
+    t = trainer(tmp_path, callbacks=[OptimizerOffload()], plugins=[BF16Precision(weights="masters")])
     with pytest.raises(RuntimeError, match="stop here"):
         t.fit(module, loader())
     assert not any(isinstance(o, (OffloadedOptimizer, MasteredOptimizer)) for o in t.optimizers)
@@ -269,7 +269,7 @@ def on_ranks(tmp_path, strategy, masters, options, callbacks, path=None, save=No
         callbacks=[*callbacks, *saver],
         strategy=chosen,
         devices=2,
-        plugins=[BF16Precision()] if masters else [],
+        plugins=[BF16Precision(weights="masters")] if masters else [],
         epochs=epochs,
         use_distributed_sampler=True,
         **options,

@@ -171,10 +171,10 @@ class LooksToo(Callback):
 
 BESIDE = {
     "alone": dict,
-    "masters": lambda: {"plugins": [BF16Precision()]},
+    "masters": lambda: {"plugins": [BF16Precision(weights="masters")]},
     "autocast": lambda: {"plugins": [BF16Precision(weights="autocast")]},
     "offload": lambda: {"callbacks": [OptimizerOffload(update="host")]},
-    "offload of masters": lambda: {"callbacks": [OptimizerOffload(update="host")], "plugins": [BF16Precision()]},
+    "offload of masters": lambda: {"callbacks": [OptimizerOffload(update="host")], "plugins": [BF16Precision(weights="masters")]},
     "accumulation": lambda: {"accumulate_grad_batches": 2},
 }
 
@@ -316,8 +316,8 @@ def test_an_accumulation_is_skipped_whole(tmp_path):
 @pytest.mark.parametrize("kind", ["fused", "plain"])
 def test_master_weights_are_guarded(tmp_path, kind):
     guarded, without = (Bad(bad, optimizer=OPTIMIZERS[kind]) for bad in ([5], []))
-    fit(tmp_path, guarded, guard := StepGuard(), plugins=[BF16Precision()], gradient_clip_val=0.5)
-    fit(tmp_path, without, data=batches(without=[5]), plugins=[BF16Precision()], gradient_clip_val=0.5)
+    fit(tmp_path, guarded, guard := StepGuard(), plugins=[BF16Precision(weights="masters")], gradient_clip_val=0.5)
+    fit(tmp_path, without, data=batches(without=[5]), plugins=[BF16Precision(weights="masters")], gradient_clip_val=0.5)
     assert same(guarded, without)
     assert len(guard.events) == 1
 
@@ -353,8 +353,8 @@ MADE_BEFOREHAND = {  # have their state before the first step, and so nothing is
 @pytest.mark.parametrize("kind", MADE_BEFOREHAND)
 def test_master_weights_may_begin_with_a_bad_step(tmp_path, kind):
     guarded, without = (Bad(bad, optimizer=MADE_BEFOREHAND[kind]) for bad in ([0], []))
-    fit(tmp_path, guarded, guard := StepGuard(), plugins=[BF16Precision()])
-    fit(tmp_path, without, data=batches(without=[0]), plugins=[BF16Precision()])
+    fit(tmp_path, guarded, guard := StepGuard(), plugins=[BF16Precision(weights="masters")])
+    fit(tmp_path, without, data=batches(without=[0]), plugins=[BF16Precision(weights="masters")])
     assert same(guarded, without)
     assert [event.step for event in guard.events] == [0]
 
@@ -410,8 +410,8 @@ def test_a_spike_goes_back_too(tmp_path):
 def test_masters_go_back(tmp_path):
     guarded, without = Bad([10]), Bad()
     guard = StepGuard(on_nonfinite="rollback")
-    fit(tmp_path, guarded, guard, callbacks=[saving(tmp_path)], plugins=[BF16Precision()])
-    fit(tmp_path, without, data=batches(without=[8, 9, 10]), plugins=[BF16Precision()])
+    fit(tmp_path, guarded, guard, callbacks=[saving(tmp_path)], plugins=[BF16Precision(weights="masters")])
+    fit(tmp_path, without, data=batches(without=[8, 9, 10]), plugins=[BF16Precision(weights="masters")])
     assert same(guarded, without)
 
 
@@ -482,7 +482,7 @@ class Finetuned(Bad):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("plugins", [list, lambda: [BF16Precision()]], ids=["float32", "masters"])
+@pytest.mark.parametrize("plugins", [list, lambda: [BF16Precision(weights="masters")]], ids=["float32", "masters"])
 def test_checkpoints_from_before_parameters_were_unfrozen_are_passed_over(tmp_path, plugins):
     guard = StepGuard(on_nonfinite="rollback")
     options = {"callbacks": [UnfreezesLate(), saving(tmp_path, every=5)], "plugins": plugins(), "max_epochs": 2}

@@ -75,7 +75,7 @@ def fit(tmp_path, kind, *, epochs, strategy="auto", devices=1, path=None, save=N
         t = trainer(
             tmp_path,
             callbacks=[*([Save(save)] if save else []), *([OptimizerOffload(chunk_mb=0.1)] if offload else [])],
-            plugins=[BF16Precision()] if masters else [],
+            plugins=[BF16Precision(weights="masters")] if masters else [],
             strategy=FSDP2Strategy(**strategy) if isinstance(strategy, dict) else strategy,
             devices=devices,
             epochs=epochs,
@@ -178,7 +178,7 @@ def test_rounding_into_weights_that_need_none_is_refused(tmp_path):
     check_rounding([made("AdamW8bit", Wide("AdamW8bit").bfloat16().parameters(), bf16_stochastic_round=True)])
     module = Wide("AdamW8bit", {"bf16_stochastic_round": True}.items())
     with pytest.raises(ValueError, match="has bf16_stochastic_round=True and steps no bfloat16 weight"):
-        trainer(tmp_path, plugins=[BF16Precision()]).fit(module, batches())
+        trainer(tmp_path, plugins=[BF16Precision(weights="masters")]).fit(module, batches())
 
 
 def refused_shards():

@@ -5,6 +5,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
+from lightning_ups.callbacks import Compile
 from lightning_ups.optim import adamw_step
 from lightning_ups.precision import BF16Precision
 from tests.strategies.cases import Case, losses_of, weights_of
@@ -60,11 +61,12 @@ def assert_equal(result, expected):
     assert result["steps"] >= STEPS * 2, "a step for each group"
 
 
-@pytest.mark.parametrize("weights", ["autocast", "masters"])
-def test_on_one_device_the_step_is_that_of_the_optimizer(tmp_path, weights):
+@pytest.mark.parametrize(("weights", "callbacks"), [("autocast", [Compile(backend="eager")]), ("masters", [])])
+def test_on_one_device_the_step_is_that_of_the_optimizer(tmp_path, weights, callbacks):
     results = []
     for one_kernel in (False, True):
-        run, result = fit(tmp_path, one_kernel=one_kernel, plugins=[BF16Precision(weights=weights)])
+        plugins = [BF16Precision(weights=weights)]
+        run, result = fit(tmp_path, one_kernel=one_kernel, plugins=plugins, callbacks=callbacks)
         results.append(result)
     expected, result = results
     # bfloat16 weights part where masters differ in the last bit and round to other neighbours.
@@ -73,6 +75,14 @@ def test_on_one_device_the_step_is_that_of_the_optimizer(tmp_path, weights):
     assert result["steps"] >= STEPS * 2, "a step for each group"
     assert result["calls"] == expected["calls"] == STEPS
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == STEPS
+
+
+def test_without_a_compiler_autocast_leaves_the_step_to_torch(tmp_path):
+    _, expected = fit(tmp_path, one_kernel=False, precision="bf16-mixed")
+    _, result = fit(tmp_path, one_kernel=True, plugins=[BF16Precision()])
+    assert result["steps"] == 0
+    assert result["losses"] == expected["losses"]
+    assert all(torch.equal(result["weights"][name], weight) for name, weight in expected["weights"].items())
 
 
 def on_ranks(tmp_path, one_kernel):
@@ -86,7 +96,7 @@ def test_under_fsdp2_each_rank_steps_its_shards(ranks, tmp_path):
 
 
 def test_a_checkpoint_goes_on_with_the_other_step(tmp_path):
-    plugins = {"plugins": [BF16Precision(weights="autocast")]}
+    plugins = {"plugins": [BF16Precision()], "callbacks": [Compile(backend="eager")]}
     _, whole = fit(tmp_path, one_kernel=False, **plugins)
     for first, second in ((True, False), (False, True)):
         run, _ = fit(tmp_path, one_kernel=first, epochs=2, **plugins)
@@ -105,5 +115,6 @@ def test_a_closure_without_gradients_leaves_everything(tmp_path):
         patch.setattr(adamw_step, "_is_ours", lambda weight: True)
         model = Idle()
         before = weights_of(model)
-        trainer(tmp_path, epochs=1, plugins=[BF16Precision(weights="autocast")]).fit(model, loader())
+        options = {"plugins": [BF16Precision()], "callbacks": [Compile(backend="eager")]}
+        trainer(tmp_path, epochs=1, **options).fit(model, loader())
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())

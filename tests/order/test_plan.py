@@ -37,7 +37,7 @@ def planner(
     run = Run(
         module=module,
         strategy=Placement.of(strategy),
-        precision=precision or BF16Precision(),
+        precision=precision or BF16Precision(weights="masters"),
         callbacks=callbacks,
         accelerator="cuda",
         num_devices=devices,
@@ -385,7 +385,7 @@ def sizes_of(module):
 
 @pytest.mark.parametrize("callbacks", [pytest.param((), marks=pytest.mark.slow), (Compile(),)])
 def test_one_graph_keeps_what_a_model_that_is_compiled_whole_keeps(callbacks):
-    one = planner(Compile(scope="model"), precision=BF16Precision(), module=gpt(3))
+    one = planner(Compile(scope="model"), precision=BF16Precision(weights="masters"), module=gpt(3))
     plan = planner(*callbacks, strategy=SimpleFSDPStrategy, devices=4, module=gpt(3))
     found, alone = plan.moment(plan.declared), one.moment(one.declared)
     assert (found.phase, found.place) == (alone.phase, alone.place) == ("backward", "")

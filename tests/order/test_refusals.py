@@ -120,11 +120,11 @@ REFUSED = {
         "Two callbacks of one class are given: TokenThroughput. .*Keep one of them",
     ),
     "averages of masters": (
-        run(callbacks=(EMAWeightAveraging(),), precision=BF16Precision()),
+        run(callbacks=(EMAWeightAveraging(),), precision=BF16Precision(weights="masters")),
         r"EMAWeightAveraging is given with BF16Precision\(weights='masters'\). .*Use weights='autocast'",
     ),
     "masters put back": (
-        run(callbacks=(ModelPruning("l1_unstructured"),), precision=BF16Precision()),
+        run(callbacks=(ModelPruning("l1_unstructured"),), precision=BF16Precision(weights="masters")),
         r"ModelPruning is given with BF16Precision\(weights='masters'\). .*use_lottery_ticket_hypothesis=False",
     ),
     "pruned shards": (

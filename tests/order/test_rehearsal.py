@@ -64,7 +64,7 @@ def test_precisions_hold_what_they_hold():
         name: rehearse_run(run(precision=precision), BATCH).fixed
         for name, precision in {
             "32": Precision(),
-            "masters": BF16Precision(),
+            "masters": BF16Precision(weights="masters"),
             "autocast": BF16Precision(weights="autocast"),
             "true": HalfPrecision("bf16-true"),
         }.items()
@@ -83,7 +83,7 @@ def test_precisions_hold_what_they_hold():
 def test_autocast_keeps_casts_of_the_weights():
     stock, ours = (
         rehearse_run(run(precision=precision), BATCH).saved.of("activations")
-        for precision in (MixedPrecision("bf16-mixed", "cpu"), BF16Precision())
+        for precision in (MixedPrecision("bf16-mixed", "cpu"), BF16Precision(weights="masters"))
     )
     products = sum(p.numel() for p in run().module.parameters() if p.dim() == 2) - 256 * 128  # without the embedding
     assert stock - ours >= 2 * products
@@ -121,7 +121,7 @@ def offloading(*others, **options):
 
 
 def long(*callbacks):
-    return rehearse_run(run(gpt(4), *callbacks, precision=BF16Precision()), LONG)
+    return rehearse_run(run(gpt(4), *callbacks, precision=BF16Precision(weights="masters")), LONG)
 
 
 def test_declared_offloading_leaves_the_last_block():
@@ -184,7 +184,7 @@ def test_in_one_graph_nothing_moves():
 
 
 def test_offloading_that_is_asked_instead():
-    asked = run(gpt(4), precision=BF16Precision())
+    asked = run(gpt(4), precision=BF16Precision(weights="masters"))
     declared = long(ActivationOffload())
     wanted = rehearse_run(asked, LONG, change=Change(offloading=True))
     assert wanted == declared
@@ -192,7 +192,7 @@ def test_offloading_that_is_asked_instead():
 
 
 def test_under_sharding_parameters_are_of_the_type_of_computation_and_nothing_steps():
-    step = rehearse_run(run(precision=BF16Precision(), strategy=FSDP2Strategy, devices=4), BATCH)
+    step = rehearse_run(run(precision=BF16Precision(weights="masters"), strategy=FSDP2Strategy, devices=4), BATCH)
     assert step.fixed.of("parameters") == pytest.approx(2 * sum(step.elements.values()), rel=0.02)
     assert step.fixed.of("optimizer state") == step.fixed.of("master weights") == 0
 
@@ -213,13 +213,13 @@ def test_low_bit_state_that_is_declared(kind, needs):
     step = rehearse_run(run(), BATCH, optimizers=make)
     elements = sum(step.elements.values())
     assert needs * elements < step.fixed.of("optimizer state") < 1.1 * needs * elements
-    masters = rehearse_run(run(precision=BF16Precision()), BATCH, optimizers=make)
+    masters = rehearse_run(run(precision=BF16Precision(weights="masters")), BATCH, optimizers=make)
     assert masters.fixed.of("optimizer state") == step.fixed.of("optimizer state")
     assert optimizer_share(run(), optimizers=make).state == pytest.approx(needs, rel=0.1)
 
 
 def test_accumulated_batches_have_wide_gradients():
-    asked = run(precision=BF16Precision())
+    asked = run(precision=BF16Precision(weights="masters"))
     one, two = (rehearse_run(asked, BATCH, microbatches=n).peaks["backward"].of("gradients") for n in (1, 2))
     assert two > 1.5 * one  # float32 sums, in the masters, from the first batch to the last
 
@@ -249,7 +249,7 @@ class ByItself(GPTModule):
         self.lr_schedulers().step()
 
 
-@pytest.mark.parametrize("precision", [None, BF16Precision()])
+@pytest.mark.parametrize("precision", [None, BF16Precision(weights="masters")])
 @pytest.mark.parametrize("callback", [ActivationCheckpoint(save="nothing"), Compile()])
 def test_manual_optimization_takes_what_automatic_does(precision, callback):
     asked = run(None, callback, precision=precision)
@@ -259,17 +259,6 @@ def test_manual_optimization_takes_what_automatic_does(precision, callback):
     for phase in ("backward", "optimizer"):
         assert own.peaks[phase].total == pytest.approx(lightnings.peaks[phase].total, rel=0.001), phase
     assert own.saved.of("activations") == pytest.approx(lightnings.saved.of("activations"), rel=0.001)
-
-
-def test_autocast_keeps_casts_to_the_end_of_a_step_that_optimizes_by_itself():
-    precision = BF16Precision(weights="autocast")
-    lightnings, own = (
-        rehearse_run(run(module, ActivationCheckpoint(save="nothing"), precision=precision), BATCH)
-        for module in (None, gpt(2, ByItself))
-    )
-    products = sum(p.numel() for p in run().module.parameters() if p.dim() == 2) - 256 * 128  # without the embedding
-    more = own.peaks["optimizer"].of("activations") - lightnings.peaks["optimizer"].of("activations")
-    assert more == pytest.approx(2 * products, rel=0.05)
 
 
 class Halves(ByItself):
@@ -439,8 +428,8 @@ def test_batches_of_numbers_are_cast_as_the_run_casts_them():
     for name, options in {
         "32": {},
         "half": {"precision": HalfPrecision("bf16-true")},
-        "masters": {"precision": BF16Precision()},
-        "sharded": {"precision": BF16Precision(), "strategy": FSDP2Strategy, "devices": 2},
+        "masters": {"precision": BF16Precision(weights="masters")},
+        "sharded": {"precision": BF16Precision(weights="masters"), "strategy": FSDP2Strategy, "devices": 2},
         "sharded, stock": {"precision": MixedPrecision("bf16-mixed", "cuda"), "strategy": FSDP2Strategy, "devices": 2},
     }.items():
         step = rehearse_run(run(Wide(), **options), torch.empty(1024, 512))
@@ -463,7 +452,7 @@ class Spectral(nn.Module):
 
 
 def test_what_computes_in_float32_does_so_under_sharding_too():
-    asked = run(Wide(), precision=BF16Precision(in_float32=["net.1"]))
+    asked = run(Wide(), precision=BF16Precision(weights="masters", in_float32=["net.1"]))
     asked.module.net = nn.Sequential(nn.Linear(64, 64), Spectral(), nn.Linear(64, 64))
     sharded = replace(asked, strategy=Placement.of(FSDP2Strategy), num_devices=2)
     saved = [rehearse_run(each, torch.empty(256, 64)).saved.of("activations") for each in (asked, sharded)]
@@ -471,12 +460,14 @@ def test_what_computes_in_float32_does_so_under_sharding_too():
 
 
 @pytest.mark.parametrize(
-    ("weights", "options"), [("masters", {}), ("masters", {"fused": True}), ("autocast", {})], ids=str
+    ("weights", "options", "compiles"),
+    [("masters", {}, False), ("masters", {"fused": True}, False), ("autocast", {}, True)],
+    ids=str,
 )
-def test_a_step_that_is_one_kernel_takes_nothing(weights, options):
+def test_a_step_that_is_one_kernel_takes_nothing(weights, options, compiles):
     def taken(**others):
         step = rehearse_run(
-            run(precision=BF16Precision(weights=weights)),
+            run(None, *([Compile()] if compiles else []), precision=BF16Precision(weights=weights)),
             BATCH,
             optimizers=lambda module: torch.optim.AdamW(module.parameters(), **options, **others),
         )

@@ -62,7 +62,7 @@ def test_what_is_unfrozen_under_ddp_is_trained_by_the_gradients_of_all_ranks(ran
 
 def unfrozen(drawn, path):
     """Train; return the weights, if all ranks have the same."""
-    weights = fit(drawn, path, BF16Precision()).weights
+    weights = fit(drawn, path, BF16Precision(weights="masters")).weights
     if drawn["ranks"] > 1:
         for value in weights.values():
             lowest, highest = value.clone(), value.clone()
