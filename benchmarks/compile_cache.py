@@ -61,7 +61,11 @@ def _fit(precision: str, file: Path | None) -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     size, seq, batch = ("tiny", 32, 2) if TINY else ("1B", 4096, 4)
-    chosen = BF16Precision() if precision == "bf16" else Float8Precision(recipe=precision)  # type: ignore[arg-type]
+    chosen = (
+        BF16Precision(weights="masters")
+        if precision == "bf16"
+        else Float8Precision(recipe=precision, weights="masters")
+    )  # type: ignore[arg-type]
     facts: dict[str, Any] = {}
 
     class Watch(Callback):

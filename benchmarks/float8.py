@@ -256,19 +256,19 @@ def precision(name: str, *, tiny: bool) -> Any:
     from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 
     if name == "bf16":
-        return BF16Precision()
+        return BF16Precision(weights="masters")
     if name == "autocast":
         return BF16Precision(weights="autocast")
     if name.startswith("te "):
         recipe, *own = name.removeprefix("te ").split()
         more: dict[str, Any] = {"amax_history": 16} if recipe == "delayed" else {}
-        return TEPrecision(recipe=recipe, number_format=(*own, None)[0], **more)  # type: ignore[arg-type]
+        return TEPrecision(recipe=recipe, number_format=(*own, None)[0], weights="masters", **more)  # type: ignore[arg-type]
     if name == "auto":
-        chosen = Float8Precision(filter="auto", emulate=tiny)
+        chosen = Float8Precision(filter="auto", weights="masters", emulate=tiny)
         chosen.timer = _made_up if tiny else None
         return chosen
     recipe, *hybrid = name.split()
-    return Float8Precision(recipe=recipe, number_format=(*hybrid, "e4m3")[0], emulate=tiny)  # type: ignore[arg-type]
+    return Float8Precision(recipe=recipe, number_format=(*hybrid, "e4m3")[0], weights="masters", emulate=tiny)  # type: ignore[arg-type]
 
 
 def speed(name: str, *, tiny: bool, setting: str | None = None) -> dict[str, Any]:
@@ -552,8 +552,8 @@ def _trial(model: str, *, tiny: bool) -> Any:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     callbacks = [] if tiny else [Compile(scope="auto")]
     run = Run(
-        module=module, strategy=Placement.of(SingleDeviceStrategy), precision=BF16Precision(), callbacks=callbacks,
-        accelerator=kind, num_devices=1, num_nodes=1,
+        module=module, strategy=Placement.of(SingleDeviceStrategy), callbacks=callbacks,
+        precision=BF16Precision(weights="masters"), accelerator=kind, num_devices=1, num_nodes=1,
     )  # fmt: skip
     settings = {"accelerator": kind, "strategy": "auto", "plugins": None}
     return Trial(module=module, data=data, settings=settings, callbacks=callbacks, run=run, seed=0)

@@ -72,7 +72,7 @@ def gradients(size: Size, *, seq: int, batch: int, steps: int = STEPS) -> dict[s
     look = Look([step for step in LOOKED_AT if step < steps])
     module = GPTModule(size=size, vocab_size=256, max_seq_len=seq, warmup_steps=steps // 10)
     trainer = Trainer(
-        accelerator="cuda" if ON_GPU else "cpu", devices=1, max_steps=steps, plugins=[BF16Precision()],
+        accelerator="cuda" if ON_GPU else "cpu", devices=1, max_steps=steps, plugins=[BF16Precision(weights="masters")],
         callbacks=[look], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=0,
     )  # fmt: skip

@@ -51,6 +51,7 @@ from lightning_ups.kernels.attention import decisions, routed_attention
 from lightning_ups.models.adamw import decay_groups
 from lightning_ups.models.gpt import GPT, SIZES, GPTModule, Linear, Size
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
+from lightning_ups.order import Weights
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.clip import clip_coefficient, total_norm
@@ -319,11 +320,11 @@ def fitted(row: Row, module: Any, *, callbacks: Sequence[Callback], **options: A
     trainer.fit(module, loader)
 
 
-def ours(row: Row, **options: Any) -> None:
+def ours(row: Row, *, weights: Weights = "masters", **options: Any) -> None:
     """Run a stock Trainer with our plugins; ``options`` are of the strategy."""
-    precision = BF16Precision()
+    precision = BF16Precision(weights=weights)
     if row.float8:
-        precision = Float8Precision(recipe="tensorwise", head=row.head, emulate=not ON_GPU)
+        precision = Float8Precision(recipe="tensorwise", head=row.head, weights=weights, emulate=not ON_GPU)
     compiled = Compile(scope="auto", mode="reduce-overhead" if row.graphs else "default", backend=BACKEND)
     flags = AccelerationFlags(attention="auto", gc_interval=COLLECT_EVERY)
     strategy: Any = "auto"
@@ -526,6 +527,7 @@ OF_COMMUNICATION: Mapping[str, Callable[[Row], None]] = {  # what the strategy s
 }
 SIDES: Mapping[str, Callable[[Row], None]] = {
     "ours": ours,
+    "ours, autocast": partial(ours, weights="autocast"),
     **OF_COMMUNICATION,
     "bare": bare,
     "bare, graphs": partial(bare, graphs=True),
@@ -731,7 +733,7 @@ def first_norm(said: str) -> float | None:
 
 
 READS = {
-    **dict.fromkeys(("ours", *OF_COMMUNICATION), "logger and bar, when it is there"),
+    **dict.fromkeys(("ours", "ours, autocast", *OF_COMMUNICATION), "logger and bar, when it is there"),
     "torchtitan": "its own metrics, at once",
     "bare": "printed ten steps later",
     "bare, graphs": "printed ten steps later",

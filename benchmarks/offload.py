@@ -60,6 +60,9 @@ LIMIT_S = 150  # for a trial of the search
 SAYS = "OFFLOAD_SAYS"  # where a search says what it finds: cases run with their output put aside
 
 
+MASTERS = partial(BF16Precision, weights="masters")
+
+
 @dataclass(frozen=True)
 class Case:
     """What a run is made of.
@@ -73,7 +76,7 @@ class Case:
 
     callbacks: tuple[Callable[[], Callback], ...] = ()
     bits: int = 32
-    precision: Callable[[], Precision] = BF16Precision
+    precision: Callable[[], Precision] = MASTERS
     batch: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -308,11 +308,11 @@ def _precision(config: Configuration) -> Any:
     from lightning_ups.precision import BF16Precision, Float8Precision
 
     makers: dict[str, Callable[[], Any]] = {
-        "masters": BF16Precision,
-        "autocast": lambda: BF16Precision(weights="autocast"),
+        "masters": lambda: BF16Precision(weights="masters"),
+        "autocast": BF16Precision,
         "bf16-true": lambda: HalfPrecision("bf16-true"),
         "32-true": Precision,
-        "float8": lambda: Float8Precision(recipe="tensorwise"),
+        "float8": lambda: Float8Precision(recipe="tensorwise", weights="masters"),
     }
     return makers[config.precision]()
 

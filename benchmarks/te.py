@@ -339,11 +339,11 @@ def recipes() -> dict[str, Any]:
     The band is half of what it does if one feed-forward network of all does not learn; in bfloat16 a tenth.
     """
     checks = Checks()
-    wanted = losses_of(BF16Precision())
-    fault = apart(losses_of(BF16Precision(), module=Forgetful()), wanted)
+    wanted = losses_of(BF16Precision(weights="masters"))
+    fault = apart(losses_of(BF16Precision(weights="masters"), module=Forgetful()), wanted)
     figures: dict[str, Any] = {"fault": round(fault, 5), "losses": [round(loss, 3) for loss in wanted]}
     with contextlib.suppress(ImportError):
-        figures["torchao"] = round(apart(losses_of(Float8Precision(emulate=not CUDA)), wanted), 5)
+        figures["torchao"] = round(apart(losses_of(Float8Precision(weights="masters", emulate=not CUDA)), wanted), 5)
     checks.check("the fault is large enough to tell", ok=fault > 0.02, figures=figures)
     for recipe in (None, *RECIPES):
         for weights in ("masters", "autocast"):
@@ -351,19 +351,28 @@ def recipes() -> dict[str, Any]:
                 found = losses_of(TEPrecision(recipe=recipe, weights=weights))
                 _near(checks, f"{recipe}, {weights}", found, wanted, limit=fault / (10 if recipe is None else 2))
     with checks.attempt("the fault is seen"):
-        distance = apart(losses_of(TEPrecision(recipe="delayed"), module=Forgetful()), wanted)
+        distance = apart(losses_of(TEPrecision(weights="masters", recipe="delayed"), module=Forgetful()), wanted)
         checks.check("the fault is seen", ok=distance > fault / 2, figures=round(distance, 5))
     if not CUDA or torch.cuda.get_device_capability() < (10, 0):
-        checks.refused("mxfp8 is refused here", lambda: train(TEPrecision(recipe="mxfp8")))
+        checks.refused("mxfp8 is refused here", lambda: train(TEPrecision(weights="masters", recipe="mxfp8")))
     with checks.attempt("a number format"):
         name = "delayed in e4m3 by the most recent of 4"
         settings: dict[str, Any] = {"number_format": "e4m3", "amax_history": 4, "amax_compute": "most_recent"}
-        _near(checks, name, losses_of(TEPrecision(recipe="delayed", **settings)), wanted, limit=fault / 2)
+        _near(
+            checks,
+            name,
+            losses_of(TEPrecision(weights="masters", recipe="delayed", **settings)),
+            wanted,
+            limit=fault / 2,
+        )
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    other = losses_of(BF16Precision(), **options)
+    other = losses_of(BF16Precision(weights="masters"), **options)
     for recipe in (None, "delayed"):
         with checks.attempt(f"{recipe}, accumulation and clipping"):
-            found, limit = losses_of(TEPrecision(recipe=recipe), **options), fault / (10 if recipe is None else 2)
+            found, limit = (
+                losses_of(TEPrecision(weights="masters", recipe=recipe), **options),
+                fault / (10 if recipe is None else 2),
+            )
             _near(checks, f"{recipe}, accumulation and clipping", found, other, limit=limit)
     return checks.result()
 
@@ -381,14 +390,14 @@ def checkpoints() -> dict[str, Any]:
     """
     checks, half = Checks(), STEPS // 2
     makers: dict[str, Callable[[], Any]] = {
-        "delayed": lambda: TEPrecision(recipe="delayed", amax_history=16),
-        "current": lambda: TEPrecision(recipe="current"),
-        "bf16": BF16Precision,
+        "delayed": lambda: TEPrecision(weights="masters", recipe="delayed", amax_history=16),
+        "current": lambda: TEPrecision(weights="masters", recipe="current"),
+        "bf16": partial(BF16Precision, weights="masters"),
     }
     with contextlib.suppress(ImportError):
         import torchao  # noqa: F401  (only whether it is there)
 
-        makers["float8"] = lambda: Float8Precision(emulate=not CUDA)
+        makers["float8"] = lambda: Float8Precision(weights="masters", emulate=not CUDA)
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{name}.ckpt" for name in makers}
         whole: dict[str, list[float]] = {}
@@ -426,7 +435,7 @@ def _after_a_loss(what: str, path: Path, losses: list[float], half: int) -> floa
     state = torch.load(path, weights_only=True)["state_dict"]
     kept = {name: value for name, value in state.items() if what == "moments" or ".layers.1.ffn." not in name}
     module.load_state_dict(kept, strict=False)
-    found = losses_of(BF16Precision(), module=module, steps=STEPS - half)
+    found = losses_of(BF16Precision(weights="masters"), module=module, steps=STEPS - half)
     return apart(found, losses[half:], learned=losses[0] - min(losses))
 
 
@@ -441,10 +450,12 @@ def recompute() -> dict[str, Any]:
     """Recomputed blocks through Transformer Engine's checkpoint: the same losses, in less memory."""
     checks = Checks()
     for recipe in (None, *RECIPES):
-        without, before, _ = train(TEPrecision(recipe=recipe))
+        without, before, _ = train(TEPrecision(weights="masters", recipe=recipe))
         for save in ("nothing", "matmuls"):
             with checks.attempt(f"{recipe}, save={save}"):
-                found, after, _ = train(TEPrecision(recipe=recipe), callbacks=(ActivationCheckpoint(save=save),))
+                found, after, _ = train(
+                    TEPrecision(weights="masters", recipe=recipe), callbacks=(ActivationCheckpoint(save=save),)
+                )
                 memory = {"gib": round(after.peak_gib, 3), "without": round(before.peak_gib, 3)}
                 ok = apart(found, without) < 1e-3 and (not CUDA or after.peak_gib <= before.peak_gib)
                 checks.check(f"{recipe}, save={save}", ok=ok, figures={"apart": apart(found, without), **memory})
@@ -457,8 +468,10 @@ def compiled() -> dict[str, Any]:
     for recipe in (None, "current", "block"):
         with checks.attempt(f"{recipe}, compiled"):
             steps = 5 * STEPS  # enough for the time of a typical one
-            without, before, _ = train(TEPrecision(recipe=recipe), steps=steps)
-            found, after, _ = train(TEPrecision(recipe=recipe), steps=steps, callbacks=(Compile(backend=backend),))
+            without, before, _ = train(TEPrecision(weights="masters", recipe=recipe), steps=steps)
+            found, after, _ = train(
+                TEPrecision(weights="masters", recipe=recipe), steps=steps, callbacks=(Compile(backend=backend),)
+            )
             distance, facts = apart(found[:STEPS], without[:STEPS]), _of_blocks(after)
             figures = {name: facts[name] for name in ("graphs", "breaks", "recompiles")} | {"apart": round(distance, 5)}
             figures |= {"ms": round(after.typical_ms, 2), "eager_ms": round(before.typical_ms, 2)}
@@ -467,7 +480,8 @@ def compiled() -> dict[str, Any]:
             ok = distance < 0.02 and facts["graphs"] == 3 and apart_by_them and not facts["recompiles"]
             checks.check(f"{recipe}, compiled", ok=ok, figures=figures)
     checks.refused(
-        "delayed scaling, compiled", lambda: train(TEPrecision(recipe="delayed"), callbacks=(Compile(backend=backend),))
+        "delayed scaling, compiled",
+        lambda: train(TEPrecision(weights="masters", recipe="delayed"), callbacks=(Compile(backend=backend),)),
     )
     return checks.result()
 
@@ -481,20 +495,20 @@ def attention() -> dict[str, Any]:
     """Float8 attention: losses, forward and backward beside bfloat16's, and what there are no kernels for."""
     checks, hopper = Checks(), CUDA and torch.cuda.get_device_capability() < (10, 0)
     with checks.attempt("delayed, in training"):
-        without = losses_of(TEPrecision(recipe="delayed"))
-        fault = apart(losses_of(TEPrecision(recipe="delayed"), module=Forgetful()), without)
-        found = losses_of(TEPrecision(recipe="delayed", fp8_attention=True))
+        without = losses_of(TEPrecision(weights="masters", recipe="delayed"))
+        fault = apart(losses_of(TEPrecision(weights="masters", recipe="delayed"), module=Forgetful()), without)
+        found = losses_of(TEPrecision(weights="masters", recipe="delayed", fp8_attention=True))
         _near(checks, "delayed, in training", found, without, limit=fault / 2)
         checks.check("delayed, it took effect", ok=found != without, figures=found[0] - without[0])
     if hopper:
         message = "No dot product attention backend"
         checks.refused("Transformer Engine has none with current", lambda: _attention_speed("current"), by=message)
-        checks.refused("current is refused here", lambda: train(TEPrecision(fp8_attention=True)))
-        narrow = TEPrecision(recipe="delayed", fp8_attention=True)
+        checks.refused("current is refused here", lambda: train(TEPrecision(weights="masters", fp8_attention=True)))
+        narrow = TEPrecision(weights="masters", recipe="delayed", fp8_attention=True)
         checks.refused("heads of 64 are refused here", lambda: train(narrow, module=Narrow()))
     else:
         with checks.attempt("current, in training"):
-            found, other = (losses_of(TEPrecision(fp8_attention=on)) for on in (True, False))
+            found, other = (losses_of(TEPrecision(weights="masters", fp8_attention=on)) for on in (True, False))
             _near(checks, "current, in training", found, other, limit=fault / 2)
     with checks.attempt("speed"):
         checks.check("speed", ok=True, figures=_attention_speed("delayed"))
@@ -562,7 +576,7 @@ def _on_two(name: str, strategy: Callable[[], Any]) -> dict[str, Any]:
     for recipe in (None, *RECIPES):
         with checks.attempt(f"{name}, {recipe}"):
             # Every rank sees the same batches: the losses are those of one GPU.
-            precision = TEPrecision(recipe=recipe)
+            precision = TEPrecision(weights="masters", recipe=recipe)
             found, watch, trainer = train(
                 precision, strategy=strategy(), devices=2, use_distributed_sampler=False, barebones=False
             )
@@ -572,7 +586,9 @@ def _on_two(name: str, strategy: Callable[[], Any]) -> dict[str, Any]:
             if dist.is_initialized():
                 dist.all_gather_object(both, (mine, found))
             alone = os.environ.get("LOCAL_RANK", "0") == "0"
-            one, _, _ = train(TEPrecision(recipe=recipe), strategy="auto") if alone else (found, None, None)
+            one, _, _ = (
+                train(TEPrecision(weights="masters", recipe=recipe), strategy="auto") if alone else (found, None, None)
+            )
             figures = {"apart_from_one": round(apart(found, one), 5), "gib": round(watch.peak_gib, 3)}
             checks.check(f"{name}, {recipe}", ok=apart(found, one) < 0.03 and both[0] == both[1], figures=figures)
             if dist.is_initialized():
@@ -591,9 +607,9 @@ def speed(recipe: str, *, compile: bool = False, fuse: str = "auto") -> dict[str
     torch.manual_seed(0)
     with DEVICE:  # where drawing takes no time
         module.configure_model()
-    precision: Any = BF16Precision()
+    precision: Any = BF16Precision(weights="masters")
     if recipe != "bf16":
-        precision = TEPrecision(recipe=None if recipe == "none" else recipe, fuse=fuse)  # type: ignore[arg-type]
+        precision = TEPrecision(weights="masters", recipe=None if recipe == "none" else recipe, fuse=fuse)  # type: ignore[arg-type]
     callbacks = (Compile(backend="inductor" if CUDA else "aot_eager"),) if compile else ()
     with left_on_device(module):
         losses, watch, _ = train(precision, steps=steps, module=module, callbacks=callbacks, seq=seq, batch=batch)

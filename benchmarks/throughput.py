@@ -155,7 +155,8 @@ def train(
     data = Tokens(vocab_size=made.config.vocab_size, seq=seq, batch=batch, sleep_s=sleep_s)
     one: dict[str, Any] = {"devices": 1}
     trainer = Trainer(
-        accelerator="gpu" if ON_GPU else "cpu", max_steps=steps, plugins=[BF16Precision()] if ON_GPU else [],
+        accelerator="gpu" if ON_GPU else "cpu", max_steps=steps,
+        plugins=[BF16Precision(weights="masters")] if ON_GPU else [],
         callbacks=[*([Compile(scope="model")] if ON_GPU and compiled else []), *callbacks, throughput], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         **one | options,

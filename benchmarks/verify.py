@@ -66,10 +66,10 @@ class Deep(LightningModule):
 def precision_of(recipe: str) -> Any:
     """Return the precision that a case is about."""
     if recipe == "bf16":
-        return BF16Precision()
+        return BF16Precision(weights="masters")
     if recipe in ENGINE:
-        return TEPrecision(recipe=None if recipe == "none" else recipe)  # type: ignore[arg-type]
-    return Float8Precision(recipe=recipe, emulate=not CUDA)  # type: ignore[arg-type]
+        return TEPrecision(recipe=None if recipe == "none" else recipe, weights="masters")  # type: ignore[arg-type]
+    return Float8Precision(recipe=recipe, weights="masters", emulate=not CUDA)  # type: ignore[arg-type]
 
 
 def trial(recipe: str, *, compiled: bool) -> Trial:

@@ -465,6 +465,7 @@ def checkpoint(function, *args, **kwargs):
     state = _state()
     enabled, recipe = state.fp8_enabled, state.fp8_recipe
     kept, count, rng = [], [0], torch.get_rng_state()
+    dtype, casts = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
     def pack(tensor):
         count[0] += 1
@@ -477,7 +478,9 @@ def checkpoint(function, *args, **kwargs):
             hooks = torch.autograd.graph.saved_tensors_hooks(
                 lambda t: kept.append(t.detach()) or t.detach(), lambda t: t
             )
-            with hooks, torch.enable_grad(), _recomputing(True), user_recompute, autocast(enabled, recipe=recipe):
+            torch_autocast = torch.autocast("cpu", dtype=dtype, enabled=casts, cache_enabled=False)
+            its_own = autocast(enabled, recipe=recipe)
+            with hooks, torch.enable_grad(), _recomputing(True), user_recompute, torch_autocast, its_own:
                 function(*args, **kwargs)
             torch.set_rng_state(now)
         value, kept[index] = kept[index], None

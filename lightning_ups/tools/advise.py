@@ -347,7 +347,7 @@ def _weights(trial: Trial) -> Weights:
     asked = trial.precision
     if isinstance(asked, PolicyPrecision) and "weights" in signature(type(asked)).parameters:
         return asked.weights
-    return "masters"
+    return "autocast"
 
 
 def _kind(best: Advice) -> type[Float8Precision] | type[TEPrecision]:

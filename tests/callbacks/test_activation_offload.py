@@ -109,7 +109,12 @@ def on_ranks(tmp_path, strategy, callbacks):
     module, reports = Net(), Reports()
     chosen = FSDP2Strategy() if strategy == "fsdp2" else strategy
     trainer(
-        tmp_path, callbacks=[*callbacks, reports], strategy=chosen, devices=2, plugins=[BF16Precision(weights="masters")], epochs=3
+        tmp_path,
+        callbacks=[*callbacks, reports],
+        strategy=chosen,
+        devices=2,
+        plugins=[BF16Precision(weights="masters")],
+        epochs=3,
     ).fit(module, loader(4))
     part = reports.parts.get("ActivationOffload", {})
     return torch.stack(module.losses).tolist(), part.get("moved_bytes")

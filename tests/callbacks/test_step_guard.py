@@ -174,7 +174,10 @@ BESIDE = {
     "masters": lambda: {"plugins": [BF16Precision(weights="masters")]},
     "autocast": lambda: {"plugins": [BF16Precision(weights="autocast")]},
     "offload": lambda: {"callbacks": [OptimizerOffload(update="host")]},
-    "offload of masters": lambda: {"callbacks": [OptimizerOffload(update="host")], "plugins": [BF16Precision(weights="masters")]},
+    "offload of masters": lambda: {
+        "callbacks": [OptimizerOffload(update="host")],
+        "plugins": [BF16Precision(weights="masters")],
+    },
     "accumulation": lambda: {"accumulate_grad_batches": 2},
 }
 

@@ -1,4 +1,4 @@
-"""By default `BF16Precision` trains exactly as Lightning's ``"bf16-mixed"``: losses and weights are equal bit for bit."""
+"""By default `BF16Precision` trains exactly as Lightning's ``"bf16-mixed"``: equal losses and weights, bit for bit."""
 
 import copy
 

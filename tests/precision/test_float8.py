@@ -408,7 +408,7 @@ class Casting(Wide):
 def test_an_autocast_on_top_is_refused_and_allowed_where_the_precision_is_one(tmp_path):
     message = r"within torch.autocast, and Float8Precision has set its types already.*weights='autocast'"
     with pytest.raises(RuntimeError, match=message):
-        fit(tmp_path, Float8Precision(emulate=True), model=Casting())
+        fit(tmp_path, Float8Precision(emulate=True, weights="masters"), model=Casting())
     fit(tmp_path, Float8Precision(emulate=True, weights="autocast"), model=Casting(), epochs=1)
 
 

@@ -591,8 +591,8 @@ class TestErrors:
     def test_an_autocast_on_top_is_refused_and_allowed_where_the_precision_is_one(self, tmp_path):
         message = r"within torch.autocast, and TEPrecision has set its types already.*weights='autocast'"
         with pytest.raises(RuntimeError, match=message):
-            fit(tmp_path, TEPrecision(recipe="current"), model=Casting())
-        for allowed in (TEPrecision(recipe="current", weights="autocast"), TEPrecision(recipe=None)):
+            fit(tmp_path, TEPrecision(recipe="current", weights="masters"), model=Casting())
+        for allowed in (TEPrecision(recipe="current"), TEPrecision(recipe=None)):
             fit(tmp_path, allowed, model=Casting())
 
     def test_a_device_that_cannot_says_what_to_do(self, tmp_path):

@@ -189,7 +189,7 @@ def test_what_is_in_float32_is_reported(tmp_path):
 
 def test_without_it_the_error_says_which_part_and_how(tmp_path):
     with pytest.raises(RuntimeError, match="Unsupported dtype BFloat16") as error:
-        train("Fourier", tmp_path, plugins=[BF16Precision()])
+        train("Fourier", tmp_path, plugins=[BF16Precision(weights="masters")])
     assert (
         "let layers.0.0 (Spectral) compute in float32, with in_float32=['layers.*.*'] in the precision"
         in (error.value.__notes__[0])
@@ -299,7 +299,7 @@ def test_blocks_inside_of_one_are_given_float32(run, ranks, encoded, tmp_path):
 
 
 def tied_options():
-    return {"plugins": [BF16Precision(in_float32=["project", "back", "head"])]}
+    return {"plugins": [BF16Precision(weights="masters", in_float32=["project", "back", "head"])]}
 
 
 def sharded_ties(tmp_path, run):
@@ -319,30 +319,30 @@ def test_what_two_of_them_share_is_float32_too(run, ranks, tmp_path):
 
 
 def sharded_whole(tmp_path, run):
-    return run("Outermost", tmp_path, {}, 2, {"plugins": [BF16Precision(in_float32=["net"])]})
+    return run("Outermost", tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters", in_float32=["net"])]})
 
 
 @pytest.mark.parametrize("run", [on_ranks, simply_on_ranks], ids=["fsdp2", "simple_fsdp"])
 def test_an_outermost_one_returns_float32_as_others_do(run, ranks, tmp_path):
     found = ranks(sharded_whole, tmp_path, run)
-    expected = train("Outermost", tmp_path, plugins=[BF16Precision(in_float32=["net"])])[2]
+    expected = train("Outermost", tmp_path, plugins=[BF16Precision(weights="masters", in_float32=["net"])])[2]
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
 
 
 def sharded_uncommon(tmp_path, case):
-    return on_ranks(case, tmp_path, {}, 2, {"plugins": [BF16Precision()]})
+    return on_ranks(case, tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
 
 
 @pytest.mark.parametrize("case", ["Uncommon", "UncommonOutput"])
 def test_a_class_that_can_be_no_group_is_cast_around_all_the_same(ranks, tmp_path, case):
     found = ranks(sharded_uncommon, tmp_path, case)
-    expected = train(case, tmp_path, plugins=[BF16Precision()])[2]
+    expected = train(case, tmp_path, plugins=[BF16Precision(weights="masters")])[2]
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2)
 
 
 def failing(tmp_path):
     try:
-        on_ranks("Fourier", tmp_path, {}, 2, {"plugins": [BF16Precision()]})
+        on_ranks("Fourier", tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
     except RuntimeError as error:
         return str(error)
 
@@ -355,7 +355,7 @@ def test_under_shards_the_error_says_which_part_and_how(ranks, tmp_path):
 
 def failing_by_ddp(tmp_path):
     try:
-        train("Fourier", tmp_path, strategy="ddp", ranks=2, plugins=[BF16Precision()])
+        train("Fourier", tmp_path, strategy="ddp", ranks=2, plugins=[BF16Precision(weights="masters")])
     except RuntimeError as error:
         return error.__notes__
 
@@ -459,7 +459,7 @@ DOUBLE = {kind.__name__: kind for kind in (InDouble, PartInDouble)}
 
 def in_double(tmp_path, name, run):
     CASES[name] = DOUBLE[name]
-    rounded = {"plugins": [BF16Precision()]}
+    rounded = {"plugins": [BF16Precision(weights="masters")]}
     return (train(name, tmp_path, **rounded)[2] if run is None else run(name, tmp_path, {}, 2, rounded))["losses"]
 
 

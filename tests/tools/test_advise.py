@@ -184,21 +184,21 @@ def init_args(capsys):
 def test_what_to_write_converts_what_was_advised(capsys):
     show(trial(Looking()), recipes=["tensorwise"], timer=timer, head=True, tokens=64)
     assert init_args(capsys) == {"recipe": "tensorwise", "head": True, "filter": "auto", "tokens": 64}
-    asked = {"include": ["blocks.*.1"], "exclude": ["blocks.0.1"], "weights": "autocast", "in_float32": ["blocks.0"]}
+    asked = {"include": ["blocks.*.1"], "exclude": ["blocks.0.1"], "weights": "masters", "in_float32": ["blocks.0"]}
     show(trial(plugins=[Float8Precision(emulate=True, **asked)]), recipes=["tensorwise"], timer=timer)
     assert init_args(capsys) == {"recipe": "tensorwise", **asked}
     show(
-        trial(plugins=[BF16Precision(weights="autocast", in_float32=["blocks.0"])]), recipes=["tensorwise"], timer=timer
+        trial(plugins=[BF16Precision(weights="masters", in_float32=["blocks.0"])]), recipes=["tensorwise"], timer=timer
     )
     assert init_args(capsys) == {
         "recipe": "tensorwise",
-        "weights": "autocast",
+        "weights": "masters",
         "in_float32": ["blocks.0"],
         "filter": "auto",
     }
 
 
-def test_a_precision_without_a_choice_of_weights_is_timed_as_masters_and_writes_none(capsys, monkeypatch):
+def test_a_precision_without_a_choice_of_weights_is_timed_under_autocast_and_writes_none(capsys, monkeypatch):
     asked = trial(plugins=[BF16WeightsPrecision()])
     show(asked, recipes=["tensorwise"], timer=timer)
     assert "weights" not in init_args(capsys)
@@ -206,7 +206,7 @@ def test_a_precision_without_a_choice_of_weights_is_timed_as_masters_and_writes_
     monkeypatch.setattr(Trial, "fit", lambda self, *_, precision, **__: used.append(precision.weights))
     with pytest.raises(ValueError, match="No step was timed"):
         advise.advise(asked, recipes=["tensorwise"], steps=30, timer=timer)
-    assert used == ["masters"]
+    assert used == ["autocast"]
 
 
 def test_the_gathers_that_were_asked_for_stay(capsys):
