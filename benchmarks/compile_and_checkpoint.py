@@ -77,7 +77,8 @@ def train(
     data = RandomTokens(vocab_size=256 if TINY else 128256, seq_len=SEQ, batch_size=BATCH)
     trainer = Trainer(
         accelerator=DEVICE.replace("cuda", "gpu"), devices=1, max_steps=steps,
-        plugins=[BF16Precision(weights="masters")], callbacks=[*callbacks, clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        plugins=[BF16Precision(weights="masters")],
+        callbacks=[*callbacks, clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, gradient_clip_val=1.0, limit_val_batches=0,
     )  # fmt: skip
     report: dict[str, Any] = {}

@@ -274,7 +274,7 @@ def test_an_optimizer_is_described_by_what_its_groups_have(tmp_path):
             optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=7.0)
             return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)]
 
-    for plugins in ([], [BF16Precision()]):
+    for plugins in ([], [BF16Precision(weights="masters")]):
         found = fit(tmp_path, model=Grouped(), plugins=plugins)["optimizers"][0]
         assert found["class"] == "torch.optim.adamw.AdamW"
         assert found["groups"] == 2
