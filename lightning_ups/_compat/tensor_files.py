@@ -3,6 +3,7 @@
 import io
 import sys
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import IO, Any
 
@@ -73,6 +74,6 @@ def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
     return tensor, reader.get_record_offset("data/0") + tensor.storage_offset() * tensor.itemsize
 
 
-def noted(file: str, *, offset: int, length: int) -> Any:
-    """Return how DCP's metadata notes that a tensor lies in ``length`` bytes of ``file``."""
-    return _StorageInfo(file, offset, length)
+def noted(file: str, *, offset: int, length: int, transforms: Sequence[str] = ()) -> Any:
+    """Return how DCP's metadata notes that a tensor lies in ``length`` bytes of ``file``, transformed or not."""
+    return _StorageInfo(file, offset, length, transforms or None)

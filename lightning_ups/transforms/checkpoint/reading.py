@@ -2,17 +2,14 @@
 
 No rank ever holds more than its own part, and the pages of the part that it is reading.
 
-DCP pickles its own metadata and every value that is not a tensor. Both are read here with the classes that DCP itself
-writes, and no others.
+DCP pickles every value that is not a tensor. They are read here by torch's restricted unpickler.
 """
 
 import io
 import json
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import EnumType
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -39,8 +36,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_ups._compat.optional import require
-from lightning_ups.transforms.checkpoint import folder, meta
+from lightning_ups.transforms.checkpoint import folder
 from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, DamagedFileError, Record, RecordReader
+from lightning_ups.transforms.checkpoint.dcp_metadata import read_metadata
 from lightning_ups.transforms.checkpoint.filling import fill
 from lightning_ups.transforms.checkpoint.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
 
@@ -83,7 +81,7 @@ def read_into(
 
 
 class FolderReader(FileSystemReader):
-    """Reads a folder that DCP wrote, several tensors at once; its metadata may name only the classes that DCP writes.
+    """Reads a folder that DCP wrote, several tensors at once; its metadata is parsed and not unpickled.
 
     Args:
         path: Of the folder.
@@ -103,11 +101,7 @@ class FolderReader(FileSystemReader):
             path = Path(self.path) / ".metadata"
             folder.verify(path)
             self._records = folder.records(path.parent)
-            with path.open("rb") as file:
-                metadata = _unpickled(file, path)
-            if not isinstance(metadata, Metadata):
-                raise ValueError(_not_metadata(path, type(metadata).__name__))
-            self._metadata = metadata
+            self._metadata = read_metadata(path)
         return self._metadata
 
     @override
@@ -173,75 +167,6 @@ class FolderReader(FileSystemReader):
 
     def _place(self, item: ReadItem) -> Any:
         return self.storage_data[item.storage_index]
-
-
-def _unpickled(file: io.BufferedReader, path: Path) -> Any:
-    try:
-        return _MetadataUnpickler(file, path).load()
-    except (OSError, _ForeignNameError):
-        raise
-    except Exception as error:  # any: a damaged pickle calls what it likes with what it likes
-        raise ValueError(meta.damage(path, error)) from error
-
-
-class _ForeignNameError(ValueError):
-    pass
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "WindowsPath"),
-            ("pathlib._local", "PosixPath"),
-            ("pathlib._local", "WindowsPath"),
-        }
-    )
-    _CLASSES = frozenset(
-        {
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-            "_StorageInfo",
-            "_StoragePrefix",
-        }
-    )
-
-    def __init__(self, file: io.BufferedReader, path: Path) -> None:
-        super().__init__(file)
-        self._path = path
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        ours = (module in self._MODULES and name in self._CLASSES) or (module, name) in self._NAMES
-        if ours or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return self._member
-        raise _ForeignNameError(_not_metadata(self._path, f"{module}.{name}"))
-
-    def _member(self, owner: Any, name: str) -> Any:
-        """Return a member of an enumeration, which Python 3.11.0 to 3.11.3, as in Debian 12, writes by `getattr`."""
-        if isinstance(owner, EnumType) and name in owner.__members__:
-            return owner[name]
-        raise _ForeignNameError(_not_metadata(self._path, f"{name} of {owner!r}"))
-
-
-def _not_metadata(path: Path, name: str) -> str:
-    return (
-        f"{path} names {name}, which DCP does not write there."
-        " Reading it would run code that the file names."
-        " Take a checkpoint from a source that you trust; this one was changed, or was not written by torch."
-    )
 
 
 class _SafePlanner(DefaultLoadPlanner):

@@ -69,7 +69,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     write(tmp_path, {"w": torch.randn(100_000)})
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, 200_000)
-    with pytest.raises(ValueError, match=r"A file is damaged.*Use an earlier checkpoint"):
+    with pytest.raises(ValueError, match=r"distcp cannot be read: .*Use an earlier checkpoint"):
         read_into({"w": torch.zeros(100_000)}, FolderReader(tmp_path))
 
 
@@ -172,7 +172,7 @@ def test_metadata_that_an_early_python_wrote_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")])
 def test_nothing_else_is_looked_up_for_metadata(tmp_path, owner, name):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(ByName(owner, name)))
-    with pytest.raises(ValueError, match="Take a checkpoint from a source that you trust"):
+    with pytest.raises(ValueError, match=r"metadata cannot be read: builtins\.getattr stands in it for Metadata"):
         read_into({"w": torch.zeros(1)}, FolderReader(tmp_path))
 
 
