@@ -1,0 +1,318 @@
+"""Modules that nobody here wrote, trained by stock Lightning, by stock Lightning with torch.compile, and by the preset.
+
+    python benchmarks/zoo.py --gate --deadline 540 --output zoo.jsonl       # 20 modules, three sides, one GPU each
+    python benchmarks/zoo.py --sides stock_ddp fsdp2 simple_fsdp --output zoo2.jsonl    # pairs of GPUs
+    python benchmarks/zoo.py --report zoo.jsonl --json zoo.json
+
+Each run is a process of its own. The runs of a line follow one another on one GPU; two lines share a GPU, so that one
+imports and builds while the other computes, and a lock keeps their computing apart. The file has one record for each
+call and one for each run; called again with the same file, what it has is left out. A run that fails is a result; one
+that the deadline ends is not, and is made in the next call. Lines whose packages are missing are named and left out.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from cases import add_to
+from processes import ROOT, Interrupted, finished, portable, result_of, told_to_end
+from zoo_modules import LINES, load
+from zoo_report import read, report, summary
+from zoo_run import GPU_LOCK, SIDES, run
+
+GATE_SIDES = ("stock", "stock_compile", "preset")
+# Seconds with the GPU, before a record of the same run tells better.
+EXPECTED = {"stock": 14, "stock_compile": 50, "preset": 60, "precision": 16, "fsdp2": 80, "simple_fsdp": 80}
+EXPECTED_ELSE = 15
+START = 12  # seconds of imports and building, on a GPU that nobody else uses
+PACKAGES = (
+    *(
+        "torch",
+        "lightning",
+        "triton",
+        "numpy",
+        "transformers",
+        "peft",
+        "timm",
+        "torchvision",
+        "torchaudio",
+        "diffusers",
+    ),
+    *("torch-geometric", "neuraloperator", "litgpt", "x-transformers", "segmentation-models-pytorch", "torchdiffeq"),
+    *("e3nn", "zuko"),
+)
+
+
+@dataclass
+class Job:
+    """The runs of one line that are still to be made, in one round."""
+
+    name: str
+    sides: list[str]
+    round: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class Zoo:
+    """Makes runs side by side and keeps their records.
+
+    Args:
+        output: The file of records.
+        options: Of the command line.
+        places: Names of the GPUs that a run may have, for each run that can go on at the same time.
+    """
+
+    def __init__(self, output: Path, options: argparse.Namespace, places: Sequence[str]) -> None:
+        self._output, self._options, self._places = output, options, places
+        self._began = time.monotonic()
+        self._end = self._began + options.deadline
+        self._call = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._folder = Path(tempfile.mkdtemp(prefix="zoo"))
+        self._left = 0
+
+    def make(self, jobs: Iterable[Job]) -> int:
+        """Make the runs of ``jobs``, those that take longest first; return how many are left for a later call."""
+        waiting = deque(sorted(jobs, key=lambda job: -sum(job.seconds.values())))
+        self._left = sum(len(job.sides) for job in waiting)
+        try:
+            with told_to_end(), ThreadPoolExecutor(len(self._places)) as threads:
+                workers = [threads.submit(self._work, waiting, place) for place in self._places]
+                try:
+                    for worker in workers:
+                        worker.result()
+                except BaseException:
+                    self._stop.set()
+                    raise
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._left
+
+    def _work(self, waiting: deque[Job], place: str) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                job = next((job for job in waiting if self._fits(sum(job.seconds.values()))), None)
+                if job is None:
+                    return
+                waiting.remove(job)
+            for side in job.sides:
+                if self._stop.is_set() or not self._fits(job.seconds[side]):
+                    break
+                self._run(job, side, place)
+
+    def _fits(self, seconds: float) -> bool:
+        """Return whether a run can end in time; another one has the same GPU in turns."""
+        shared = 1.0 if len({*self._places}) == len(self._places) else 1.5
+        return time.monotonic() + shared * seconds + START < self._end
+
+    def _run(self, job: Job, side: str, place: str) -> None:
+        options, began = self._options, time.monotonic()
+        words = [sys.executable, str(Path(__file__).resolve()), "--run", job.name, side, "--limit", str(options.limit)]
+        words += ["--blocks", *map(str, options.blocks), *(["--tiny"] if options.tiny else [])]
+        cache = tempfile.mkdtemp(dir=self._folder)
+        environment = {
+            "CUDA_VISIBLE_DEVICES": place,
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TRITON_CACHE_DIR": f"{cache}/triton",
+            "OMP_NUM_THREADS": str(self._threads()),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            **({GPU_LOCK: str(self._folder / f"gpu_{place.replace(',', '_')}")} if place else {}),
+        }
+        left = self._end - began
+        text = finished(words, timeout=left, ranks=SIDES[side].ranks, environment=environment, stop=self._stop)
+        shutil.rmtree(cache, ignore_errors=True)
+        found, seconds = result_of(text), round(time.monotonic() - began, 1)
+        if "error_line" not in found and "error" in found:
+            if self._stop.is_set() or time.monotonic() >= self._end - 1:
+                self._say(f"{job.name} {side}: not done, the time is over")
+                return
+            found["error_line"] = _last_line(found["error"])
+        record = {"kind": "run", "line": job.name, "side": side, "round": job.round, "call": self._call}
+        record |= {"family": LINES[job.name].family, "tiny": options.tiny, "gpus": place, "seconds": seconds, **found}
+        if notes := _notes(text):
+            record["notes"] = notes
+        with self._lock:
+            add_to(self._output, json.dumps(record) + "\n")
+            self._left -= 1
+        outcome = found.get("error_line") or f"{found.get('step_ms', '-')} ms, first step {found.get('first_step_s')} s"
+        self._say(f"{job.name} {side}: {outcome} ({seconds:.0f} s)")
+
+    def _threads(self) -> int:
+        return max(1, min(16, len(os.sched_getaffinity(0)) // len(self._places)))
+
+    def _say(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began:4.0f} s  {what}", flush=True)
+
+    def record_call(self) -> None:
+        """Record what all runs of this call share."""
+        record = {"kind": "call", "call": self._call, "command": sys.argv[1:], "commit": _commit(), "cards": _cards()}
+        record["versions"] = {"python": sys.version.split()[0], **_versions()}
+        add_to(self._output, json.dumps(record) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def _commit() -> str:
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _cards() -> list[str]:
+    words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["?"])[-1][:300]
+
+
+def _notes(text: str) -> list[str]:
+    """Return the first lines in which lightning_ups tells what it did, such as ``Compile: ...``."""
+    parts = (
+        "Compile:",
+        "BF16Precision:",
+        "AccelerationFlags:",
+        "FSDP2Strategy:",
+        "SimpleFSDPStrategy:",
+        "lightning_ups:",
+    )
+    return [line[:400] for line in dict.fromkeys(text.splitlines()) if line.startswith(parts)][:12]
+
+
+def places(ranks: int, *, tiny: bool) -> list[str]:
+    """Return the GPUs of each run that can go on at the same time; two single ones share each GPU."""
+    if tiny:
+        return [""]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [name for name in visible if name] or [str(number) for number in range(torch.cuda.device_count())]
+    groups = [",".join(names[i : i + ranks]) for i in range(0, len(names) - ranks + 1, ranks)]
+    return groups * (2 if ranks == 1 else 1)
+
+
+def chosen(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the names of the lines that are asked for and whose packages are there."""
+    if unknown := set(options.only or ()) - LINES.keys():
+        parser.error(f"there is no line {', '.join(sorted(unknown))}; --list shows all")
+    names = [*(options.only or (name for name, line in LINES.items() if line.gate or not options.gate))]
+    missing = {name: [p for p in LINES[name].needs if find_spec(p) is None] for name in names}
+    for name, packages in missing.items():
+        if packages:
+            print(f"{name}: left out, since {', '.join(packages)} is not installed")
+    return [name for name in names if not missing[name]]
+
+
+def jobs(names: Sequence[str], options: argparse.Namespace) -> list[Job]:
+    """Return what is not in the file yet."""
+    done = {(r["line"], r["side"], r["round"], r["tiny"]): r for r in read([options.output])["run"]}
+    held = {(line, side): record.get("held_s") for (line, side, _, _), record in done.items()}
+    made = []
+    for turn in range(options.rounds):
+        for name in names:
+            sides = [s for s in options.sides if options.again or (name, s, turn, options.tiny) not in done]
+            seconds = {s: held.get((name, s)) or EXPECTED.get(s, EXPECTED_ELSE) for s in sides}
+            if sides:
+                made.append(Job(name, sides, turn, seconds))
+    return made
+
+
+def main() -> None:
+    """Make runs, or one run, or the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("zoo.jsonl"), help="the file of records; it is added to")
+    parser.add_argument(
+        "--earlier", type=Path, nargs="+", default=[], help="records to begin OUTPUT with, if it is new"
+    )
+    parser.add_argument("--deadline", type=float, default=540, help="seconds for everything")
+    parser.add_argument("--limit", type=float, default=200, help="seconds with the GPU that one run may take")
+    parser.add_argument("--gate", action="store_true", help="only the 20 lines of the gate")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these lines")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=[*GATE_SIDES], metavar="SIDE", help=", ".join(SIDES)
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="how often each run is made, in turns")
+    parser.add_argument("--blocks", nargs=2, default=(6, 0.5), metavar=("N", "SECONDS"), help="of timed steps")
+    parser.add_argument("--again", action="store_true", help="make runs that the file has already")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--list", action="store_true", help="print the lines")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="print a table of these records")
+    parser.add_argument("--json", type=Path, help="where the report is kept as JSON")
+    parser.add_argument("--run", nargs=2, metavar=("NAME", "SIDE"), help="make one run here, and print its record")
+    options = parser.parse_args()
+    load()
+    if options.report:
+        records = read(options.report)
+        print(report(records))
+        if options.json:
+            options.json.write_text(json.dumps(summary(records), indent=1) + "\n")
+    elif options.list:
+        for line in LINES.values():
+            print(f"{line.name:26} {line.family:26} {'gate' if line.gate else '    '}  {line.way}")
+    elif options.run:
+        _run_here(options)
+    else:
+        _run_all(options, parser)
+
+
+def _run_here(options: argparse.Namespace) -> None:
+    name, side = options.run
+    blocks = (2, 0.0) if options.tiny else (int(options.blocks[0]), float(options.blocks[1]))
+    found = run(LINES[name], SIDES[side], tiny=options.tiny, limit=options.limit, blocks=blocks)
+    if os.environ.get("RANK", "0") == "0" or "error" in found:
+        # Whole at once, since ranks share the file that it goes to.
+        sys.stdout.flush()
+        os.write(1, f"\nRESULT {portable(json.dumps(found))}\n".encode())
+
+
+def _run_all(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    ranks = {SIDES[side].ranks for side in options.sides}
+    if len(ranks) > 1:
+        parser.error("sides of one GPU and of two go in separate calls")
+    if not options.output.exists():
+        options.output.write_text("".join(path.read_text() for path in options.earlier))
+    names = chosen(options, parser)
+    at = places(ranks.pop(), tiny=options.tiny)
+    if not at:
+        parser.error("there are too few GPUs; --tiny runs on the CPU")
+    zoo = Zoo(options.output, options, at)
+    if wanted := jobs(names, options):
+        zoo.record_call()
+        try:
+            left = zoo.make(wanted)
+        except (KeyboardInterrupt, Interrupted):
+            sys.exit(130)
+        print(f"{left} runs are left for another call with --output {options.output}" if left else "all runs are made")
+    print(report(read([options.output])))
+
+
+if __name__ == "__main__":
+    main()
