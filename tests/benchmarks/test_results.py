@@ -45,6 +45,7 @@ PAIRS = {  # by what a row of the page has, and no other
     "[1.00x][23]": (OURS, {"side": "bare, graphs"}),
     "][24]": (OURS, TITAN),
     "][25]": (OURS, {"side": "stock"}),
+    "][26]": ({"side": "ours, autocast"}, {"side": "stock, compiled"}),
     "the quickstart": ({"case": "trainer 1"}, {"case": "bare 1"}),
 }
 
