@@ -1,16 +1,20 @@
 """Does a run survive SIGKILL while it saves a checkpoint in the background, and a disk that is full?
 
-A training run of two gloo ranks under FSDP2Strategy saves in the background: every second step a rolling checkpoint
-(the older one is deleted), and every third ``last.ckpt`` (written over). It is killed in a given phase of a save,
-looked at, and started again from the newest whole checkpoint; and so on, one life after the other. After each death:
+A training run of one or two gloo ranks under FSDP2Strategy saves in the background: every second step a rolling
+checkpoint (the older one is deleted), and every third ``last.ckpt`` (written over). It is killed in a given phase of a
+save and started again by the same command, with ``ckpt_path="last"``; and so on, one life after the other. After each
+death:
 
-- the newest whole checkpoint is found, and everything that is not whole is refused;
-- the next life loads it and trains on; each loss of a step that an earlier life had made must be the same, bit for bit.
+- everything that is not whole is refused;
+- the next life resumes from the newest whole ``last.ckpt``, or, if there is none yet, from the newest whole checkpoint;
+- each loss of a step that an earlier life had made must be the same, bit for bit;
+- at its first save the next life deletes what was left half written; whole checkpoints stay.
 
 At the end one run that nothing interrupts makes all steps, and its losses must be those of the many lives. Then the
 same on a file system that is too small for the second checkpoint.
 
     python benchmarks/checkpoint_kills.py --output benchmarks/results/DATE_checkpoint_kills
+    python benchmarks/checkpoint_kills.py --ranks 1 --random 20 --no-full-disk --output benchmarks/results/DATE_one_rank
 """
 
 import argparse
@@ -30,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS = 2
 
 # What kills, how often. A phase is that of the save at the moment of death, as the saving thread wrote it down.
 PLAN = (
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.child:
         _train(asked)
         return 0
-    plan = [phase for phase, count in PLAN for _ in range(count)]
+    plan = [phase for phase, count in PLAN for _ in range(count)] if asked.random is None else ["random"] * asked.random
     generator = random.Random(asked.seed)
     generator.shuffle(plan)
     plan = plan[: asked.kills] if asked.kills is not None else plan
@@ -67,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("checkpoint_kills"))
     parser.add_argument("--kills", type=int, help="only so many")
+    parser.add_argument("--random", type=int, help="so many kills, all at random moments")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--width", type=int, default=1024, help="of 17 square layers; 1024 makes 214 MB of state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-full-disk", action="store_true")
@@ -86,7 +91,7 @@ def _run(plan: list[str], asked: argparse.Namespace, generator: random.Random, l
     with tempfile.TemporaryDirectory(dir=ROOT.parent) as directory:
         folder = Path(directory)
         for number, phase in enumerate([*plan, "last life"]):
-            victims = VICTIMS[number % len(VICTIMS)]
+            victims = VICTIMS[number % len(VICTIMS)] if asked.ranks > 1 else "all"
             life = _live(folder, phase, victims, asked, generator, losses)
             lives.append(life)
             print(json.dumps(life), file=log, flush=True)
@@ -103,7 +108,9 @@ def _run(plan: list[str], asked: argparse.Namespace, generator: random.Random, l
         "killed_in": dict(Counter(life["phase"] for life in kills)),
         "by_target": dict(Counter(life["target"] for life in kills)),
         "state_megabytes": lives[-1]["state_megabytes"],
-        "resumed_every_time": all(life["resumed"] for life in lives[1:]),
+        "ranks": asked.ranks,
+        "resumed_every_time": all(life["resumed"] for life in lives),
+        "most_checkpoints_of_space": max(life["checkpoints_of_space"] or 0 for life in lives),
         "losses_of_repeated_steps_equal": all(life["same_losses"] for life in lives),
         "steps": steps,
         "steps_that_differ_from_one_uninterrupted_run": differing,
@@ -137,20 +144,18 @@ def _live(
     """Start the run from the newest checkpoint, kill it in ``phase``, and look at what is left."""
     from lightning_ups.transforms.checkpoint import is_complete, newest
 
-    whole = _newest(folder)
-    step = None if whole is None else _step_of(whole)
+    whole = _last(folder)
+    step = 0 if whole is None else _step_of(whole)
     last = phase == "last life"
     options = ["--max-steps", str(max(losses) + 3)] if last else []
-    # Under its own path, wherever a death between two renames has left it: finding it is the strategy's business.
-    resume = None if whole is None else whole.with_name(whole.name.removesuffix(".saving").removesuffix(".previous"))
-    processes = _start(folder, asked, phase=phase, resume=resume, options=options)
+    processes = _start(folder, asked, phase=phase, options=options)
     if last:
         for process in processes:
             assert process.wait(300) == 0
     else:
         _kill_in(phase, processes, victims, folder, generator)
     seen = _phases(folder)
-    same, repeated = _compare(folder, losses)
+    same, repeated = _compare(folder, losses, asked.ranks)
     started = _read(folder / "started.json")
     kept = [entry for part in ("rolling", "last") for entry in sorted((folder / part).glob("*"))]
     return {
@@ -159,7 +164,8 @@ def _live(
         "killed": "nothing" if last else victims,
         "state_megabytes": started["state_megabytes"] if started else None,
         "resumed_from": None if whole is None else whole.name,
-        "resumed": whole is None or (started is not None and started["global_step"] == step),
+        "resumed": started is not None and started["global_step"] == step,
+        "checkpoints_of_space": round(_space(folder) / started["state_megabytes"] / 1e6, 1) if started else None,
         "saves_begun": sum(entry["phase"] == "staging" for entry in seen),
         "same_losses": same,
         "repeated": repeated,
@@ -170,16 +176,16 @@ def _live(
 
 
 def _start(
-    folder: Path, asked: argparse.Namespace, *, phase: str, resume: Path | None, options: Sequence[str] = ()
+    folder: Path, asked: argparse.Namespace, *, phase: str, resume: Path | str = "last", options: Sequence[str] = ()
 ) -> list[subprocess.Popen[bytes]]:
-    for name in ("phases.jsonl", "started.json", *(f"losses_{rank}.jsonl" for rank in range(RANKS))):
+    for name in ("phases.jsonl", "started.json", *(f"losses_{rank}.jsonl" for rank in range(asked.ranks))):
         (folder / name).unlink(missing_ok=True)
     store = folder / f"store_{time.monotonic_ns()}"
     command = [sys.executable, __file__, "--child", "yes", "--folder", folder, "--phase", phase, "--store", store]
-    command += ["--resume", resume or "", "--width", asked.width, *options]
+    command += ["--resume", resume, "--width", asked.width, "--ranks", asked.ranks, *options]
     environment = os.environ | {
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(asked.ranks),
+        "LOCAL_WORLD_SIZE": str(asked.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "TORCHELASTIC_RUN_ID": "kills",  # Lightning then takes the ranks as they are
@@ -195,7 +201,7 @@ def _start(
             stderr=error,
             start_new_session=True,
         )
-        for rank in range(RANKS)
+        for rank in range(asked.ranks)
     ]
 
 
@@ -240,6 +246,19 @@ def _newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: json.loads((path / "complete.json").read_text())["saved_at_ns"], default=None)
 
 
+def _last(folder: Path) -> Path | None:
+    """Return what ``ckpt_path="last"`` should mean."""
+    from lightning_ups.transforms.checkpoint import newest
+
+    return newest(folder / "last") or _newest(folder)
+
+
+def _space(folder: Path) -> int:
+    """Return the bytes in both folders of checkpoints."""
+    files = [file for part in ("rolling", "last") for file in (folder / part).rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
 def _step_of(path: Path) -> int:
     return json.loads((path / "complete.json").read_text())["global_step"]
 
@@ -261,9 +280,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _compare(folder: Path, losses: dict[int, list[float]]) -> tuple[bool, int]:
+def _compare(folder: Path, losses: dict[int, list[float]], count: int) -> tuple[bool, int]:
     """Add the losses of this life to those of earlier ones; return whether repeated steps agree, and their number."""
-    ranks = [{line["step"]: line["loss"] for line in _lines(folder / f"losses_{rank}.jsonl")} for rank in range(RANKS)]
+    ranks = [{line["step"]: line["loss"] for line in _lines(folder / f"losses_{rank}.jsonl")} for rank in range(count)]
     same, repeated = True, 0
     for step in sorted(set.intersection(*map(set, ranks))):
         found = [rank[step] for rank in ranks]
@@ -275,11 +294,11 @@ def _compare(folder: Path, losses: dict[int, list[float]]) -> tuple[bool, int]:
 
 
 def _uninterrupted(folder: Path, steps: int, asked: argparse.Namespace) -> dict[int, list[float]]:
-    processes = _start(folder, asked, phase="never", resume=None, options=["--max-steps", str(steps), "--no-saves"])
+    processes = _start(folder, asked, phase="never", options=["--max-steps", str(steps), "--no-saves"])
     for process in processes:
         assert process.wait(600) == 0, (folder / "stderr.txt").read_text()[-3000:]
     losses: dict[int, list[float]] = {}
-    _compare(folder, losses)
+    _compare(folder, losses, asked.ranks)
     return losses
 
 
@@ -287,15 +306,15 @@ def _full_disk(asked: argparse.Namespace, how: str) -> dict[str, Any]:
     """Train on a file system that holds one checkpoint and a half; then make it larger and train on."""
     megabytes = 17 * asked.width**2 * 12 / 1e6
     with _small_disk(int(megabytes * 1.6)) as folder:
-        processes = _start(folder, asked, phase=f"full disk {how}", resume=None)
+        processes = _start(folder, asked, phase=f"full disk {how}")
         codes = [process.wait(240) for process in processes]
         text = (folder / "stderr.txt").read_text()
         whole = _newest(folder)
         says = [line for line in text.splitlines() if "could not be saved" in line]
         subprocess.run(["mount", "-o", f"remount,size={int(megabytes * 8)}M", str(folder)], check=True)
         options = ["--max-steps", str((_step_of(whole) if whole else 0) + 3)]
-        again = _start(folder, asked, phase=f"room again {how}", resume=whole, options=options)
-        resumed = [process.wait(240) for process in again] == [0] * RANKS
+        again = _start(folder, asked, phase=f"room again {how}", options=options)
+        resumed = [process.wait(240) for process in again] == [0] * asked.ranks
         return {
             "target": f"full disk, {how}",
             "disk_megabytes": int(megabytes * 1.6),
@@ -335,7 +354,7 @@ def _train(asked: argparse.Namespace) -> None:
 
     warnings.simplefilter("ignore")
     folder, rank = Path(asked.folder), int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{asked.store}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{asked.store}", rank=rank, world_size=asked.ranks)
 
     class Wide(LightningModule):
         def __init__(self) -> None:
@@ -377,7 +396,7 @@ def _train(asked: argparse.Namespace) -> None:
     ]
     trainer = Trainer(
         accelerator="cpu",
-        devices=RANKS,
+        devices=asked.ranks,
         strategy=strategy,
         max_steps=asked.max_steps,
         callbacks=[Losses(), *([] if asked.no_saves else savers)],

@@ -1,22 +1,62 @@
 """What Lightning finds for ``ckpt_path="last"``, and what it does not look for."""
 
 from collections.abc import Iterable
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 
-__all__ = ["checkpoints_beside", "kept_checkpoints", "last_checkpoints"]
+__all__ = ["ask_strategy_for_last", "checkpoint_folders", "checkpoints_beside", "kept_checkpoints", "last_checkpoints"]
 
 
 def last_checkpoints(trainer: Trainer) -> set[str]:
     """Return those of which Lightning would take the newest. Where there is none, it warns and goes on without."""
     found = {path for path in _on_exception(trainer) if get_filesystem(path).exists(path)}
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            found |= callback._find_last_checkpoints(trainer)
+    for callback in _savers(trainer):
+        found |= callback._find_last_checkpoints(trainer)
     return found
+
+
+def checkpoint_folders(trainer: Trainer) -> dict[Path, bool]:
+    """Return the directories in which Lightning looks for the last checkpoint, and whether one is kept there."""
+    found = {Path(path).parent: True for path in _on_exception(trainer)}
+    for callback in _savers(trainer):
+        folder = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        if "://" not in folder:
+            found[Path(folder)] = found.get(Path(folder), False) or bool(callback.save_last)
+    return found
+
+
+@cache
+def ask_strategy_for_last() -> None:
+    """Let Lightning ask a strategy that has ``find_last_checkpoint`` what ``ckpt_path="last"`` means.
+
+    Lightning looks for it before any hook of a callback or a strategy, and takes the newest path, whole or not.
+    """
+    stock = _CheckpointConnector._parse_ckpt_path
+
+    @wraps(stock)
+    def parse(self: Any, state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
+        find = getattr(self.trainer.strategy, "find_last_checkpoint", None)
+        if find is None or not _means_last(self, state_fn, ckpt_path):
+            return stock(self, state_fn, ckpt_path, **options)
+        found = find(self.trainer)
+        if found is None and last_checkpoints(self.trainer):
+            return None  # they are all torn, which the strategy has said
+        return stock(self, state_fn, ckpt_path if found is None else str(found), **options)
+
+    _CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
+
+
+def _means_last(connector: Any, state_fn: TrainerFn, ckpt_path: Any) -> bool:
+    if ckpt_path is not None or state_fn != TrainerFn.FITTING or not _on_exception(connector.trainer):
+        return ckpt_path == "last"
+    return connector._hpc_resume_path is None  # of a requeued job: it comes first
 
 
 def checkpoints_beside(trainer: Trainer) -> list[Path]:
@@ -29,9 +69,13 @@ def checkpoints_beside(trainer: Trainer) -> list[Path]:
 
 def kept_checkpoints(trainer: Trainer) -> list[Path]:
     """Return the checkpoints, oldest first, that the callbacks of this run have written and kept."""
-    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    callbacks = _savers(trainer)
     names = {name for each in callbacks for name in (each.last_model_path, each.best_model_path, *each.best_k_models)}
     return _by_age(path for name in sorted(names | _on_exception(trainer)) if name and (path := Path(name)).exists())
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def _on_exception(trainer: Trainer) -> set[str]:

@@ -38,7 +38,7 @@ class ActivationOffload(Declaration):
         TypeError: If ``blocks`` is a single string.
         ValueError: If an argument is out of its range; when fitting starts, if a pattern matches no submodule, or
             whole models are compiled, or CUDA graphs are replayed.
-        RuntimeError: If nothing was moved in the first step.
+        RuntimeError: If nothing was moved, before the first optimizer step. With manual optimization it is a warning.
 
     Example::
 
@@ -95,11 +95,23 @@ class ActivationOffload(Declaration):
         self._began_at = trainer.global_step
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.automatic_optimization and (fault := self._fault()):
+            raise RuntimeError(fault)  # no optimizer has stepped yet
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._unproven is None or was_skipped(pl_module, outputs, began_at=self._began_at):
-            return
+        # With manual optimization any backward may be that of other blocks, and an optimizer may have stepped by now.
+        manual = not pl_module.automatic_optimization
+        if manual and not was_skipped(pl_module, outputs, began_at=self._began_at) and (fault := self._fault()):
+            rank_zero_warn(fault)
+
+    def _fault(self) -> str | None:
+        """Return what is wrong if the first step moved nothing, and report what it moved."""
+        if self._unproven is None:
+            return None
         done, report = self._unproven
         if done.ran and not done.moved_bytes and not done.left_bytes:  # frozen, perhaps until a later epoch
             if not self._told:
@@ -108,7 +120,7 @@ class ActivationOffload(Declaration):
                     f"ActivationOffload has moved nothing so far: its {len(done.ran)} blocks save nothing for backward,"
                     " as blocks do in which nothing needs gradients. It takes effect once they are unfrozen."
                 )
-            return
+            return None
         self._unproven = None
         report.update(
             _PART,
@@ -117,15 +129,16 @@ class ActivationOffload(Declaration):
             left_bytes=done.left_bytes,
         )
         if not done.ran:
-            raise RuntimeError(
+            return (
                 "ActivationOffload moved nothing in the first step: none of its blocks ran by itself."
                 " Its change is to the forward of each; training_step calls none of these, or as parts of one graph."
                 " Use Compile(scope='blocks'), or name blocks that are called: ActivationOffload(blocks=[...])."
             )
-        if not done.moved_bytes:
-            raise RuntimeError(
-                f"ActivationOffload moved nothing in the first step: its {len(done.ran)} blocks saved no tensor of"
-                f" {self.min_mb:g} MiB beside parameters, and {done.left_bytes} bytes in smaller ones."
-                " Small copies cost more time than they save memory."
-                " Use larger batches, a smaller min_mb, or leave the callback out."
-            )
+        if done.moved_bytes:
+            return None
+        return (
+            f"ActivationOffload moved nothing in the first step: its {len(done.ran)} blocks saved no tensor of"
+            f" {self.min_mb:g} MiB beside parameters, and {done.left_bytes} bytes in smaller ones."
+            " Small copies cost more time than they save memory."
+            " Use larger batches, a smaller min_mb, or leave the callback out."
+        )

@@ -1,7 +1,7 @@
 """What a sharding strategy does about checkpoints, in one place for all of them."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,20 +17,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_ups._compat.last_checkpoints import ask_strategy_for_last, checkpoint_folders, last_checkpoints
 from lightning_ups.order import PolicyPrecision, applied
 from lightning_ups.transforms.checkpoint import (
     MODELS,
     Saver,
+    claim,
+    clean,
     described,
     gathered,
     has_checksums,
     load,
+    located,
+    make,
     named_state,
+    neighbors,
+    newer,
     newest,
     numbered,
     resolve,
     save_sharded,
     save_whole,
+    settle,
     unwritable,
 )
 from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
@@ -49,6 +57,7 @@ _APART = (
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
 )
 _REQUEUED = "hpc_ckpt"  # Lightning saves it when SLURM ends the job, and requeues the job at once
+_ABANDONED_S = 2 * 3600.0  # what is being written changes sooner: ranks wait for one another for an hour at most
 _GRACE_S = 60.0  # for a save under way when training fails
 
 
@@ -98,9 +107,11 @@ class Checkpoints:
         self._strategy, self._sharded, self._weights_only = strategy, save == "sharded", weights_only
         self._saver = Saver(asynchronous=async_save, timeout=timedelta(minutes=60))
         self._policy: OnUnreplayable = on_unreplayable
+        ask_strategy_for_last()
         self._connection: Connection | None = None
         self._blocked_s: list[float] = []
         self._gathered: list[ref[Tensor]] = []  # what `module_state` has last made whole on this rank
+        self._claims: dict[Path, Path] = {}  # by directories into which this run has saved
         self._given: dict[str, Any] = {}  # the state of the module that `load` returned
 
     @property
@@ -170,6 +181,9 @@ class Checkpoints:
             RuntimeError: If this save, or the one in the background before it, failed.
         """
         path = self._local(self._strategy.broadcast(path), storage_options)
+        if self._strategy.is_global_zero and not self._is_outside_a_run():
+            with suppress(OSError):  # the save itself says what is wrong there
+                self._claim(path.parent)
         if self._connection is not None and "optimizer_states" in checkpoint:
             checkpoint[RESUME_KEY] = self._connection.state()
         if models := described(self._module):
@@ -183,6 +197,33 @@ class Checkpoints:
             were_sharded = [tensor for each in self._gathered if (tensor := each()) is not None]
             save_whole(self._saver, checkpoint, path, module=self._module, were_sharded=were_sharded)
         self._report(path)
+
+    def find_last(self, trainer: Trainer) -> Path | None:
+        """Return what ``ckpt_path="last"`` means: the newest whole checkpoint of those that are called the last.
+
+        What a dead run left is put right before. Every rank calls it by itself, before ranks know of one another.
+        """
+        folders = checkpoint_folders(trainer)
+        for directory in folders:
+            settle(directory)
+        names = [Path(name) for name in last_checkpoints(trainer)]
+        found: Path | None = None
+        for name in sorted(names):
+            found = newer(found, name) if located(name) else found
+        if found is None and (names or any(folders.values())):
+            # The first one is torn, or a link was about to be made: any other of this run is the last.
+            for directory in folders:
+                found = newer(found, newest(directory))
+            if found is not None:
+                rank_zero_warn(
+                    f"ckpt_path='last': no whole checkpoint is called last. Resuming from {found}, the newest."
+                )
+            elif names:
+                torn = ", ".join(map(str, names))
+                rank_zero_warn(
+                    f"ckpt_path='last': {torn} is not whole, and there is no other. Training starts at step 0."
+                )
+        return found
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint into the module and, in fit, into the optimizers; return the rest of it.
@@ -255,6 +296,37 @@ class Checkpoints:
         """Delete a checkpoint, once the one that is being written is whole."""
         self._saver.remove(Path(path))
 
+    def _claim(self, directory: Path) -> None:
+        """Say which other run saves into ``directory``, and delete what dead ones have left half written there."""
+        is_first = directory not in self._claims
+        make(directory)
+        self._claims[directory] = claim(directory)
+        if not is_first:
+            return
+        others = [*neighbors(directory)]
+        for other in others:
+            if other.is_alive is False:
+                other.file.unlink(missing_ok=True)
+                continue
+            sure = "is used by another run" if other.is_alive else "may be used by another run, on another machine"
+            rank_zero_warn(
+                f"{directory} {sure}: {other.claim}. Two runs overwrite and delete each other's checkpoints."
+                " Give one of them another dirpath."
+            )
+        is_ours = others and all(other.is_alive is False for other in others)
+        deleted = clean(directory, unchanged_s=0.0 if is_ours else _ABANDONED_S)
+        if deleted:
+            rank_zero_info(
+                f"{directory}: deleted {sum(deleted.values()) / 1e9:.2f} GB that a killed run had left half written:"
+                f" {', '.join(sorted(deleted))}."
+            )
+
+    def _unclaim(self) -> None:
+        for file in self._claims.values():
+            with suppress(OSError):
+                file.unlink()
+        self._claims = {}
+
     def _is_outside_a_run(self) -> bool:
         state = self._trainer.state
         ending = state.status == TrainerStatus.INTERRUPTED and state.stage is not None  # `fail` waits, for so long
@@ -265,6 +337,7 @@ class Checkpoints:
         self._unfollow()
         if failure := self._saver.abandon(timeout_s=_GRACE_S):
             rank_zero_warn(failure)
+        self._unclaim()
 
     def close(self) -> None:
         """Wait for a save that is under way.
@@ -273,7 +346,10 @@ class Checkpoints:
             RuntimeError: If it failed.
         """
         self._unfollow()
-        self._saver.close()
+        try:
+            self._saver.close()
+        finally:
+            self._unclaim()
 
     def _unfollow(self) -> None:
         if self._connection is not None:

@@ -679,6 +679,10 @@ class ShardingStrategy(ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.checkpoints.check_unchanged(checkpoint)  # it was loaded by `load_checkpoint`
 
+    def find_last_checkpoint(self, trainer: Trainer) -> Path | None:
+        """Return what ``ckpt_path="last"`` means, or None if there is none."""
+        return self.checkpoints.find_last(trainer)
+
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         self.checkpoints.remove(filepath)

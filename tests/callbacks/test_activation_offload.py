@@ -84,6 +84,16 @@ def test_every_second_block_by_pattern(tmp_path):
     assert reports.parts["ActivationOffload"]["blocks"] == ["layers.0", "layers.2"]
 
 
+def test_no_effect_is_an_error_before_any_optimizer_steps(tmp_path):
+    model = Net()
+    before = [p.clone() for p in model.parameters()]
+    fitting = trainer(tmp_path, epochs=1, callbacks=[ActivationOffload(min_mb=1000)])
+    with pytest.raises(RuntimeError, match="moved nothing"):
+        fitting.fit(model, loader(4))
+    assert fitting.global_step == 0
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
 def test_no_effect_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match=r"a smaller min_mb, or leave the callback out\.$"):
         losses(tmp_path, [ActivationOffload()])

@@ -1,5 +1,6 @@
 """Checkpoints by torch's distributed checkpointing (DCP): saving, loading, and the folder they live in."""
 
+from lightning_ups.transforms.checkpoint.claims import claim, neighbors
 from lightning_ups.transforms.checkpoint.consolidation import (
     SavedWeights,
     check_file,
@@ -9,12 +10,17 @@ from lightning_ups.transforms.checkpoint.consolidation import (
 )
 from lightning_ups.transforms.checkpoint.description import MODELS, described
 from lightning_ups.transforms.checkpoint.folder import (
+    clean,
     damaged,
     has_checksums,
     is_complete,
+    located,
+    make,
+    newer,
     newest,
     newest_within,
     remove,
+    settle,
     unwritable,
 )
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
@@ -29,6 +35,8 @@ __all__ = [
     "SavedWeights",
     "Saver",
     "check_file",
+    "claim",
+    "clean",
     "consolidated",
     "damaged",
     "described",
@@ -37,7 +45,11 @@ __all__ = [
     "is_complete",
     "load",
     "load_weights",
+    "located",
+    "make",
     "named_state",
+    "neighbors",
+    "newer",
     "newest",
     "newest_within",
     "numbered",
@@ -46,6 +58,7 @@ __all__ = [
     "rest_of",
     "save_sharded",
     "save_whole",
+    "settle",
     "unwritable",
     "write_safetensors",
 ]

@@ -4,8 +4,14 @@ Note [What a kill leaves behind]. A folder is filled in this order: the file ``i
 rest of the state, the marker ``complete.json``; then ``incomplete`` goes. So a folder with a marker whose files have
 the sizes that it lists is whole, and one without is not, whenever the process died. A checkpoint whose path is taken is
 written beside it, under the suffix ``.saving``, and takes the place by two renames when it is whole: the old one to
-``.previous``, the new one to the path. Between the two the path is empty and both are whole beside it; `located` finds
-them. What is to be deleted is first renamed to ``.removing``, so that half a checkpoint never stands under its name.
+``.previous``, the new one to the path. Between the two the path is empty and both are whole beside it: `located` finds
+them, and `settle` puts the newer one back before anybody looks for the path. Renames are atomic on every file system
+that nodes share; swapping two folders at once is not offered by NFS, Lustre and FUSE. What is to be deleted is first
+renamed to ``.removing``, so that half a checkpoint never stands under its name.
+
+Note [What a power loss leaves behind]. A file system may bring renames and deletions to the disk in another order than
+they were made. So whatever makes a checkpoint whole or gives it its name is forced to the disk, the entry in the
+directory included, before the one that it replaces is deleted.
 """
 
 import json
@@ -14,6 +20,7 @@ import shutil
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -39,6 +46,7 @@ __all__ = [
     "META",
     "Draft",
     "begin",
+    "clean",
     "damaged",
     "discard",
     "fault",
@@ -48,12 +56,14 @@ __all__ = [
     "interruption",
     "is_complete",
     "located",
+    "make",
     "mark",
     "newer",
     "newest",
     "newest_within",
     "records",
     "remove",
+    "settle",
     "system_error",
     "take_place",
     "unwritable",
@@ -65,6 +75,8 @@ MARKER = "complete.json"
 META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
 _STARTED = "incomplete"
 _SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
+_WRITING = ".writing"  # one file, which becomes whole before it is renamed
+_SUFFIXES = (_SAVING, _PREVIOUS, _REMOVING, _WRITING)
 _NAME_IN_ZIP = 30  # where the name of the first entry begins
 _TENSORS = ".distcp"
 _DEEPEST = 4  # from trainer.default_root_dir: lightning_logs/version_0/checkpoints/last.ckpt
@@ -93,7 +105,7 @@ def begin(path: Path) -> Draft:
     Raises:
         FileExistsError: If a folder with other things in it stands there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     _settle(path)
     taken = path.is_symlink() or path.is_file() or is_complete(path) or _may_be_stock(path)
     if not taken and path.exists():
@@ -135,13 +147,18 @@ def mark(draft: Draft, facts: dict[str, Any], *, sums: Mapping[str, int]) -> Non
 def take_place(draft: Draft) -> None:
     """Move a whole draft to its path; what stood there goes only afterwards."""
     if draft.folder == draft.path:
+        _sync(draft.path.parent)
         return
     previous = _beside(draft.path, _PREVIOUS)
     if previous.exists():
         _delete(previous)
     if draft.path.is_symlink() or draft.path.exists():
         draft.path.rename(previous)
-    draft.folder.rename(draft.path)
+    try:
+        draft.folder.rename(draft.path)
+    except FileNotFoundError:  # another process has looked for the path just now, see `settle`
+        if not is_complete(draft.path):
+            raise
     _sync(draft.path.parent)
     if previous.is_symlink() or previous.exists():
         _delete(previous)
@@ -153,24 +170,26 @@ def write_file(path: Path, content: Any) -> None:
     Raises:
         FileExistsError: If a folder stands there that was never a checkpoint.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     is_folder = path.is_dir() and not path.is_symlink()
     if is_folder:
         _check_ours(path)
-    saving = _beside(path, _SAVING)
+    writing = _beside(path, _WRITING)
     try:
-        with saving.open("wb") as file:
+        with writing.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:
-        saving.unlink(missing_ok=True)
+        writing.unlink(missing_ok=True)
         if interruption(error) is not None:
             raise
         raise system_error(error) from error
-    if is_folder:
+    if is_folder:  # which no file can replace at once
+        writing = writing.rename(_beside(path, _SAVING))
+        _sync(path.parent)
         _delete(path)
-    saving.rename(path)
+    writing.rename(path)
     _sync(path.parent)
 
 
@@ -210,7 +229,7 @@ def remove(path: Path) -> None:
 def is_complete(path: Path) -> bool:
     """Return whether ``path`` is a whole checkpoint: a folder of ours, one of ModelParallelStrategy, or a file."""
     if path.is_file():
-        return True  # a single file is renamed into place when it is whole
+        return path.suffix != _SAVING or zipfile.is_zipfile(path)  # one is renamed into place when it is whole
     return fault(path) is None
 
 
@@ -228,8 +247,67 @@ def fault(path: Path) -> str | None:
 
 def located(path: Path) -> Path | None:
     """Return where the checkpoint of that ``path`` is whole, or None. A kill may have left it beside its path."""
-    candidates = [path, *(_beside(path, suffix) for suffix in (_SAVING, _PREVIOUS) if path.name)]
-    return max(filter(is_complete, candidates), key=_saved_at, default=None)
+    if not path.name:
+        return path if is_complete(path) else None
+    return next(filter(is_complete, (_beside(path, _SAVING), path, _beside(path, _PREVIOUS))), None)  # newest first
+
+
+def settle(directory: Path) -> None:
+    """Give whole checkpoints their paths back that a death between two renames has left beside them.
+
+    Nothing is deleted. Several processes may do it at once, and one that may not write there does nothing.
+    """
+    for name in _leftovers(directory):
+        path = directory / name
+        if not os.path.lexists(path) and (found := located(path)) is not None:
+            with suppress(OSError):
+                found.rename(path)
+
+
+def clean(directory: Path, *, unchanged_s: float) -> dict[str, int]:
+    """Delete what was left half written or half deleted in ``directory``, and return the bytes of each by its name.
+
+    Args:
+        directory: Of checkpoints.
+        unchanged_s: For how long what is deleted must not have changed.
+    """
+    settle(directory)
+    before = {name: _left(directory / name) for name in _leftovers(directory)}
+    for path in directory.iterdir():
+        if _is_unfinished(path) and path.suffix not in _SUFFIXES:
+            before.setdefault(path.name, []).append(path)
+    deleted = {}
+    for name, left in before.items():
+        with suppress(OSError):  # of another user, say: it does no harm
+            nbytes, changed = zip(*map(_nbytes_and_change, left), strict=True)
+            if time.time() - max(changed) < unchanged_s:
+                continue
+            _settle(directory / name)
+            if _is_unfinished(directory / name):
+                _delete(directory / name)
+            deleted[name] = sum(nbytes)
+    return deleted
+
+
+def _leftovers(directory: Path) -> set[str]:
+    """Return the names of checkpoints beside whose path something is left that only a death leaves."""
+    if not directory.is_dir():
+        return set()
+    left = (path for path in directory.iterdir() if path.suffix in _SUFFIXES)
+    return {p.stem for p in left if p.stem.endswith(".ckpt") or (p.is_dir() and holds_part(p))}
+
+
+def _left(path: Path) -> list[Path]:
+    return [left for suffix in _SUFFIXES if os.path.lexists(left := _beside(path, suffix))]
+
+
+def _is_unfinished(path: Path) -> bool:
+    return (path / _STARTED).is_file() and not is_complete(path)
+
+
+def _nbytes_and_change(path: Path) -> tuple[int, float]:
+    stats = [entry.lstat() for entry in (path, *(path.rglob("*") if path.is_dir() else ()))]
+    return sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
 
 
 def newest(directory: Path) -> Path | None:
@@ -276,6 +354,7 @@ def _settle(path: Path) -> None:
     removing = _beside(path, _REMOVING)
     if removing.exists():
         shutil.rmtree(removing)
+    _beside(path, _WRITING).unlink(missing_ok=True)
 
 
 def holds_part(path: Path) -> bool:
@@ -300,6 +379,14 @@ def _delete(path: Path) -> None:
             shutil.rmtree(removing)
         path.rename(removing)
     shutil.rmtree(removing)
+
+
+def make(directory: Path) -> None:
+    """Make ``directory`` and those above it, so that a power loss does not take them."""
+    if not directory.is_dir():
+        make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -402,7 +489,10 @@ def _saved_at(path: Path) -> int:
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # perhaps just now, as `settle` of another process has renamed its folder
+        return None
 
 
 def _write(path: Path, content: bytes) -> None:
