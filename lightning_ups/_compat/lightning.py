@@ -85,14 +85,15 @@ def variables(parser: Any) -> dict[str, str]:
     return {action.dest: get_env_var(parser, action) for action in parser._actions} if parser.default_env else {}
 
 
-def class_settings(kind: type) -> dict[str, Any]:
-    """Return each setting that YAML may give to ``kind``, and its type."""
+def class_settings(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Return each setting that YAML may give to ``kind``, a class or a function, and its type."""
     from lightning.pytorch.cli import LightningArgumentParser
 
     parser = LightningArgumentParser(exit_on_error=False)
     # What an optimizer and a scheduler are given by the command line itself.
     given: set[str | int] = {name for name in ("params", "optimizer") if name in inspect.signature(kind).parameters}
-    parser.add_class_arguments(kind, "it", fail_untyped=False, skip=given)
+    add: Any = parser.add_class_arguments if isinstance(kind, type) else parser.add_function_arguments
+    add(kind, "it", fail_untyped=False, skip=given)
     return {key.removeprefix("it."): hint for key, hint in setting_types(parser).items()}
 
 

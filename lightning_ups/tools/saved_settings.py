@@ -1,6 +1,5 @@
 """The settings of the model that a checkpoint holds: a layer beneath what is given, and what is given otherwise."""
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -11,11 +10,13 @@ from types import FunctionType
 from typing import Any
 
 from lightning_ups._compat.lightning import class_settings
+from lightning_ups.tools.inert_settings import inert, loaded_object
 from lightning_ups.tools.layers import Layer, Tree
 from lightning_ups.transforms.checkpoint import is_complete, rest_of
 
 __all__ = ["SavedSettings", "flat", "made_by", "settings_of", "taken_from"]
 
+_DEEPEST = 50  # nested deeper than that, a setting is refused before the parser's recursion fails
 _KEY = "hyper_parameters"
 _OF_THE_COMMAND_LINE = ("_class_path", "_instantiator")
 _SPEC = ("class_path", "init_args", "dict_kwargs")
@@ -31,6 +32,7 @@ class SavedSettings:
         settings: Those that the class takes.
         keywords: Which of them the class takes, but does not name.
         odd: Those that are not taken, since YAML has no form for them, and of which class they are.
+        kind: The class, or a function that makes its instance.
     """
 
     path: Path
@@ -38,10 +40,14 @@ class SavedSettings:
     settings: Tree
     keywords: Collection[str] = ()
     odd: Mapping[str, str]
+    kind: Callable[..., Any]
 
     def beneath(self, given: Tree) -> Layer:
-        """Return the layer that lies beneath what is ``given`` of the model's settings, without what is given."""
-        left = _without(self.settings, given)
+        """Return the layer that lies beneath what is ``given`` of the model's settings, without what is given.
+
+        What would be imported is left out, unless the same is given.
+        """
+        left, _ = inert(_without(self.settings, given), self.kind, given, keywords=[*self.keywords])
         tree: Tree = {key: value for key, value in left.items() if key not in self.keywords}
         if self.name is not None:
             more = {key: value for key, value in left.items() if key in self.keywords}
@@ -50,11 +56,18 @@ class SavedSettings:
 
     def said(self, given: Tree) -> list[str]:
         """Return a line for each setting that stays in the checkpoint, though nothing else gives it."""
+        _, names = inert(_without(self.settings, given), self.kind, given, keywords=[*self.keywords])
+        defaults = {name: each.default for name, each in signature(self.kind).parameters.items()}
+        held = {key: f"holds a {of}" for key, of in self.odd.items() if key not in given}
+        named = {
+            self._place(key): f"names {saved!r:.80}"
+            for key, saved in names.items()
+            if defaults.get(key) is None or loaded_object(str(saved)) is not defaults[key]
+        }
         return [
-            f"model.{key} is not taken from {self.path}, which holds a {kind} there. Only plain values are read from a"
-            " checkpoint. Give it, unless its default is meant."
-            for key, kind in self.odd.items()
-            if key not in given
+            f"model.{key} is not taken from {self.path}, which {has} there. A checkpoint gives plain values, and never"
+            " names code to import. Give it, unless its default is meant."
+            for key, has in (held | named).items()
         ]
 
     def differences(self, final: Tree, given: Tree) -> list[str]:
@@ -86,8 +99,7 @@ def taken_from(
     saved = rest.get(_KEY)
     if not isinstance(saved, Mapping) or not _is_of(saved.get("_class_path"), kind, name):
         return None
-    takes = class_settings(kind) if isinstance(kind, type) else signature(kind).parameters
-    named = {key.partition(".")[0] for key in takes} - {*elsewhere}
+    named = {key.partition(".")[0] for key in class_settings(kind)} - {*elsewhere}
     more = name is not None and any(each.kind is Parameter.VAR_KEYWORD for each in signature(kind).parameters.values())
     stay = {*elsewhere, *_OF_THE_COMMAND_LINE}
     if "_class_path" not in saved and isinstance(kind, type):  # from Python: classes above it put theirs beside them
@@ -103,13 +115,12 @@ def taken_from(
             settings[str(key)] = _plain(value)
         except TypeError as error:
             odd[str(key)] = str(error)
-    return SavedSettings(path=path, name=name, settings=settings, keywords={*settings} - named, odd=odd)
+    return SavedSettings(path=path, name=name, settings=settings, keywords={*settings} - named, odd=odd, kind=kind)
 
 
 def made_by(name: str) -> Callable[..., Any] | None:
     """Return the function of this name in a module that is imported, or None: a model may be given by one."""
-    module, _, attribute = name.rpartition(".")
-    found = getattr(sys.modules.get(module), attribute, None)
+    found = loaded_object(name)
     return found if isinstance(found, FunctionType) else None
 
 
@@ -132,22 +143,23 @@ def _is_of(saved: Any, kind: Callable[..., Any], name: str | None) -> bool:
     """Return whether the class of the name ``saved`` is ``kind``; nothing that a checkpoint names is imported."""
     if saved is None or name is None or saved == name:
         return True
-    module, _, attribute = str(saved).rpartition(".")
-    return getattr(sys.modules.get(module), attribute, None) is kind
+    return loaded_object(str(saved)) is kind
 
 
-def _plain(value: Any) -> Any:
-    """Return ``value`` as YAML has it, and as the parser writes it. TypeError has the class that it does not have."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return ``value`` as YAML has it, and as the parser writes it. TypeError says what it is if not."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, PurePath):
         return str(value)
+    if depth == _DEEPEST:
+        raise TypeError("nested value")
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(inner) for inner in value]
+        return [_plain(inner, depth + 1) for inner in value]
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
