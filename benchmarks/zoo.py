@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,9 +36,9 @@ from zoo_run import GPU_LOCK, SIDES, run
 
 GATE_SIDES = ("stock", "stock_compile", "preset")
 # Seconds with the GPU, before a record of the same run tells better.
-EXPECTED = {"stock": 14, "stock_compile": 50, "preset": 60, "precision": 16, "fsdp2": 80, "simple_fsdp": 80}
-EXPECTED_ELSE = 15
-START = 12  # seconds of imports and building, on a GPU that nobody else uses
+EXPECTED = {"stock": 12, "stock_compile": 40, "preset": 50, "precision": 14, "fsdp2": 60, "simple_fsdp": 60}
+EXPECTED_ELSE = 12
+START = 15  # seconds of imports and building, which another run on the same GPU hides
 PACKAGES = (
     *(
         "torch",
@@ -59,12 +59,11 @@ PACKAGES = (
 
 @dataclass
 class Job:
-    """The runs of one line that are still to be made, in one round."""
+    """The runs of one line that are still to be made, in one round: the seconds that each side is expected to take."""
 
     name: str
-    sides: list[str]
     round: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float]
 
 
 class Zoo:
@@ -84,11 +83,12 @@ class Zoo:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._folder = Path(tempfile.mkdtemp(prefix="zoo"))
         self._left = 0
+        self._promised = dict.fromkeys(places, 0.0)  # seconds of runs that are still to come on each GPU
 
     def make(self, jobs: Iterable[Job]) -> int:
         """Make the runs of ``jobs``, those that take longest first; return how many are left for a later call."""
         waiting = deque(sorted(jobs, key=lambda job: -sum(job.seconds.values())))
-        self._left = sum(len(job.sides) for job in waiting)
+        self._left = sum(len(job.seconds) for job in waiting)
         try:
             with told_to_end(), ThreadPoolExecutor(len(self._places)) as threads:
                 workers = [threads.submit(self._work, waiting, place) for place in self._places]
@@ -105,19 +105,20 @@ class Zoo:
     def _work(self, waiting: deque[Job], place: str) -> None:
         while not self._stop.is_set():
             with self._lock:
-                job = next((job for job in waiting if self._fits(sum(job.seconds.values()))), None)
+                job = next((job for job in waiting if self._fits(place, sum(job.seconds.values()))), None)
                 if job is None:
                     return
                 waiting.remove(job)
-            for side in job.sides:
-                if self._stop.is_set() or not self._fits(job.seconds[side]):
-                    break
-                self._run(job, side, place)
+                self._promised[place] += sum(job.seconds.values())
+            for side, seconds in job.seconds.items():
+                if not self._stop.is_set() and time.monotonic() + seconds < self._end:
+                    self._run(job, side, place)
+                with self._lock:
+                    self._promised[place] -= seconds
 
-    def _fits(self, seconds: float) -> bool:
-        """Return whether a run can end in time; another one has the same GPU in turns."""
-        shared = 1.0 if len({*self._places}) == len(self._places) else 1.5
-        return time.monotonic() + shared * seconds + START < self._end
+    def _fits(self, place: str, seconds: float) -> bool:
+        """Return whether so many seconds more on this GPU end in time."""
+        return time.monotonic() + self._promised[place] + seconds + START < self._end
 
     def _run(self, job: Job, side: str, place: str) -> None:
         options, began = self._options, time.monotonic()
@@ -132,7 +133,11 @@ class Zoo:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            **({GPU_LOCK: str(self._folder / f"gpu_{place.replace(',', '_')}")} if place else {}),
+            **(
+                {GPU_LOCK: str(self._folder / f"gpu_{place.replace(',', '_')}")}
+                if place and SIDES[side].ranks == 1
+                else {}
+            ),
         }
         left = self._end - began
         text = finished(words, timeout=left, ranks=SIDES[side].ranks, environment=environment, stop=self._stop)
@@ -142,9 +147,17 @@ class Zoo:
             if self._stop.is_set() or time.monotonic() >= self._end - 1:
                 self._say(f"{job.name} {side}: not done, the time is over")
                 return
-            found["error_line"] = _last_line(found["error"])
+            ended = f"ended after {options.limit:.0f} s with the GPU" if "Timeout (" in text else None
+            found["error_line"] = ended or _last_line(found["error"])
         record = {"kind": "run", "line": job.name, "side": side, "round": job.round, "call": self._call}
-        record |= {"family": LINES[job.name].family, "tiny": options.tiny, "gpus": place, "seconds": seconds, **found}
+        record |= {
+            "family": LINES[job.name].family,
+            "draws": LINES[job.name].draws,
+            "tiny": options.tiny,
+            "gpus": place,
+            "seconds": seconds,
+            **found,
+        }
         if notes := _notes(text):
             record["notes"] = notes
         with self._lock:
@@ -240,8 +253,8 @@ def jobs(names: Sequence[str], options: argparse.Namespace) -> list[Job]:
         for name in names:
             sides = [s for s in options.sides if options.again or (name, s, turn, options.tiny) not in done]
             seconds = {s: held.get((name, s)) or EXPECTED.get(s, EXPECTED_ELSE) for s in sides}
-            if sides:
-                made.append(Job(name, sides, turn, seconds))
+            if seconds:
+                made.append(Job(name, turn, seconds))
     return made
 
 

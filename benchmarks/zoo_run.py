@@ -69,6 +69,11 @@ def precision() -> dict[str, Any]:
     return {"plugins": preset()["plugins"]}
 
 
+def _exact() -> dict[str, Any]:
+    torch.backends.cudnn.allow_tf32 = False  # on by default
+    return {"precision": "32-true"}
+
+
 def _stock(**more: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"precision": "bf16-mixed", **more}
 
@@ -78,7 +83,7 @@ SIDES: dict[str, Side] = {
     "stock_compile": Side(_stock(), compiles=True),
     "preset": Side(preset),
     "precision": Side(precision),
-    "fp32": Side(lambda: {"precision": "32-true"}, steps=12),
+    "fp32": Side(_exact, steps=12),
     # Deterministic algorithms, for losses that can be equal bit for bit.
     "stock_bits": Side(_stock(deterministic="warn"), steps=6),
     "precision_bits": Side(lambda: {**precision(), "deterministic": "warn"}, steps=6),

@@ -14,7 +14,7 @@ from zoo_modules.base import HuggingFace, Work, line, normal
 def _speech(tiny: bool) -> dict[str, Any]:
     """Return the sizes of Wav2Vec2 and its kin, without what is dropped at random."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    made: dict[str, Any] = dict(zip(names, (32, 2, 2, 64) if tiny else (768, 6, 12, 3072), strict=True))
+    made: dict[str, Any] = dict(zip(names, (32, 2, 2, 64) if tiny else (1024, 4, 16, 4096), strict=True))
     if tiny:
         convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4)}
         made |= {**convolutions, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
@@ -159,7 +159,7 @@ def _pairs(tiny: bool, *, mask: bool) -> Any:
 
 def _towers(tiny: bool) -> tuple[dict[str, int], dict[str, int]]:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    tower = dict(zip(names, (32, 64, 2, 2) if tiny else (512, 2048, 6, 8), strict=True))
+    tower = dict(zip(names, (32, 64, 2, 2) if tiny else (768, 3072, 4, 12), strict=True))
     length, size, patch, vocabulary = (8, 32, 8, 64) if tiny else (32, 224, 16, 32000)
     text = {"vocab_size": vocabulary, "max_position_embeddings": length, "eos_token_id": vocabulary - 1}
     return {**tower, **text, "pad_token_id": 0, "bos_token_id": 1}, {**tower, "image_size": size, "patch_size": patch}

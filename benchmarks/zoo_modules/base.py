@@ -62,7 +62,6 @@ class Line:
         build: Builds it; ``tiny`` for the CPU.
         gate: Whether it is one of the 20 of the gate.
         draws: Whether the model draws random numbers in training, so that compiled losses differ from eager ones.
-        varies: Whether the shapes differ from batch to batch.
         unused: Whether some parameters get no gradient in some steps, which DDP has to be told.
     """
 
@@ -73,7 +72,6 @@ class Line:
     build: Callable[[bool], Work]
     gate: bool = False
     draws: bool = False
-    varies: bool = False
     unused: bool = False
 
 
@@ -87,7 +85,6 @@ def line(
     way: str = "",
     gate: bool = False,
     draws: bool = False,
-    varies: bool = False,
     unused: bool = False,
 ) -> Callable[[Callable[[bool], Work]], Callable[[bool], Work]]:
     """Return a decorator that enters a function, which builds a line, in the list."""
@@ -95,7 +92,7 @@ def line(
     def enter(build: Callable[[bool], Work]) -> Callable[[bool], Work]:
         if name in LINES:
             raise ValueError(f"Two lines are named {name!r}.")
-        LINES[name] = Line(name, family, needs, way, build, gate, draws, varies, unused)
+        LINES[name] = Line(name, family, needs, way, build, gate, draws, unused)
         return build
 
     return enter

@@ -34,7 +34,7 @@ def _decoder(tiny: bool, model: str, config: str, *, width: int = 1024, layers: 
 @line("llama", "decoder", "transformers", gate=True)
 def llama(tiny: bool) -> Work:
     """Llama."""
-    return _decoder(tiny, "LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2 if tiny else 8)
+    return _decoder(tiny, "LlamaForCausalLM", "LlamaConfig", width=1536, layers=4, num_key_value_heads=2 if tiny else 8)
 
 
 @line("gpt2", "decoder", "transformers", gate=True)
@@ -42,7 +42,7 @@ def gpt2(tiny: bool) -> Work:
     """GPT-2, tied, without dropout."""
     import transformers
 
-    width, layers, heads, vocabulary, batch, length = (64, 2, 4, 128, 2, 32) if tiny else (768, 8, 12, 50257, 16, 1024)
+    width, layers, heads, vocabulary, batch, length = (64, 2, 4, 128, 2, 32) if tiny else (1024, 4, 16, 50257, 16, 1024)
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
         n_positions=length,
@@ -131,7 +131,7 @@ def _encoder(tiny: bool, model: str, config: str, *, batch: int = 32, length: in
     """Build an encoder of transformers with BERT's names."""
     import transformers
 
-    width, layers, heads, wide, vocabulary = (64, 2, 4, 128, 128) if tiny else (768, 6, 12, 3072, 30522)
+    width, layers, heads, wide, vocabulary = (64, 2, 4, 128, 128) if tiny else (768, 4, 12, 3072, 30522)
     batch, length = (2, 32) if tiny else (batch, length)
     sizes = {
         "vocab_size": vocabulary,
@@ -187,7 +187,7 @@ def t5(tiny: bool) -> Work:
     import transformers
 
     width, layers, heads, wide, vocabulary, batch, length = (
-        (64, 2, 4, 128, 128, 2, 32) if tiny else (768, 4, 12, 2048, 32128, 16, 512)
+        (64, 2, 4, 128, 128, 2, 32) if tiny else (1024, 3, 16, 2816, 32128, 16, 512)
     )
     config = transformers.T5Config(
         vocab_size=vocabulary,

@@ -57,7 +57,7 @@ def _ids(batch: int, length: int, vocabulary: int) -> Any:
 def nn_transformer_encoder(tiny: bool) -> Work:
     """nn.TransformerEncoder under a causal mask."""
     width, heads, wide, layers, vocabulary, batch, length = (
-        (32, 2, 64, 2, 64, 2, 16) if tiny else (768, 12, 3072, 6, 16000, 16, 512)
+        (32, 2, 64, 2, 64, 2, 16) if tiny else (1024, 16, 4096, 4, 16000, 16, 512)
     )
     layer = nn.TransformerEncoderLayer(width, heads, wide, dropout=0.0, batch_first=True, norm_first=True)
     body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)

@@ -104,7 +104,7 @@ def pyg_gat(tiny: bool) -> Work:
     return Work(Nodes(GAT(features, width, 3, out_channels=10, heads=4, v2=True)), _graph(nodes, edges, features))
 
 
-@line("pyg_gin", "graph", "torch_geometric", varies=True)
+@line("pyg_gin", "graph", "torch_geometric")
 def pyg_gin(tiny: bool) -> Work:
     """GIN over batches of small graphs, whose sizes vary; bound by the host."""
     from torch_geometric.nn import GIN
@@ -152,7 +152,7 @@ class PooledTransformer(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3, weight_decay=1e-5)
 
 
-@line("pyg_gps", "graph", "torch_geometric", varies=True)
+@line("pyg_gps", "graph", "torch_geometric")
 def pyg_gps(tiny: bool) -> Work:
     """A graph transformer: messages and attention within each graph."""
     count, nodes, width, layers, heads = (4, 8, 16, 2, 2) if tiny else (256, 48, 512, 6, 8)
@@ -367,7 +367,7 @@ class Physics(LightningModule):
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inside, border = batch
-        inside = inside.requires_grad_()
+        inside = inside.detach().requires_grad_()
         u = self.net(inside)
         slope = torch.autograd.grad(u.sum(), inside, create_graph=True)[0]
         u_x, u_t = slope[:, :1], slope[:, 1:]

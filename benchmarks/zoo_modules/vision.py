@@ -233,7 +233,7 @@ def _boxes(batch: int, size: int, classes: int) -> Any:
     return make
 
 
-@line("torchvision_faster_rcnn", "segmentation and detection", "torchvision", draws=True, varies=True, unused=True)
+@line("torchvision_faster_rcnn", "segmentation and detection", "torchvision", draws=True, unused=True)
 def torchvision_faster_rcnn(tiny: bool) -> Work:
     """Faster R-CNN: lists of images, numbers of boxes that vary, losses by name."""
     from torchvision.models.detection import FasterRCNN, fasterrcnn_resnet50_fpn
@@ -248,7 +248,7 @@ def torchvision_faster_rcnn(tiny: bool) -> Work:
     return Work(Detection(net), _boxes(2 if tiny else 8, size, sizes["num_classes"]))
 
 
-@line("torchvision_retinanet", "segmentation and detection", "torchvision", varies=True)
+@line("torchvision_retinanet", "segmentation and detection", "torchvision")
 def torchvision_retinanet(tiny: bool) -> Work:
     """RetinaNet: focal loss over anchors."""
     from torchvision.models.detection import RetinaNet, retinanet_resnet50_fpn
@@ -417,7 +417,7 @@ def diffusers_dit(tiny: bool) -> Work:
     """DiT: a transformer with adaptive norms, which drops labels at random."""
     from diffusers import DiTTransformer2DModel
 
-    batch, size, heads, width, layers = (2, 8, 2, 16, 2) if tiny else (32, 32, 12, 64, 8)
+    batch, size, heads, width, layers = (2, 8, 2, 16, 2) if tiny else (32, 32, 16, 64, 5)
     net = DiTTransformer2DModel(
         num_attention_heads=heads,
         attention_head_dim=width,

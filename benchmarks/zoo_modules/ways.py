@@ -22,7 +22,7 @@ def _resnet(tiny: bool, *, classes: int = 100) -> nn.Module:
     import timm
 
     more = {"layers": (1, 1, 1, 1), "channels": (8, 16, 32, 64)} if tiny else {}
-    return timm.create_model("resnet18" if tiny else "resnet34", num_classes=classes, **more)
+    return timm.create_model("resnet18", num_classes=classes, **more)
 
 
 def _vit(tiny: bool, *, classes: int) -> nn.Module:
@@ -31,7 +31,7 @@ def _vit(tiny: bool, *, classes: int) -> nn.Module:
     sizes: dict[str, Any] = (
         {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
         if tiny
-        else {"img_size": 224, "patch_size": 16, "embed_dim": 384, "depth": 8, "num_heads": 6}
+        else {"img_size": 224, "patch_size": 16, "embed_dim": 384, "depth": 6, "num_heads": 6}
     )
     return timm.models.VisionTransformer(num_classes=classes, **sizes)
 
@@ -132,7 +132,7 @@ def lora(tiny: bool) -> Work:
     """A Llama with adapters of peft."""
     import peft
 
-    net, data = _llama(tiny, layers=8)
+    net, data = _llama(tiny, width=1536, layers=4)
     config = peft.LoraConfig(
         r=4 if tiny else 16, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
