@@ -80,6 +80,11 @@ def test_compiled_and_recomputed_training_is_the_same(name, tmp_path, plain):
     assert not any("forward" in vars(m) for m in changed.modules())
 
 
-def test_a_recurrent_net_is_not_compiled_and_says_so(tmp_path):
+def test_a_recurrent_net_is_not_compiled_and_says_so(tmp_path, plain):
+    plain = plain("lstm")
+    compile_ = Compile(backend="aot_eager", on_failure="raise")
     with pytest.raises(RuntimeError, match=r"Recurrent\) ran and has no graph.*Name other blocks"):
-        fit("lstm", tmp_path, Compile(backend="aot_eager"), ActivationCheckpoint(save="nothing"))
+        fit("lstm", tmp_path, compile_, ActivationCheckpoint(save="nothing"))
+    with pytest.warns(UserWarning, match=r"Recurrent\) runs uncompiled.*LSTM"):
+        changed, _ = fit("lstm", tmp_path, Compile(backend="aot_eager"), ActivationCheckpoint(save="nothing"))
+    assert changed.losses == plain.losses

@@ -46,11 +46,13 @@ __all__ = [
     "compiled_since",
     "configuration",
     "ddp_splitting_off",
+    "first_hint",
     "guard_kind",
     "guarding_each_parameter",
     "has_new_artifacts",
     "is_compiler_error",
     "is_fake",
+    "is_of_user",
     "is_off",
     "is_static",
     "is_watched",
@@ -226,20 +228,40 @@ def _compilation(metrics: Any) -> Compilation:
         code=metrics.co_name,
         frame=(metrics.compile_id or "").rpartition("/")[0],
         guard=None if guard is None else _without_graph(guard),
-        failure=None if failure is None else _first_line(failure),
+        failure=None if failure is None else f"{_first_line(failure)}{_failed_at(metrics)}{first_hint(failure)}",
         hit_limit="recompile limit exceeded" in (failure or "") or metrics.fail_type == "FailOnRecompileLimitHit",
         seconds=metrics.entire_frame_compile_time_s or 0.0,
         no_cuda_graph=metrics.cudagraph_skip_reason,
     )
 
 
+def _failed_at(metrics: Any) -> str:
+    file, line = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno
+    return f" ({os.path.basename(file)}:{line})" if file and is_of_user(file) else ""
+
+
 def _break(reason: Any) -> str:
     lines = [line for line in reason.reason.splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].rstrip().endswith(":"):  # "Encountered graph break when attempting to trace ...:"
         del lines[0]
-    where = reason.user_stack[-1] if reason.user_stack else None
+    where = next((frame for frame in reversed(reason.user_stack or ()) if is_of_user(frame.filename)), None)
     place = f" ({os.path.basename(where.filename)}:{where.lineno})" if where is not None else ""
-    return f"{_first_line(lines[0]) if lines else 'no reason given'}{place}"
+    return f"{_first_line(lines[0]) if lines else 'no reason given'}{place}{first_hint(reason.reason)}"
+
+
+def first_hint(text: str) -> str:
+    """Return the first of Dynamo's hints that says what to do, with a full stop before it, or an empty string."""
+    hints = [line.strip() for line in text.splitlines() if line.strip().startswith("Hint: ")]
+    return next((f". {hint}" for hint in hints if "is fundamental" not in hint and "report an issue" not in hint), "")
+
+
+def is_of_user(file: str) -> bool:
+    """Return whether ``file`` is neither torch's own nor one of those that replace a forward."""
+    return not file.startswith((_TORCH, _OURS))
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "transforms", "")
 
 
 def _first_line(text: str) -> str:

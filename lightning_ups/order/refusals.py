@@ -238,7 +238,7 @@ REFUSALS = (
         what=lambda run: f"torch.compile({type(run.module).__name__}) was given to the Trainer, and Compile() as well.",
         why="The second compilation would be inside the first, and only one of them could be reported or undone.",
         cure="Pass the module as it is, and keep the callback.",
-        holds=lambda run: run.compiled_by_user and any(step.stage is Stage.COMPILE for step in run.declarations),
+        holds=lambda run: run.compiled_by_user and _must_compile(run),
     ),
     Refusal(
         what=lambda run: (
@@ -253,11 +253,7 @@ REFUSALS = (
         why="It would compile the module as one graph, in which the strategy's gathers of parameters have no place.",
         cure="Pass the module as it is, with the callback Compile().",
         # Without Compile(), which has a row of its own.
-        holds=lambda run: (
-            run.compiled_by_user
-            and _shards_itself(run)
-            and not any(step.stage is Stage.COMPILE for step in run.declarations)
-        ),
+        holds=lambda run: run.compiled_by_user and _shards_itself(run) and not _must_compile(run),
     ),
     Refusal(
         what=lambda run: f"{_wrapped(run, 'OptimizedModule')[0]} is what torch.compile returned.",
@@ -476,6 +472,11 @@ def _in_one_graph(run: Run) -> str | None:
         return run.strategy.name
     compilers = (getattr(step, "compiler", None) for step in run.declarations)
     return "Compile(fullgraph=True)" if any(getattr(c, "fullgraph", False) for c in compilers) else None
+
+
+def _must_compile(run: Run) -> bool:
+    steps = [step for step in run.declarations if step.stage is Stage.COMPILE]
+    return any(run.strategy.whole_graph or getattr(step, "on_failure", "raise") == "raise" for step in steps)
 
 
 def _graphed(run: Run) -> list[str]:

@@ -204,7 +204,7 @@ REFUSED = {
         "TEPrecision is given with ActivationCheckpoint and Compile.*Leave one of the two callbacks out",
     ),
     "compiled twice": (
-        run(compiled_by_user=True, callbacks=(Compile(),)),
+        run(compiled_by_user=True, callbacks=(Compile(on_failure="raise"),)),
         r"torch.compile\(Net\) was given to the Trainer, and Compile\(\) as well.*Pass the module as it is",
     ),
     "compiled whole": (
@@ -240,7 +240,7 @@ REFUSED = {
         "inner is wrapped for data parallelism already.*let the strategy shard it",
     ),
     "a split embedding, compiled": (
-        run(strategy=SPLIT, module=gpt(), callbacks=(Compile(blocks=["inner"]),)),
+        run(strategy=SPLIT, module=gpt(), callbacks=(Compile(blocks=["inner"], on_failure="raise"),)),
         "Compile would compile inner, and in it inner.embedding, an embedding that FSDP2Strategy splits.*Name blocks",
     ),
     "a graph drawn by one device": (
@@ -347,8 +347,11 @@ def test_every_row_is_tested():
 
 
 def test_a_module_compiled_by_the_user_is_seen(tmp_path):
+    model = torch.compile(Net(), backend="eager")
     with pytest.raises(ValueError, match=r"torch.compile\(Net\) was given to the Trainer"):
-        trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(torch.compile(Net(), backend="eager"), loader())
+        trainer(tmp_path, callbacks=[Compile(backend="eager", on_failure="raise")]).fit(model, loader())
+    trainer(tmp_path, callbacks=[Compile(backend="eager")]).fit(model, loader())
+    assert model.seen == [False] * 3
 
 
 @pytest.mark.parametrize("kind", [TokenThroughput, StepGuard, ExactResume, RunManifest])
