@@ -191,6 +191,8 @@ def _routed(
                 q_BHSD, k_BKTD, v_BKTD, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     q_BHSD, k_BKTD, v_BKTD = in_autocast_dtype(q_BHSD, k_BKTD, v_BKTD)
+    if attn_mask is not None:  # a float mask has to have the dtype of the queries, while Dynamo traces too
+        (attn_mask,) = in_autocast_dtype(attn_mask)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BHSD, k_BKTD, v_BKTD))
     kind = kind_of(q, k, v, causal=is_causal, mask=attn_mask, dropout=dropout_p > 0)
     name = _first(priority, tuple(kind))
@@ -286,7 +288,8 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> bool:
 
 def _usual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     # Torch copies, and broadcasts masks, for its slower kernels: then a `Kind` does not say all that decides.
-    return all(tensor.stride(-1) == 1 for tensor in (q, k, v)) and (mask is None or mask.dim() in (2, 4))
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    return all(tensor.stride(-1) == 1 for tensor in tensors) and (mask is None or mask.dim() in (2, 4))
 
 
 def _only_of(priority: tuple[Backend, ...], q: Tensor, k: Tensor, v: Tensor) -> AbstractContextManager[Any]:

@@ -298,6 +298,24 @@ def test_of_several_the_first_that_can():
         model(*inputs())
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_float32_mask_under_autocast_is_cast_as_torch_casts_it(trains, dense, monkeypatch):
+    given = []
+    by_torch = routing.scaled_dot_product_attention
+    name = "scaled_dot_product_attention"
+    monkeypatch.setattr(routing, name, lambda *args, **options: (given.append(args), by_torch(*args, **options))[1])
+    (q, k, v), (bias,) = inputs(), [torch.randn(1, 4, 40, 40).requires_grad_(trains)]
+    mask = bias if dense else bias.mT
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = model(q, k, v, mask, causal=False)
+        with routed_attention("auto"):
+            found = model(q, k, v, mask, causal=False)
+    assert torch.equal(found, wanted)
+    ((query, *_, found_mask, _, _),) = given
+    assert query.dtype == found_mask.dtype == (torch.bfloat16 if dense else torch.float32)  # torch casts the others
+
+
 def test_masks_and_unusual_shapes_stay_with_torch():
     mask = torch.randn(40, 40)
     q, k, v = inputs()
