@@ -171,3 +171,50 @@ def test_a_line_whose_package_is_missing_is_named(zoo, monkeypatch, capsys):
 
     assert zoo.chosen(Options, None) == ["llama"]
     assert "timm_vit: left out, since timm is not installed" in capsys.readouterr().out
+
+
+class Call:
+    """Options of a call, with a process that takes no time."""
+
+    tiny, limit, blocks = False, 10, (2, 0.1)
+
+    def __init__(self, deadline):
+        self.deadline = deadline
+
+
+@pytest.fixture
+def made(zoo, monkeypatch, tmp_path):
+    """Return what makes jobs on two GPUs without any, and returns the records and how many runs are left."""
+
+    def finished(words, *, timeout, ranks, environment, stop):
+        found = {"losses": [1.0], "step_ms": 1.0, "held_s": 1.0}
+        assert environment["TORCHINDUCTOR_CACHE_DIR"] not in caches
+        caches.append(environment["TORCHINDUCTOR_CACHE_DIR"])
+        return f"Compile: 3 blocks\nRESULT {json.dumps(found)}\n"
+
+    caches = []
+    monkeypatch.setattr(zoo, "finished", finished)
+
+    def make(jobs, deadline):
+        output = tmp_path / "zoo.jsonl"
+        left = zoo.Zoo(output, Call(deadline), ["0", "1", "0", "1"]).make(jobs)
+        return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else [], left
+
+    return make
+
+
+def test_all_sides_of_a_line_run_on_one_gpu(made, zoo):
+    names = [*zoo.LINES][:20]
+    records, left = made([zoo.Job(name, 0, {"stock": 1, "preset": 2}) for name in names], 100)
+    assert left == 0
+    assert Counter(record["line"] for record in records) == dict.fromkeys(names, 2)
+    places = {(record["line"], record["gpus"]) for record in records}
+    assert len(places) == 20
+    assert records[0]["notes"] == ["Compile: 3 blocks"]
+
+
+def test_a_line_that_cannot_end_in_time_is_not_begun(made, zoo):
+    jobs = [zoo.Job("llama", 0, {"stock": 10, "preset": 200}), zoo.Job("gpt2", 0, {"stock": 10})]
+    records, left = made(jobs, 60)
+    assert [record["line"] for record in records] == ["gpt2"]
+    assert left == 2
