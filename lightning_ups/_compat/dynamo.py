@@ -46,6 +46,7 @@ __all__ = [
     "compiled_since",
     "configuration",
     "ddp_splitting_off",
+    "donated_buffers_off",
     "first_hint",
     "guard_kind",
     "guarding_each_parameter",
@@ -390,6 +391,14 @@ def backward_compiled_with_forward() -> AbstractContextManager[Any]:
     """Return a context in which a graph's backward is compiled with its forward, not when it first runs."""
     name = "force_non_lazy_backward_lowering"
     return aot_config.patch({name: True}) if hasattr(aot_config, name) else nullcontext()
+
+
+def donated_buffers_off() -> AbstractContextManager[Any]:
+    """Let graphs that are made in the context go backward again after ``retain_graph=True``.
+
+    Otherwise their first backward writes to the memory of what the forward has saved.
+    """
+    return aot_config.patch({"donated_buffer": False})
 
 
 @contextmanager
