@@ -1,19 +1,43 @@
 """Taking a running fit back to a checkpoint: its weights, optimizers, schedulers and step count, not its data."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["roll_back"]
+__all__ = ["asked_weights_only", "roll_back"]
 
 
-def roll_back(trainer: Any, path: Path) -> None:
+@contextmanager
+def asked_weights_only(trainer: Any) -> Iterator[list[bool | None]]:
+    """Yield a list that gets the argument ``weights_only`` of the ``fit`` that begins: Lightning keeps it nowhere."""
+    connector, asked = trainer._checkpoint_connector, list[bool | None]()
+    stock = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
+        asked.append(options["weights_only"] if "weights_only" in options else next(iter(args), None))
+        stock(checkpoint_path, *args, **options)
+
+    connector.resume_start = resume_start
+    try:
+        yield asked
+    finally:
+        del connector.resume_start
+
+
+def roll_back(trainer: Any, path: Path, *, weights_only: bool | None = False) -> None:
     """Restore from ``path`` what the steps since then have changed; every rank takes part.
 
     The run goes on with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their
     state.
+
+    Args:
+        trainer: In a fit.
+        path: A whole checkpoint.
+        weights_only: As for ``Trainer.fit``. False suits a checkpoint that this run has written.
     """
     connector = trainer._checkpoint_connector
-    connector.resume_start(str(path), weights_only=False)  # this run wrote it, or was started from it
+    connector.resume_start(str(path), weights_only=weights_only)
     connector.restore_model()
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_ups._compat.after_closure import after_closure
 from lightning_ups._compat.averages import averaged_copies
 from lightning_ups._compat.optimizers import needs_closure
-from lightning_ups._compat.rollback import roll_back
+from lightning_ups._compat.rollback import asked_weights_only, roll_back
 from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
 from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
@@ -134,12 +134,16 @@ class StepGuard(Callback):
         self.max_in_a_row, self.max_rollbacks = max_in_a_row, max_rollbacks
         self.events: list[GuardEvent] = []
         self._undo = ExitStack()
+        self._weights_only: list[bool | None] = []  # what fit was told
 
     # When
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_second(Run.of(trainer))
+        if stage == "fit":
+            self._undo.close()
+            self._weights_only = self._undo.enter_context(asked_weights_only(trainer))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -317,7 +321,7 @@ class StepGuard(Callback):
                 " Save more often (ModelCheckpoint(every_n_train_steps=...)), or use 'skip'."
             )
         with getattr(checkpoints, "keeping_place", nullcontext)():
-            roll_back(trainer, path)
+            roll_back(trainer, path, weights_only=self._restricts(trainer, path))
         if isinstance(strategy.precision_plugin, PolicyPrecision):
             strategy.precision_plugin.after_restore(trainer.lightning_module)
         self._verdicts.forget()
@@ -326,6 +330,11 @@ class StepGuard(Callback):
             f"weights, optimizers and schedulers went back to step {trainer.global_step}, from {path}"
             f" ({self._rollbacks} of {self.max_rollbacks} times); the data go on{self._undone(step)}"
         )
+
+    def _restricts(self, trainer: Trainer, path: Path) -> bool | None:
+        """Return ``weights_only`` for ``path``: as ``fit`` was told, or False for what this run has written."""
+        asked = self._weights_only[0] if self._weights_only else None
+        return asked if str(path) == str(trainer.ckpt_path) else bool(asked)
 
     def _undone(self, step: int) -> str:
         """Forget what was saved after ``step``, which was bad, and return what to say of it."""

@@ -1,5 +1,6 @@
 """What every strategy of ours that shards has in common: environment, order, buffers, clipping, checkpoints."""
 
+import signal
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -53,6 +55,7 @@ from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.explained import note_shards
 from lightning_ups.transforms.instead import instead_of
+from lightning_ups.transforms.interrupts import keeping_interrupt
 from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
 from lightning_ups.transforms.mesh import DATA, TENSOR, MeshSizes, build_mesh, data_mesh, num_shares
 from lightning_ups.transforms.mixed_step import one_kind_at_a_time
@@ -522,7 +525,7 @@ class ShardingStrategy(ModelParallelStrategy):
         if self._starts_accumulation:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         self._in_manual_step = not self.lightning_module.automatic_optimization
-        with self._within_step("training_step"):
+        with self._within_step("training_step"), keeping_interrupt():
             output = super().training_step(*args, **kwargs)
         self._in_manual_step = False
         self._buffers.note_step()
@@ -583,7 +586,7 @@ class ShardingStrategy(ModelParallelStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
-        with self._within_backward():
+        with self._within_backward(), keeping_interrupt():
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._saw_backward, self._starts_accumulation = True, not self._accumulating
         if not self._accumulating:
@@ -690,5 +693,7 @@ class ShardingStrategy(ModelParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         note_shards(exception, strategy=type(self).__name__)
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = 128 + signal.SIGTERM  # Python would exit with 0, and schedulers would see a success
         super().on_exception(exception)
         self.checkpoints.fail()

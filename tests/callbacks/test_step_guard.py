@@ -1,10 +1,13 @@
 """StepGuard leaves bad steps out, or takes the run back before them, on all ranks alike."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import ActivationCheckpoint, OptimizerOffload, RunManifest, StepGuard
@@ -41,7 +44,7 @@ def batches(count=24, *, without=()):
     return DataLoader([row for index, row in enumerate(rows) if index not in without], batch_size=None)
 
 
-def fit(folder, module, guard=None, *, data=None, callbacks=(), **options):
+def fit(folder, module, guard=None, *, data=None, callbacks=(), ckpt_path=None, weights_only=None, **options):
     made = Trainer(
         accelerator="cpu",
         **{"max_epochs": 1, "devices": 1} | options,
@@ -52,7 +55,7 @@ def fit(folder, module, guard=None, *, data=None, callbacks=(), **options):
         default_root_dir=folder,
         callbacks=[*([guard] if guard else []), *callbacks],
     )
-    made.fit(module, data or batches())
+    made.fit(module, data or batches(), ckpt_path=ckpt_path, weights_only=weights_only)
     return made
 
 
@@ -401,6 +404,26 @@ def test_going_back_is_the_run_without_what_lies_between(tmp_path):
     (event,) = guard.events
     assert "went back to step 8" in event.done
     assert "(1 of 3 times)" in event.done
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_going_back_restricts_loading_as_fit_was_told(tmp_path, monkeypatch, asked):
+    told = []
+
+    def load(self, path, weights_only=None):
+        told.append((Path(path).name, weights_only))
+        return stock(self, path, weights_only=weights_only)
+
+    stock = SingleDeviceStrategy.load_checkpoint
+    monkeypatch.setattr(SingleDeviceStrategy, "load_checkpoint", load)
+    options = {"guard": StepGuard(on_nonfinite="rollback"), "weights_only": asked}
+    fit(tmp_path, Bad([10]), callbacks=[saving(tmp_path)], **options)
+    assert [weights_only for _, weights_only in told] == [bool(asked)], "this run wrote it"
+    old = next((tmp_path / "saved").glob("*step=8.ckpt"))
+    told.clear()
+    fit(tmp_path / "again", Bad([10]), callbacks=[saving(tmp_path / "again", every=100)], ckpt_path=old, **options)
+    assert told == [(old.name, asked)] * 2, "somebody else may have written it"
 
 
 def test_a_spike_goes_back_too(tmp_path):

@@ -317,23 +317,3 @@ def hold(path, ready, go):
     go.wait(60)
     (draft.folder / "data").touch()
     folder.finish(draft, files={}, facts={})
-
-
-def test_a_run_of_another_machine_may_be_alive_unless_slurm_has_requeued_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    file = claim(tmp_path)
-    text = file.read_text()
-    file.unlink()
-    (tmp_path / ".run-elsewhere-1.json").write_text(text.replace('"host": "', '"host": "elsewhere'))
-    (tmp_path / ".run-damaged-1.json").write_text(text[:20])
-    [other] = [each for each in neighbors(tmp_path) if each.claim.host.startswith("elsewhere")] or [None]
-    assert other is None, "the same process"
-    (tmp_path / ".run-elsewhere-1.json").write_text(
-        text.replace('"host": "', '"host": "elsewhere').replace('"system": "', '"system": "another')
-    )
-    assert [other.is_alive for other in neighbors(tmp_path)] == [None]
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert [other.is_alive for other in neighbors(tmp_path)] == [False]
-    monkeypatch.delenv("SLURM_JOB_ID")
-    os.utime(tmp_path / ".run-elsewhere-1.json", (0, 0))
-    assert [other.is_alive for other in neighbors(tmp_path)] == [False], "it has not saved for a day"

@@ -147,7 +147,7 @@ def trained(tmp_path, name, strategy, accumulate=1, accelerator="cpu"):
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)  # that of the sampler, whatever ran in this process before
     model = CASES[name]()
-    chosen = FSDP2Strategy(timeout_minutes=0.5, **strategy) if isinstance(strategy, dict) else strategy
+    chosen = FSDP2Strategy(**{"timeout_minutes": 0.5, **strategy}) if isinstance(strategy, dict) else strategy
     fit = trainer(
         tmp_path,
         strategy=chosen,

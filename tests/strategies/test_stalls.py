@@ -1,0 +1,85 @@
+import logging
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_ups.strategies import FSDP2Strategy, stalls
+from lightning_ups.strategies.stalls import StallWatch
+from tests.toys import Net, loader, trainer
+
+RUNS = {  # what each rank has run in its steps
+    "another branch": ([["a", "b", "c"]], [["a", "x", "c"]]),
+    "another branch, and on to the next step": ([["a", "b"], ["a"]], [["a", "x"]]),
+    "another order": ([["a", "b"]], [["b", "a"]]),
+    "slow": ([["a", "b", "c"]], [["a"]]),
+    "a step behind": ([["a", "b"], ["a"]], [["a"]]),
+    "two steps behind": ([["a"], ["b"], ["c"]], [["x"]]),
+    "alike": ([["a", "b"]], [["a", "b"]]),
+    "before the first step": ([["a", "b"]], []),
+}
+APART = {"another branch": "b", "another branch, and on to the next step": "b", "another order": "a"}
+
+
+def watched(runs):
+    texts, handler = [], logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger(stalls.__name__).addHandler(handler)
+    stalls.PATIENCE_S = 0.1
+    watch = StallWatch("Use unused_parameters=True.")
+    watch.open()
+    for step in runs[dist.get_rank()]:
+        watch.begin_step()
+        for name in step:
+            watch.note(name)
+    time.sleep(1.0)
+    error = RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
+    watch.explain(error)
+    watch.close()
+    dist.barrier()
+    stalls.PATIENCE_S = 10.0
+    logging.getLogger(stalls.__name__).removeHandler(handler)
+    return texts, error.__notes__
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_ranks_that_stand_at_other_places_are_told_and_slow_ones_are_not(ranks, kind):
+    texts, notes = ranks(watched, RUNS[kind])
+    if kind in APART:
+        [text] = texts
+        assert f"rank 0 has run {APART[kind]}," in text
+        assert text.endswith("Use unused_parameters=True.")
+        assert notes == [text]
+    else:
+        assert texts == []
+        assert notes == ["If ranks ran different modules in a training step: Use unused_parameters=True."]
+
+
+def test_an_error_that_is_no_timeout_is_left_as_it_is():
+    error = ValueError("shapes differ")
+    StallWatch("").explain(error)
+    assert not hasattr(error, "__notes__")
+
+
+def fitted(path):
+    made = FSDP2Strategy()
+    seen = []
+    stock = made._stalls.begin_step
+
+    def begin():
+        seen.append(made._stalls._steps)
+        stock()
+
+    made._stalls.begin_step = begin
+    trainer(path, strategy=made, devices=2, epochs=1).fit(Net(), loader(2))
+    assert made._stalls._over is None
+    return seen, made._stalls.remedy
+
+
+def test_a_strategy_notes_what_its_steps_run(ranks, tmp_path):
+    steps, remedy = ranks(fitted, tmp_path)
+    number, ran, _ = steps[-1]
+    assert number == len(steps) - 1 > 0
+    assert "head" in ran
+    assert any("reduction" in name for name in ran)
+    assert "unused_parameters=True" in remedy
