@@ -5,7 +5,7 @@ Torch 2.11 to 2.13 differ here in details only; a feature is looked for, never a
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -35,7 +35,9 @@ __all__ = [
     "flattened",
     "follow_requires_grad",
     "gather_all",
+    "gather_in",
     "gather_with_root",
+    "gathered_type",
     "gathered_with",
     "held_parameters",
     "initialise",
@@ -245,7 +247,12 @@ def _count_missing_as_zero(root: FSDPModule, on_any: Callable[[list[bool]], list
     here = [_has_gradient(held) for held in due]
     for held, has, wanted in zip(due, here, on_any(here) if due else [], strict=True):
         if wanted and not has:
-            held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
+            held._unsharded_param.grad = _zeros(held)
+
+
+def _zeros(held: Any) -> Tensor:
+    whole = held._unsharded_param
+    return torch.zeros_like(whole, dtype=whole.grad_dtype)
 
 
 def _fill_up(group: Any, reached: set[Any]) -> list[Any]:
@@ -267,7 +274,7 @@ def _fill_up(group: Any, reached: set[Any]) -> list[Any]:
         return []
     reached.update({*trained} - {*without})
     for held in without:
-        held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
+        held._unsharded_param.grad = _zeros(held)
     last = [h for h in without if h not in reached and h.sharded_param.grad is None]
     return last if group.all_reduce_grads else []
 
@@ -281,13 +288,47 @@ def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> No
         root: The outermost sharded module.
         originals: By shard, what it was made of.
     """
-    states = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
-    for held in (held for state in states for group in _groups(state) for held in group.fsdp_params):
+    for held in _before_first_forward(root):
         if (original := originals.get(held.sharded_param)) is not None:
             _copy_attributes(original, held.sharded_param)
             if hooks := gradient_hooks(original):
                 held.hang_hooks = partial(_hang_hooks, held, hooks)
                 held.to_unsharded = partial(_gather_with_hooks, held, held.to_unsharded)
+
+
+def gather_in(root: FSDPModule, shards: Container[Tensor], *, dtype: torch.dtype) -> None:
+    """Gather ``shards`` in ``dtype``, and add up their gradients in their own type, where they are used several times.
+
+    All of a group are gathered by one collective all the same: FSDP2 gathers bytes where types differ.
+    """
+    for held in _before_first_forward(root):
+        if held.sharded_param in shards:
+            held.init_dtype_attrs = partial(_init_types, held, dtype)
+            held.init_unsharded_param = partial(_init_gathered, held)
+
+
+def gathered_type(module: FSDPModule) -> dict[Tensor, torch.dtype]:
+    """Return the type in which each shard that ``module`` itself gathers is gathered, once it has run."""
+    held_here = (held for group in _groups(module._get_fsdp_state()) for held in group.fsdp_params)
+    return {held.sharded_param: held.param_dtype or held.orig_dtype for held in held_here}
+
+
+def _before_first_forward(root: FSDPModule) -> Iterator[Any]:
+    """Yield the handle of every sharded parameter, also if ``root`` was not initialised yet."""
+    states = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
+    return (held for state in states for group in _groups(state) for held in group.fsdp_params)
+
+
+def _init_types(held: Any, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> None:
+    type(held).init_dtype_attrs(held, policy)
+    held.param_dtype = dtype
+
+
+def _init_gathered(held: Any) -> None:
+    first = not hasattr(held, "_unsharded_param")
+    type(held).init_unsharded_param(held)
+    if first:
+        held._unsharded_param.grad_dtype = held.orig_dtype
 
 
 def _copy_attributes(source: Tensor, target: Tensor) -> None:

@@ -127,7 +127,7 @@ class _Bucket(CustomGraphPass):
 def _put_together(graph: fx.Graph, groups: list[str]) -> None:
     module, function = graph.owning_module, _function()
     if groups and module is not None and function is not None:
-        with _without_estimates():
+        with _without_estimates(), _gathering_types_together():
             function(module, **_arguments(function, groups))
         cast_where_copied(graph)
 
@@ -225,6 +225,37 @@ def _without_estimates() -> Iterator[None]:
         yield
     finally:
         estimation.get_gpu_dram_gbps = before
+
+
+_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def _gathering_types_together() -> Iterator[None]:
+    """Let one gather be of bfloat16 and float32 tensors, as autocast needs both; torch's pass can, and does not."""
+    module: Any = importlib.import_module("torch._inductor.fx_passes.overlap_manual_scheduling")
+    name = next((name for name in ("get_full_bucket_key", "bucket_key") if hasattr(module, name)), None)
+    if name is None:
+        yield
+        return
+    before = getattr(module, name)
+
+    def key(node: fx.Node, *mode: Any) -> Any:
+        return before(node, "custom_ops_multidtype") if _may_be_any_type(node) else before(node, *mode)
+
+    setattr(module, name, key)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _may_be_any_type(node: fx.Node) -> bool:
+    shard = node.args[0]
+    if _KINDS.get(_name(node)) != "gathers" or not isinstance(shard, fx.Node):
+        return False
+    value = shard.meta["val"]
+    return value.dtype in _TOGETHER and value.numel() * value.dtype.itemsize % 4 == 0  # what follows must be aligned
 
 
 def _arguments(function: Callable[..., Any], groups: list[str]) -> dict[str, Any]:

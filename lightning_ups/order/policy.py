@@ -44,7 +44,7 @@ class DtypePolicy:
 
 STOCK_POLICIES: dict[str, DtypePolicy] = {
     "32-true": DtypePolicy(),
-    "bf16-mixed": DtypePolicy.bf16_mixed(),
+    "bf16-mixed": DtypePolicy.bf16_mixed(autocast=True),
 }
 
 

@@ -311,8 +311,9 @@ class SimpleFSDPStrategy(ShardingStrategy):
     def _own_steps(self, module: LightningModule, precision: PolicyPrecision) -> list[Step]:
         options = ParametriseOptions(
             param_dtype=precision.policy.param,
+            autocast=precision.policy.autocast,
             reduce_dtype=precision.policy.reduce,
-            output_dtype=precision.policy.output,
+            output_dtype=None if precision.policy.autocast else precision.policy.output,
             reshard_after_forward=self._reshard,
             in_float32=precision.policy.in_float32,
         )
@@ -341,7 +342,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
             gathering.noting(training=step == "training_step"),
             advice_for_one_graph(_PART),
             explaining_shards_read(step),
-            explaining_types(step, param_dtype=gathering.options.param_dtype),
+            explaining_types(step, param_dtype=gathering.options.module_dtype),
         ):
             yield
         assert self.lightning_module is not None
@@ -359,7 +360,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
             stack.enter_context(gathering.reading(whole=True))
             if not self._in_manual_step:  # else the step says it
                 stack.enter_context(explaining_shards_read(step))
-                stack.enter_context(explaining_types(step, param_dtype=gathering.options.param_dtype))
+                stack.enter_context(explaining_types(step, param_dtype=gathering.options.module_dtype))
             yield
 
     @override

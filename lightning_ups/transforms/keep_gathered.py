@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.fsdp import gathered_type
 from lightning_ups._compat.tensors import plain_memory
 from lightning_ups.transforms.mesh import least_of_ranks
 
@@ -44,15 +45,17 @@ def choose_keeping(*, gathered: int, headroom: int | None, total: int) -> Keepin
     return Keeping(keep=fits, gathered_bytes=gathered, reason=reason)
 
 
-def gathered_bytes(blocks: Iterable[Any], *, param_dtype: torch.dtype | None, tensor_size: int = 1) -> int:
-    """Return what the sharded parameters of ``blocks`` take on each device while all are gathered."""
-    parameters: set[DTensor] = {p for block in blocks for p in block.parameters() if isinstance(p, DTensor)}
-    return sum(p.numel() // tensor_size * _gathered_as(p, param_dtype).itemsize for p in parameters)
+def gathered_bytes(blocks: Iterable[Any], *, tensor_size: int = 1) -> int:
+    """Return what the sharded parameters of ``blocks``, which have run, take on each device while all are gathered."""
+    types: dict[Any, torch.dtype] = {}
+    for module in {module for block in blocks for module in block.modules() if isinstance(module, FSDPModule)}:
+        types |= gathered_type(module)
+    return sum(p.numel() // tensor_size * _itemsize(p, dtype) for p, dtype in types.items())
 
 
-def _gathered_as(parameter: DTensor, param_dtype: torch.dtype | None) -> torch.dtype:
+def _itemsize(parameter: DTensor, dtype: torch.dtype) -> int:
     local = parameter.to_local()
-    return torch.float8_e4m3fn if plain_memory(local) is not local else param_dtype or parameter.dtype
+    return torch.float8_e4m3fn.itemsize if plain_memory(local) is not local else dtype.itemsize
 
 
 def least_headroom(device: torch.device) -> tuple[int | None, int]:

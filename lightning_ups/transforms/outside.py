@@ -104,7 +104,8 @@ class OutsideReads(TorchFunctionMode):
             try:
                 return func(*args, **kwargs)
             except RuntimeError as error:
-                if "dtype" not in str(error) or not (names := self._names((args, kwargs))):
+                names = [name for name in self._names((args, kwargs)) if name in self.found]
+                if "dtype" not in str(error) or not names:
                     raise
                 raise RuntimeError(
                     f"{', '.join(names)} is read outside the forward of its module, together with a tensor of another"

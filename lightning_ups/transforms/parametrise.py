@@ -23,6 +23,7 @@ from lightning_ups._compat.tensors import gradient_hooks
 from lightning_ups._compat.torch import NormWithStatistics
 from lightning_ups.transforms.cast import cast_around, is_wide
 from lightning_ups.transforms.in_float32 import kept_in_float32, within
+from lightning_ups.transforms.matmul_weights import matmul_weights
 from lightning_ups.transforms.mesh import DATA, data_mesh, device_of, num_shares, part_of
 from lightning_ups.transforms.replicated import give_first
 from lightning_ups.transforms.sharded_before import (
@@ -55,6 +56,8 @@ class ParametriseOptions:
 
     Args:
         param_dtype: The type in which parameters are gathered, and modules compute; None: their own.
+        autocast: Operators choose their type: only the weights of matrix products are gathered in ``param_dtype``, and
+            nothing else is cast.
         reduce_dtype: The type in which gradients are summed; None: that in which they are computed.
         output_dtype: The type of what roots return; None: as it is.
         reshard_after_forward: Gather anew for the backward, rather than keep what the forward gathered.
@@ -62,10 +65,16 @@ class ParametriseOptions:
     """
 
     param_dtype: torch.dtype | None = None
+    autocast: bool = False
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     in_float32: tuple[str, ...] = ()
+
+    @property
+    def module_dtype(self) -> torch.dtype | None:
+        """The type to which modules cast what they are given; None: they cast nothing."""
+        return None if self.autocast else self.param_dtype
 
 
 class Gathering:
@@ -321,8 +330,12 @@ def parametrise(
     shards = {p: _shard(p, gathering) for p in names if p.dim() > 0}
     classes: dict[Any, type[nn.Module]] = {}
     uncast = within(kept_in_float32(model, options.in_float32).values())
-    for module in model.modules():
-        if its := _replace(module, shards, casts=module not in uncast):
+    products: dict[str, set[str]] = {}
+    for owner, name in matmul_weights(model) if options.autocast else ():
+        products.setdefault(owner, set()).add(name)
+    for owner, module in model.named_modules():
+        casts = products.get(owner, set()) if options.autocast else None
+        if its := _replace(module, shards, casts=set() if module in uncast else casts):
             _give_class(module, its, gathering, classes)
     for module in (model, *outermost):
         module.register_forward_pre_hook(gathering.begin_call)
@@ -431,13 +444,21 @@ def _splits(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
-def _replace(module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter], *, casts: bool) -> _Names:
-    """Put shards in the places of parameters; return their names, whether they are cast, and whether split."""
+def _replace(
+    module: nn.Module, shards: Mapping[nn.Parameter, nn.Parameter], *, casts: Collection[str] | None
+) -> _Names:
+    """Put shards in the places of parameters; return their names, whether they are cast, and whether split.
+
+    Args:
+        module: What holds the parameters.
+        shards: By the parameter that each replaces.
+        casts: The names of those that are cast; None: by their types.
+    """
     its: _Names = {}
     for name, p in module._parameters.items():
         if p is not None and p in shards:
             module._parameters[name] = shards[p]
-            its[name] = casts and _is_cast(module, p), _splits(shards[p])
+            its[name] = _is_cast(module, p) if casts is None else name in casts, _splits(shards[p])
     return its
 
 
@@ -514,7 +535,7 @@ def _cast(
     blocks: Iterable[nn.Module], roots: list[nn.Module], options: ParametriseOptions, *, uncast: Collection[nn.Module]
 ) -> ExitStack:
     stack = ExitStack()  # never closed: what is sharded stays so
-    if (low := options.param_dtype) is not None:
+    if (low := options.module_dtype) is not None:
         roots = [root for root in roots if root in uncast or not is_wide(root)]
         inner = [block for block in blocks if block not in roots and block not in uncast and not is_wide(block)]
         stack.enter_context(cast_around(inner, inputs=low, outputs=None))

@@ -49,7 +49,7 @@ def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, l
     asked = {f.name: getattr(now, f.name) for f in fields(now)} | {"mesh": layout}
     different = [name for name in asked if earlier[name] != asked[name]]
     if different:
-        precision = all(name.endswith("_dtype") for name in different)
+        precision = all(name.endswith("_dtype") or name == "autocast" for name in different)
         raise ValueError(
             f"{type(model).__name__} was sharded by an earlier run with"
             f" {', '.join(f'{name}={earlier[name]}' for name in different)}, and this run asks for"

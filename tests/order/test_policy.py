@@ -21,8 +21,9 @@ def test_what_has_no_policy():
     assert policy_of(type("Custom", (Precision,), {})()) is None  # inherits the name "32-true"
 
 
-def test_a_loss_outside_a_root_is_float32_as_under_autocast():
-    assert policy_of(MixedPrecision("bf16-mixed", "cpu")).output is torch.float32
+def test_lightnings_bf16_mixed_is_autocast():
+    assert policy_of(MixedPrecision("bf16-mixed", "cpu")).autocast
+    assert not policy_of(Precision()).autocast
 
 
 def test_patterns_of_what_computes_in_float32_are_read_and_kept():

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ups.callbacks import Compile
 from lightning_ups.order import applied
+from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.transforms.shard import unsharded
 from tests.processor import needs_lstm_by_autocast
@@ -144,8 +145,8 @@ def test_code_outside_of_a_step_that_takes_a_part_for_the_whole_is_told_so(ranks
     assert "tensor.full_tensor()" in note
 
 
-def types_seen(tmp_path, precision):
-    model, lightning = made(tmp_path, name="Case", precision=precision, epochs=1)
+def types_seen(tmp_path, options):
+    model, lightning = made(tmp_path, name="Case", epochs=1, **options)
     seen = {}
     model.layers[0].up.register_forward_hook(lambda m, _, out: seen.update(weight=m.weight.dtype, inside=out.dtype))
     # Registered after FSDP2's own, whose last act is to cast.
@@ -155,10 +156,15 @@ def types_seen(tmp_path, precision):
     return {**seen, "loss": model.losses[0].dtype, "master": model.head.weight.dtype}
 
 
-def test_bf16_computes_in_blocks_and_gives_float32_outside(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "root"),
+    [({"precision": "bf16-mixed"}, torch.bfloat16), ({"plugins": [BF16Precision(weights="masters")]}, torch.float32)],
+    ids=["autocast", "pure"],
+)
+def test_bf16_computes_in_blocks_and_gives_float32_gradients(ranks, tmp_path, options, root):
     half, full = torch.bfloat16, torch.float32
-    assert ranks(types_seen, tmp_path, "bf16-mixed") == {
-        "weight": half, "inside": half, "root": full, "gradient": full, "loss": full, "master": full,
+    assert ranks(types_seen, tmp_path, options) == {
+        "weight": half, "inside": half, "root": root, "gradient": full, "loss": full, "master": full,
     }  # fmt: skip
 
 
@@ -335,7 +341,7 @@ def test_what_is_read_outside_is_reported(ranks, tmp_path):
 
 def test_a_read_in_another_type_says_where_to_cast(ranks, tmp_path):
     with pytest.raises(AssertionError, match=r"(?s)embed.weight is read outside.*Cast there, as in F.linear"):
-        ranks(on_ranks, "ReadOutside", tmp_path, {}, 2, {"precision": "bf16-mixed"})
+        ranks(on_ranks, "ReadOutside", tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
 
 
 def named(tmp_path):

@@ -21,4 +21,4 @@ def test_where_memory_is_not_known_nothing_is_kept():
 
 
 def test_what_is_not_sharded_is_not_gathered():
-    assert gathered_bytes([nn.Linear(4, 4)], param_dtype=torch.bfloat16) == 0
+    assert gathered_bytes([nn.Linear(4, 4)]) == 0
