@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_l
 from lightning_ups.transforms.cast import cast_around
 from lightning_ups.transforms.in_float32 import computing_in_float32, kept_in_float32, within
 from lightning_ups.transforms.kv_cache import without_kv_cache
+from lightning_ups.transforms.matmul_weights import matmul_weights
 from lightning_ups.transforms.memory import Ledger, Phase
 from lightning_ups.transforms.memory_compiled import as_compiled
 from lightning_ups.transforms.memory_cuda import step_as_on_cuda
@@ -258,7 +259,7 @@ def _twin(run: Run, mode: FakeTensorMode, stack: ExitStack) -> tuple[LightningMo
     dtype = None
     policy = policy_of(precision)
     if run.strategy.shards and policy is not None:
-        dtype = policy.param
+        dtype = None if policy.autocast else policy.param
     elif isinstance(precision, (HalfPrecision, DoublePrecision)):
         dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision.precision, torch.float64)
     module = twin(run.module, mode=mode, dtype=dtype, without=trainer_of(run.module))
@@ -320,8 +321,19 @@ def _cast(module: LightningModule, run: Run, stack: ExitStack) -> None:
     for parameter in (p for part in kept for p in part.parameters()):
         parameter.data = parameter.data.float() if parameter.dtype is policy.param else parameter.data
     stack.enter_context(computing_in_float32(kept, outputs=None if policy.autocast else policy.param))
+    if policy.autocast:
+        _lower_products(module, within(kept), policy.param)
+        return
     outermost = [root for _, root in roots(module)]
     stack.enter_context(cast_around(outermost, inputs=policy.param, outputs=policy.output, given_as_is=within(kept)))
+
+
+def _lower_products(module: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) -> None:
+    """Give the weights of products the type in which they are gathered."""
+    for owner, name in matmul_weights(module):
+        if (holder := module.get_submodule(owner)) not in kept:
+            parameter = getattr(holder, name)
+            parameter.data = parameter.data.to(dtype)
 
 
 def _offloaded(module: LightningModule, run: Run, change: Change, memory: RehearsedMemory, stack: ExitStack) -> None:
@@ -376,9 +388,10 @@ def _autocast(run: Run) -> Any:
     if isinstance(precision, MixedPrecision):
         dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
         # As Lightning opens it: every use of a weight casts it anew.
-        return nullcontext() if run.strategy.shards else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+        return torch.autocast("cpu", dtype=dtype, cache_enabled=False)
     if isinstance(precision, PolicyPrecision):
-        lowered = precision.policy.param is not None and precision.weights == "autocast" and not run.strategy.shards
+        casts = precision.policy.autocast or (precision.weights == "autocast" and not run.strategy.shards)
+        lowered = casts and precision.policy.param is not None
         return torch.autocast("cpu", dtype=precision.policy.param, cache_enabled=False) if lowered else nullcontext()
     if isinstance(precision, (HalfPrecision, DoublePrecision)):
         return precision.forward_context()

@@ -225,15 +225,16 @@ def test_what_is_kept_gathered_is_counted_in_the_types_that_it_has(ranks, tmp_pa
 def graphs_of(tmp_path, options):
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
-    module, batch = CASES["encoder"]()
-    module.net = nn.Sequential(module.net, nn.Linear(16, 6))  # each rank has an odd number of biases
+    blocks = [nn.Sequential(nn.Linear(16, 16, bias=False), nn.LayerNorm(16)) for _ in range(2)]
+    module = Lit(nn.Sequential(*blocks, nn.Linear(16, 6)), squared)  # each rank has an odd number of biases
+    batch = torch.randn(SAMPLES, 16)
     reports = []
     strategy = SimpleFSDPStrategy()
     module.on_train_end = lambda: reports.append(applied(strategy).report.parts["SimpleFSDPStrategy"]["graphs"])
     with torch.compiler.config.patch(force_disable_caches=True):  # a cached graph is not reported
-        run = trainer(tmp_path, epochs=STEPS, strategy=strategy, devices=2, **options)
+        run = trainer(tmp_path, epochs=2, strategy=strategy, devices=2, **options)
         run.fit(module, DataLoader(batch, batch_size=SAMPLES // 2))
-    return losses_of(module, STEPS), {graph["backward"]: graph["after"] for graph in reports[0]}
+    return losses_of(module, 2), {graph["backward"]: graph["after"] for graph in reports[0]}
 
 
 @pytest.mark.slow

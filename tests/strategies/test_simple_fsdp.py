@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_ups._compat.overlap import collectives_of
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
+from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, simple_fsdp
 from lightning_ups.transforms.parametrise import shards_of
 from lightning_ups.transforms.shard import unsharded
@@ -613,7 +614,7 @@ def test_the_norm_before_clipping_is_logged(ranks, tmp_path):
 
 
 def types_seen(tmp_path):
-    model, lightning = made(tmp_path, name="Gpt", precision="bf16-mixed", epochs=1)
+    model, lightning = made(tmp_path, name="Gpt", plugins=[BF16Precision(weights="masters")], epochs=1)
     seen = {}
     model.model.register_forward_hook(
         lambda m, _, out: seen.update(root=out.dtype, weight=m.layers[0].attention.qkv.weight.dtype)
@@ -664,7 +665,7 @@ def test_two_types_are_told_with_a_cure(ranks, tmp_path, kind):
 
 def mixing_types(tmp_path, kind):
     CASES[kind.__name__] = kind
-    simply_on_ranks(kind.__name__, tmp_path, {}, 2, {"precision": "bf16-mixed"})
+    simply_on_ranks(kind.__name__, tmp_path, {}, 2, {"plugins": [BF16Precision(weights="masters")]})
 
 
 @pytest.mark.slow
