@@ -129,16 +129,14 @@ class Zoo:
             "CUDA_VISIBLE_DEVICES": place,
             "TORCHINDUCTOR_CACHE_DIR": cache,
             "TRITON_CACHE_DIR": f"{cache}/triton",
-            "OMP_NUM_THREADS": str(self._threads()),
+            "OMP_NUM_THREADS": str(self._cores()),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(self._cores()),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            **(
-                {GPU_LOCK: str(self._folder / f"gpu_{place.replace(',', '_')}")}
-                if place and SIDES[side].ranks == 1
-                else {}
-            ),
         }
+        if place and SIDES[side].ranks == 1:
+            environment[GPU_LOCK] = str(self._folder / f"gpu_{place}")
         left = self._end - began
         text = finished(words, timeout=left, ranks=SIDES[side].ranks, environment=environment, stop=self._stop)
         shutil.rmtree(cache, ignore_errors=True)
@@ -166,8 +164,8 @@ class Zoo:
         outcome = found.get("error_line") or f"{found.get('step_ms', '-')} ms, first step {found.get('first_step_s')} s"
         self._say(f"{job.name} {side}: {outcome} ({seconds:.0f} s)")
 
-    def _threads(self) -> int:
-        return max(1, min(16, len(os.sched_getaffinity(0)) // len(self._places)))
+    def _cores(self) -> int:
+        return max(1, min(16, len(os.sched_getaffinity(0)) // len({*self._places})))
 
     def _say(self, what: str) -> None:
         print(f"{time.monotonic() - self._began:4.0f} s  {what}", flush=True)

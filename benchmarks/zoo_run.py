@@ -6,12 +6,11 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -253,15 +252,10 @@ def _is_on_device(event: Any) -> bool:
     return event.device_type == torch.autograd.DeviceType.CUDA
 
 
-@contextmanager
-def _gpu_to_itself() -> Iterator[None]:
-    path = os.environ.get(GPU_LOCK)
-    if not path:
-        yield
-        return
-    with Path(path).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # the lock goes with the process
+def _wait_for_gpu() -> None:
+    """Wait until no other run has the GPU; this one then has it until its process ends, and with it its memory."""
+    if path := os.environ.get(GPU_LOCK):
+        fcntl.flock(os.open(path, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
 
 
 def run(line: Line, side: Side, *, tiny: bool, limit: float, blocks: tuple[int, float]) -> dict[str, Any]:
@@ -279,17 +273,16 @@ def run(line: Line, side: Side, *, tiny: bool, limit: float, blocks: tuple[int, 
     work = line.build(tiny)
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in work.module.parameters())}
     found["build_s"] = round(time.perf_counter() - began, 1)
-    with _gpu_to_itself():
-        faulthandler.dump_traceback_later(limit, exit=True)
-        held = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.init()
-            found["card"] = torch.cuda.get_device_name(0)
-        try:
-            found |= _fit(work, line, side, tiny=tiny, blocks=blocks)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-        found["held_s"] = round(time.perf_counter() - held, 1)
+    _wait_for_gpu()
+    faulthandler.dump_traceback_later(limit, exit=True)
+    held = time.perf_counter()
+    if torch.cuda.is_available():
+        found["card"] = torch.cuda.get_device_name(0)
+    try:
+        found |= _fit(work, line, side, tiny=tiny, blocks=blocks)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    found["held_s"] = round(time.perf_counter() - held, 1)
     return found
 
 
