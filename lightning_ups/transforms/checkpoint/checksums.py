@@ -210,10 +210,21 @@ def as_json(records: Mapping[tuple[str, int], Record]) -> bytes:
     return json.dumps(files, separators=(",", ":")).encode()
 
 
-def from_json(content: bytes) -> dict[tuple[str, int], Record]:
-    """Return what `as_json` wrote."""
-    return {
+def from_json(files: Any) -> dict[tuple[str, int], Record]:
+    """Return what `as_json` wrote, from the values in it.
+
+    Raises:
+        ValueError: If the values do not belong together; others if they have another type.
+    """
+    records = {
         (name, offset): Record(length, head, body, tuple(sums), chunk)
-        for name, entries in json.loads(content).items()
+        for name, entries in files.items()
         for offset, length, head, body, chunk, sums in entries
     }
+    for (_, offset), record in records.items():
+        numbers = (offset, record.length, record.head, record.body, record.chunk, *record.sums)
+        is_positive = all(type(number) is int and number >= 0 for number in numbers) and record.chunk > 0
+        chunks = -(-record.body // record.chunk)
+        if not is_positive or record.head + record.body > record.length or len(record.sums) != chunks + 2:
+            raise ValueError("its numbers do not belong together")
+    return records

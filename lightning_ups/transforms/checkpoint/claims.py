@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from lightning_ups.transforms.checkpoint import meta
+
 __all__ = ["Claim", "Neighbor", "claim", "neighbors"]
 
 _PREFIX, _SUFFIX = ".run-", ".json"
@@ -73,8 +75,10 @@ def neighbors(directory: Path) -> Iterator[Neighbor]:
     """Yield the other runs that have left a claim in ``directory``."""
     own = _own()
     for file in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
-        with suppress(OSError, ValueError, TypeError):  # it ends just now, or is damaged
-            other = Claim(**json.loads(file.read_text()))
+        with suppress(OSError, TypeError):  # it ends just now, or is damaged
+            other = Claim(**meta.read_json(file))
+            if not all(type(value) is type(getattr(own, name)) for name, value in vars(other).items()):
+                continue
             if (other.system, other.pid, other.began) == (own.system, own.pid, own.began):
                 continue
             alive = _is_alive(other, own)

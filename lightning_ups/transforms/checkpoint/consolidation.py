@@ -29,6 +29,7 @@ class SavedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         if path.is_file():
             saved, _ = meta.loaded(path, needless=meta.Everything(), mmap=True)
             state = meta.weights(path, saved)
@@ -44,9 +45,10 @@ class SavedWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        target = {self._prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        read_into(target, self._reader)
-        return target[self._prefix + name]
+        with meta.damage_told(self._path):
+            target = {self._prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+            read_into(target, self._reader)
+            return target[self._prefix + name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -99,7 +101,13 @@ def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, An
     metadata = reader.read_metadata()
     values = {name: _room(entry) for name, entry in metadata.state_dict_metadata.items()}
     read_into(values, reader, weights_only=weights_only)
-    places = metadata.planner_data
+    with meta.damage_told(path):
+        return _joined(path, values, metadata.planner_data, weights_only=weights_only)
+
+
+def _joined(
+    path: Path, values: dict[str, Any], places: Mapping[str, Any], *, weights_only: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
     tree = nested({places[name]: value for name, value in values.items() if not name.startswith(SHARDED + ".")})
     rest, left = rest_of(path, weights_only=weights_only)
     keys = sorted((key for key in tree if key.startswith("optimizer_")), key=lambda key: int(key.rpartition("_")[2]))

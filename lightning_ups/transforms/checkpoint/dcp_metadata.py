@@ -5,6 +5,7 @@ inert `_Record`. `read_metadata` builds DCP's dataclasses from records of the ex
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
@@ -48,6 +49,7 @@ def read_metadata(path: Path) -> Metadata:
         ValueError: If the file is damaged, names what DCP does not write, or points outside its folder.
         OSError: If it cannot be read.
     """
+    meta.check_is_file(path)
     data = path.read_bytes()
     try:
         return _metadata(_parsed(data, path), path)
@@ -246,14 +248,14 @@ def _check_files(places: Iterable[Any], path: Path) -> None:
     for name, end in ends.items():
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise _RefusedError(
-                f"{path} names {name!r}, a file outside its folder. A checkpoint has all its files in its folder."
+                f"{path} names {name[:80]!r}, a file outside its folder. A checkpoint has all its files in its folder."
                 " Take a checkpoint from a source that you trust; this one was changed."
             )
         file = path.parent / name
-        if not file.is_file() or file.stat().st_size < end:
-            raise _RefusedError(
-                meta.damage(file, EOFError("its end is missing" if file.is_file() else "it is missing"))
-            )
+        if not os.path.isfile(file):  # unlike that of Path, it takes a name that no system has
+            raise ValueError(f"it names {name[:80]!r}, which is not there")
+        if file.stat().st_size < end:
+            raise _RefusedError(meta.damage(file, EOFError("its end is missing")))
 
 
 def _check_parts(tensors: Mapping[str, Any], stored: Mapping[MetadataIndex, Any]) -> None:

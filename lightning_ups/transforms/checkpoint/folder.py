@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from lightning_ups.transforms.checkpoint import meta
 from lightning_ups.transforms.checkpoint.checksums import (
     CHECKSUMS,
     DamagedFileError,
@@ -46,6 +47,7 @@ __all__ = [
     "META",
     "Draft",
     "begin",
+    "check_format",
     "clean",
     "damaged",
     "discard",
@@ -71,6 +73,7 @@ __all__ = [
     "write_file",
 ]
 
+FORMAT = 1
 MARKER = "complete.json"
 META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
 _STARTED = "incomplete"
@@ -137,7 +140,7 @@ def mark(draft: Draft, facts: dict[str, Any], *, sums: Mapping[str, int]) -> Non
     read = {name for name in files if not name.endswith(_TENSORS)} - sums.keys()  # .metadata, which DCP has written
     sums = {**sums, **{name: checksum_of_file(draft.folder / name) for name in read}}
     _sync(draft.folder)
-    marker = {"format": 1, "saved_at_ns": time.time_ns(), **facts, "files": files, "checksums": sums}
+    marker = {"format": FORMAT, "saved_at_ns": time.time_ns(), **facts, "files": files, "checksums": sums}
     marker["checksum"] = _sum_of(marker)
     _write(draft.folder / MARKER, json.dumps(marker, indent=1).encode())
     (draft.folder / _STARTED).unlink()
@@ -241,8 +244,11 @@ def fault(path: Path) -> str | None:
         return None if _is_stock(path) else f"{MARKER} is missing, which is written last"
     if (marker := _marker(path)) is None:
         return f"{MARKER} is damaged"
+    for entry in path.iterdir():
+        if not (entry.is_file() or entry.is_dir()):
+            return f"{entry.name} is no file"  # but a pipe or a device, which would be read forever
     sizes = ((name, _size(path / name), size) for name, size in marker["files"].items())
-    return next((f"{name} has {found} bytes and not {size}" for name, found, size in sizes if found != size), None)
+    return next((f"{name[:80]} has {found} bytes and not {size}" for name, found, size in sizes if found != size), None)
 
 
 def located(path: Path) -> Path | None:
@@ -411,11 +417,13 @@ def _may_be_stock(folder: Path) -> bool:
 def _marker(folder: Path) -> dict[str, Any] | None:
     """Return what the marker says, or None if there is none, or one that no save has written."""
     try:
-        marker = json.loads((folder / MARKER).read_text())
-    except (FileNotFoundError, ValueError):
+        marker = meta.read_json(folder / MARKER)
+    except FileNotFoundError:
         return None
     is_ours = isinstance(marker, dict) and isinstance(marker.get("saved_at_ns"), int)
     if not is_ours or not isinstance(marker.get("files"), dict) or not marker["files"]:
+        return None
+    if not all(Path(name).name == name and type(size) is int for name, size in marker["files"].items()):
         return None
     if "checksums" in marker or "checksum" in marker:  # one of them may be damaged
         own = marker.pop("checksum", None)
@@ -426,6 +434,16 @@ def _marker(folder: Path) -> dict[str, Any] | None:
 
 def _sum_of(marker: Mapping[str, Any]) -> int:
     return checksum(json.dumps(marker, sort_keys=True).encode())
+
+
+def check_format(path: Path) -> None:
+    """Raise ValueError if the checkpoint folder at ``path`` has a format that this version does not know."""
+    found = (_marker(path) or {}).get("format", FORMAT)
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(
+            f"{path} is a checkpoint of format {found!r:.40}. This version of lightning_ups reads format {FORMAT}."
+            " A later version wrote it: update lightning_ups, or give another checkpoint."
+        )
 
 
 def has_checksums(path: Path) -> bool:
@@ -453,7 +471,10 @@ def records(path: Path) -> dict[tuple[str, int], Record] | None:
     if not has_checksums(path):
         return None
     verify(path / CHECKSUMS)
-    return from_json((path / CHECKSUMS).read_bytes())
+    try:
+        return from_json(meta.read_json(path / CHECKSUMS))
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise DamagedFileError(meta.damage(path / CHECKSUMS, error)) from error
 
 
 def damaged(path: Path) -> list[str]:
@@ -474,7 +495,7 @@ def damaged(path: Path) -> list[str]:
         )
     found = {name for name, expected in marker["checksums"].items() if checksum_of_file(path / name) != expected}
     if CHECKSUMS not in found:
-        for (name, offset), record in from_json((path / CHECKSUMS).read_bytes()).items():
+        for (name, offset), record in (records(path) or {}).items():
             with (path / name).open("rb") as file:
                 try:
                     RecordReader(file, offset=offset, record=record, name=name).verify()
@@ -490,8 +511,10 @@ def _saved_at(path: Path) -> int:
 
 def _size(path: Path) -> int | None:
     try:
-        return path.stat().st_size
-    except FileNotFoundError:  # perhaps just now, as `settle` of another process has renamed its folder
+        return path.stat().st_size if path.is_file() else None
+    except PermissionError:
+        raise
+    except (OSError, ValueError):  # a name that no system has; or `settle` of another process has renamed the folder
         return None
 
 

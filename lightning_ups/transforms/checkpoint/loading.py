@@ -145,6 +145,7 @@ def load_weights(
 
 def _content(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     path = reading.path
+    meta.check_is_file(path)
     folder.verify(path)
     return meta.loaded(path, weights_only=reading.weights_only, needless=reading.needless, mmap=_can_map(path))
 
@@ -160,10 +161,11 @@ def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
             more, left_apart = {}, {"hyperparameters": str(error).partition(". ")[0]}
         rest, left = {**rest, **more}, {**left, **left_apart}
     _load_module(reading, reader, prefix="state_dict.", others=rest.pop(EXTRA, {}))
-    for index, optimizer in enumerate(reading.optimizers):
-        saved = _read_optimizer(reading, optimizer, reader, metadata, key=f"optimizer_{index}")
-        restore(reading.module, optimizer, saved)
-    return _lowered(reading, rest, reader, metadata), left
+    with meta.damage_told(reading.path):
+        for index, optimizer in enumerate(reading.optimizers):
+            saved = _read_optimizer(reading, optimizer, reader, metadata, key=f"optimizer_{index}")
+            restore(reading.module, optimizer, saved)
+        return _lowered(reading, rest, reader, metadata), left
 
 
 def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
@@ -171,15 +173,18 @@ def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     meta.check_saved(reading.path, saved)
     _load_module_from(reading, saved.pop("state_dict"))
     states, places = saved.pop("optimizer_states", []), saved.pop(PLACES, None)
-    if len(states) < len(reading.optimizers):
-        raise ValueError(_no_optimizer(reading.path))
-    for optimizer, numbered in zip(reading.optimizers, states, strict=False):
-        tree = restore_numbered(parameter_names(reading.module, optimizer), numbered)
-        restore(reading.module, optimizer, _laid_out(reading, tree))
-    return _divided(reading, saved, places), left
+    with meta.damage_told(reading.path):
+        if len(states) < len(reading.optimizers):
+            raise ValueError(_no_optimizer(reading.path))
+        for optimizer, numbered in zip(reading.optimizers, states, strict=False):
+            tree = restore_numbered(parameter_names(reading.module, optimizer), numbered)
+            restore(reading.module, optimizer, _laid_out(reading, tree))
+        return _divided(reading, saved, places), left
 
 
 def _load_module_from(reading: _Reading, saved: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
+        raise ValueError(meta.damage(reading.path, ValueError("its weights have no names")))
     tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
     _load_module(reading, SlicedReader(tensors), others=others)
@@ -189,6 +194,8 @@ def _load_module(
     reading: _Reading, reader: StorageReader, *, prefix: str = "", others: Mapping[str, Any] | None = None
 ) -> None:
     module, others = reading.module, others or {}
+    if not isinstance(others, Mapping):
+        raise ValueError(meta.damage(reading.path, ValueError("the state of its modules has no names")))
     described = reader.read_metadata().state_dict_metadata
     there = {name.removeprefix(prefix): entry for name, entry in described.items() if name.startswith(prefix)}
     here = module.state_dict()

@@ -1,17 +1,30 @@
 """What a checkpoint holds beside tensors, read without running code that it names."""
 
 import io
+import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import BadZipFile, is_zipfile
 
 import torch
 from torch import Tensor
 
-__all__ = ["Everything", "check_saved", "damage", "dumped", "loaded", "weights"]
+__all__ = [
+    "Everything",
+    "check_is_file",
+    "check_saved",
+    "damage",
+    "damage_told",
+    "dumped",
+    "loaded",
+    "read_json",
+    "weights",
+]
+
+_LARGEST_JSON = 2**28  # bytes
 
 
 class Everything:
@@ -47,22 +60,28 @@ def loaded(
         ValueError: If it is no such file or a damaged one, holds no dict, or something else lies outside ``needless``.
         OSError: If this user cannot read it.
     """
+    check_is_file(path)
     if not weights_only:
-        with _damage_told(path):
+        try:
             state = torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
+        except (UnpicklingError, UnicodeDecodeError, EOFError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+                raise  # of the classes in it, or of memory
+            raise ValueError(damage(path, error)) from error
         return _dict_in(path, state), {}
     if not _is_zip(path):
         raise ValueError(
             f"{path} is no checkpoint. It is not what torch.save writes, or its end is missing, as when a disk was full"
             " or the process died. Give a file that was written whole."
         )
-    with _damage_told(path):
+    with _refusing(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     inert = [(type("Untrusted", (_Untrusted,), {"name": name}), name) for name in names]
-    with _damage_told(path, untrusted=names), torch.serialization.safe_globals(inert):  # type: ignore[arg-type]
+    with _refusing(path, untrusted=names), torch.serialization.safe_globals(inert):  # type: ignore[arg-type]
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     state = _dict_in(path, state)
-    left = {place: name for key in state for place, name in _untrusted(state[key], key)}
+    with damage_told(path):  # nested too deeply
+        left = {place: name for key in state for place, name in _untrusted(state[key], key)}
     needed = {place: name for place, name in left.items() if place.partition(".")[0] not in needless}
     if needed:
         raise ValueError(_refusal(path, needed))
@@ -83,6 +102,8 @@ def weights(path: Path, saved: Mapping[str, Any]) -> Mapping[str, Any]:
             f"{path} holds no weights. They are tensors by their names, alone or below 'state_dict', and it has"
             f" {_keys(saved)}. Give a checkpoint of a Trainer, or what torch.save made of a state_dict."
         )
+    if not all(isinstance(name, str) for name in state):
+        raise ValueError(damage(path, ValueError("its weights have names that are no text")))
     return state
 
 
@@ -99,25 +120,70 @@ def check_saved(path: Path, saved: Mapping[str, Any], *, keys: Sequence[str] = (
         )
 
 
+def read_json(path: Path) -> Any:
+    """Return the JSON in the file at ``path``, or None if it holds none, or is absurdly large or nested."""
+    if not path.is_file() or path.stat().st_size > _LARGEST_JSON:  # a pipe would never end
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+
+
 def damage(path: Path, error: Exception) -> str:
     """Return what to say of a file at ``path`` of which reading ends in ``error``."""
-    said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
+    said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")[:200]
+    said = (
+        said
+        if said and isinstance(error, ValueError | UnpicklingError | EOFError | OSError)
+        else f"{type(error).__name__} {said}"
+    )
     return (
         f"{path} cannot be read: {said}. It is damaged: it does not hold what was written there, as when a disk fails."
         " Use an earlier checkpoint."
     )
 
 
+def check_is_file(path: Path) -> None:
+    """Raise ValueError if there is something else at ``path``, such as a folder, or a pipe that would never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(damage(path, OSError("it is no file")))
+
+
 @contextmanager
-def _damage_told(path: Path, *, untrusted: Sequence[str] = ()) -> Iterator[None]:
+def damage_told(path: Path) -> Iterator[None]:
+    """Raise one error that names ``path`` for what comes of values in it that have another type than expected."""
     try:
         yield
-    except (UnpicklingError, UnicodeDecodeError, EOFError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):  # such as one of memory
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(damage(path, error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
             raise
+        raise RuntimeError(_shortage(path, error)) from error
+
+
+@contextmanager
+def _refusing(path: Path, *, untrusted: Sequence[str] = ()) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # any: a damaged pickle calls what is trusted with anything
+        if _is_of_memory(error):
+            raise RuntimeError(_shortage(path, error)) from error
         if untrusted and isinstance(error, UnpicklingError):  # classes that cannot be read around
             raise ValueError(_refusal(path, {name: name for name in untrusted})) from error
         raise ValueError(damage(path, error)) from error
+
+
+def _is_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _shortage(path: Path, error: Exception) -> str:
+    said = str(error)[-120:]
+    return f"{path} asks for more memory than this machine can allocate: {said}. It is too large, or damaged."
 
 
 def _is_zip(path: Path) -> bool:
@@ -128,7 +194,10 @@ def _is_zip(path: Path) -> bool:
             f"{path} cannot be read: {error.strerror}. It belongs to another user, or its mode does not allow it."
             " Ask for the right to read it, or copy it as a user who may."
         ) from error
-    return is_zipfile(path)
+    try:
+        return is_zipfile(path)
+    except BadZipFile:
+        return False
 
 
 def _dict_in(path: Path, state: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ DCP pickles every value that is not a tensor. They are read here by torch's rest
 """
 
 import io
-import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_ups._compat.optional import require
-from lightning_ups.transforms.checkpoint import folder
+from lightning_ups.transforms.checkpoint import folder, meta
 from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, DamagedFileError, Record, RecordReader
 from lightning_ups.transforms.checkpoint.dcp_metadata import read_metadata
 from lightning_ups.transforms.checkpoint.filling import fill
@@ -73,8 +72,10 @@ def read_into(
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, DamagedFileError):
             raise cause from error
+        place = f"{reader.path}" if isinstance(reader, FileSystemReader) else "The checkpoint"
+        said = str(cause).partition("\n")[0].partition(". ")[0][:200] or type(cause).__name__
         raise ValueError(
-            f"The checkpoint could not be read on rank {rank}: {str(cause).partition('. ')[0] or type(cause).__name__}."
+            f"{place} could not be read on rank {rank}: {said}."
             " A file is damaged, or holds something else than tensors and plain values."
             " Use an earlier checkpoint, or set weights_only=False if the file is trusted and holds such objects."
         ) from error
@@ -99,6 +100,7 @@ class FolderReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             path = Path(self.path) / ".metadata"
+            folder.check_format(path.parent)
             folder.verify(path)
             self._records = folder.records(path.parent)
             self._metadata = read_metadata(path)
@@ -289,9 +291,12 @@ def safetensors_slices(path: Path) -> dict[str, Sliceable]:
     safetensors = require("safetensors", requirement="safetensors>=0.4.3", extra="hf", feature="safetensors")
     found: dict[str, Sliceable] = {}
     for file in _safetensors_files(path):
-        opened = safetensors.safe_open(file, framework="pt")
-        for name in opened.keys():  # noqa: SIM118  (not a dict)
-            found[name] = _SafetensorsSlice(opened, name)
+        try:
+            opened = safetensors.safe_open(file, framework="pt")
+            for name in opened.keys():  # noqa: SIM118  (not a dict)
+                found[name] = _SafetensorsSlice(opened, name)
+        except (safetensors.SafetensorError, LookupError) as error:
+            raise ValueError(meta.damage(file, error)) from error
     return found
 
 
@@ -300,7 +305,14 @@ def _safetensors_files(path: Path) -> Iterable[Path]:
         return [path]
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        with meta.damage_told(index):
+            names = {*meta.read_json(index)["weight_map"].values()}
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ValueError(
+                    f"{index} names {outside[0]!r}, a file outside its folder. Weights lie in one folder."
+                    " Take them from a source that you trust; this index was changed."
+                )
+        return [path / name for name in sorted(names)]
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(

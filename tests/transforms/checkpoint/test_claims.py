@@ -1,4 +1,7 @@
+import json
 import os
+
+import pytest
 
 from lightning_ups.transforms.checkpoint import claim, neighbors
 
@@ -36,3 +39,31 @@ def test_a_run_of_another_machine_may_be_alive_unless_slurm_has_requeued_it(tmp_
     monkeypatch.delenv("SLURM_JOB_ID")
     os.utime(tmp_path / ".run-elsewhere-1.json", (0, 0))
     assert [other.is_alive for other in neighbors(tmp_path)] == [False], "it has not saved for a day"
+
+
+HOSTILE = {
+    "nested": "[" * 100_000 + "]" * 100_000,
+    "no text": b"\xff\xfe",
+    "nothing": "",
+    "a list": "[]",
+    "a path for a number": {"pid": "../../etc"},
+    "a list for a name": {"host": ["x"]},
+    "a fraction": {"restart": 0.5},
+    "more": {"other": 1},
+    "a large number": {"pid": int("9" * 1000)},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_no_run_writes_is_passed_over(tmp_path, name):
+    own, hostile = claim(tmp_path), HOSTILE[name]
+    content = json.loads(own.read_text()) | {"pid": 1}
+    file = tmp_path / ".run-other-1.json"
+    text = json.dumps(content | hostile) if isinstance(hostile, dict) else hostile
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert [found.is_alive for found in neighbors(tmp_path)] in ([], [False])
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / ".run-other-1.json")
+    assert [*neighbors(tmp_path)] == []
