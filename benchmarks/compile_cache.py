@@ -88,7 +88,7 @@ def _fit(precision: str, file: Path | None) -> dict[str, Any]:
     data = RandomTokens(vocab_size=SIZES[size].vocab_size, seq_len=seq, batch_size=batch)
     trainer = Trainer(
         accelerator="cuda" if cuda else "cpu", devices=1, max_steps=STEPS, plugins=[chosen], logger=False,
-        callbacks=[watch, Compile(scope="auto", cache=file)], enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[watch, Compile(scope="model", cache=file)], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0,
     )  # fmt: skip
     began = time.perf_counter()

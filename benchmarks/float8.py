@@ -383,7 +383,8 @@ def _fit(
     seed_everything(seed, verbose=False)
     trainer = Trainer(
         accelerator="cuda" if cuda else "cpu", devices=devices, strategy=strategy, max_steps=steps,
-        plugins=[chosen], callbacks=[*_compiled(chosen, compiled=compiled), clock, kept, *callbacks], logger=False,
+        plugins=[chosen],
+        callbacks=[*_compiled(chosen, compiled=compiled, whole=devices == 1), clock, kept, *callbacks], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
         num_sanity_val_steps=0,
     )  # fmt: skip
@@ -399,14 +400,14 @@ def _fit(
     }
 
 
-def _compiled(chosen: Any, *, compiled: bool) -> list[Any]:
+def _compiled(chosen: Any, *, compiled: bool, whole: bool = True) -> list[Any]:
     """Return what compiles beside a precision: by blocks what breaks graphs, and nothing where that is refused."""
     from lightning_ups.callbacks import Compile
     from lightning_ups.precision import TEPrecision
 
     if not compiled or getattr(chosen, "uncompilable", None):
         return []
-    return [Compile() if isinstance(chosen, TEPrecision) else Compile(scope="auto")]
+    return [Compile(scope="model" if whole and not isinstance(chosen, TEPrecision) else "blocks")]
 
 
 # Models
@@ -550,7 +551,7 @@ def _trial(model: str, *, tiny: bool) -> Any:
 
     module, data = _model(model, tiny=tiny)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    callbacks = [] if tiny else [Compile(scope="auto")]
+    callbacks = [] if tiny else [Compile(scope="model")]
     run = Run(
         module=module, strategy=Placement.of(SingleDeviceStrategy), callbacks=callbacks,
         precision=BF16Precision(weights="masters"), accelerator=kind, num_devices=1, num_nodes=1,

@@ -325,7 +325,7 @@ def ours(row: Row, *, weights: Weights = "masters", **options: Any) -> None:
     precision = BF16Precision(weights=weights)
     if row.float8:
         precision = Float8Precision(recipe="tensorwise", head=row.head, weights=weights, emulate=not ON_GPU)
-    compiled = Compile(scope="auto", mode="reduce-overhead" if row.graphs else "default", backend=BACKEND)
+    compiled = Compile(scope="model", mode="reduce-overhead" if row.graphs else "default", backend=BACKEND)
     flags = AccelerationFlags(attention="auto", gc_interval=COLLECT_EVERY)
     strategy: Any = "auto"
     if row.gpus > 1:

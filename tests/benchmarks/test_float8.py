@@ -53,7 +53,7 @@ def test_what_compiles_beside_a_precision_is_allowed_there(float8):
     from lightning_ups.precision import BF16Precision, TEPrecision
 
     assert float8.precision("autocast", tiny=True).weights == "autocast"
-    assert [c.scope for c in float8._compiled(BF16Precision(), compiled=True)] == ["auto"]
+    assert [c.scope for c in float8._compiled(BF16Precision(), compiled=True)] == ["model"]
     assert [c.scope for c in float8._compiled(TEPrecision(recipe="current"), compiled=True)] == ["blocks"]
     assert float8._compiled(TEPrecision(recipe="delayed"), compiled=True) == []
     assert float8._compiled(BF16Precision(), compiled=False) == []
