@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.alike_hooks import hooks_of
+from lightning_ups.transforms.compile_size import is_small
 from lightning_ups.transforms.compile_trial import Caller, with_trial
 from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import outputs_owned
@@ -38,6 +39,7 @@ class Compiler:
         dynamic: Whether sizes may vary. None: from the second size on.
         fullgraph: Whether a graph break is an error.
         own_outputs: Whether what a graph returns is copied out of memory that its next call writes to.
+        leaves_small: Whether graphs that are too small to gain run as they were captured.
 
     Raises:
         ValueError: If there is no such backend or mode, or if the backend has no modes.
@@ -48,6 +50,7 @@ class Compiler:
     dynamic: bool | None = None
     fullgraph: bool = False
     own_outputs: bool = False
+    leaves_small: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -96,6 +99,7 @@ class Frame:
     def forget(self) -> None:
         """Start anew, as after ``torch.compiler.reset()``."""
         self.graphs = 0
+        self.small_graphs = 0  # of these, those that run as they were captured, too small to gain
         self.cache_hits = 0
         self.seconds = 0.0
         self.breaks: list[str] = []
@@ -353,11 +357,14 @@ class _Backend:
     def __init__(self, compiler: Compiler) -> None:
         self.__name__ = self.compiler_name = compiler.backend
         self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
-        self._own_outputs = compiler.own_outputs
+        self._own_outputs, self._leaves_small = compiler.own_outputs, compiler.leaves_small
         # By which kernels of attention may be chosen. Where graphs are tried beside what runs, both have the same.
         self.records_cuda_graphs = compiler.cuda_graphs and not compiler.own_outputs
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self._leaves_small and is_small(graph) and (caller := _caller()) is not None:
+            caller.left_small_graph()
+            return graph.forward
         said = "; ".join(filter(None, [prepare(graph) for prepare in _PREPARING]))
         # So that what fails, fails in the call of its block, however late the backward runs.
         with dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext():

@@ -77,7 +77,10 @@ class Group:
         ]
         if facts["from_cache"]:
             parts.append(f"{facts['from_cache']} from the cache")
-        parts += [f"uncompiled in {phase}: {why}" for phase, why in self.eager.items()]
+        if len({*self.eager.values()}) < len(self.eager):
+            parts.append(f"uncompiled: {self.eager['training']}")
+        else:
+            parts += [f"uncompiled in {phase}: {why}" for phase, why in self.eager.items()]
         return f"{self}: {', '.join(parts)}"
 
     @property

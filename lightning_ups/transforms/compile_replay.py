@@ -89,7 +89,7 @@ class Replay:
     def __init__(
         self, compiler: Compiler, clock: Clock, *, recordings: Callable[[], int], tell: Callable[[str], None]
     ) -> None:
-        self._compiler = replace(compiler, mode="reduce-overhead", dynamic=False, own_outputs=True)
+        self._compiler = replace(compiler, mode="reduce-overhead", dynamic=False, own_outputs=True, leaves_small=False)
         self._clock, self._recordings, self._tell = clock, recordings, tell
         self.choice: Choice | None = None
         self._now: Call | None = None  # of the model, that runs
@@ -272,6 +272,9 @@ class Replay:
         assert self._frame is not None
         self._frame.graphs += 1
         self._frame.cache_hits += from_cache
+
+    def left_small_graph(self) -> None:
+        """Leave it: only the frame that this stands beside leaves small graphs."""
 
     def wants_trial(self) -> bool:
         """Return whether nothing has been recorded in this run."""

@@ -35,6 +35,9 @@ class Caller(Protocol):
     def made_graph(self, *, from_cache: bool) -> None:
         """Hear that there is a new graph, and whether it came from inductor's caches."""
 
+    def left_small_graph(self) -> None:
+        """Count a new graph that runs as it was captured."""
+
     def wants_trial(self) -> bool:
         """Return whether a graph that runs for the first time is to be tried."""
         ...

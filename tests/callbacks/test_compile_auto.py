@@ -242,7 +242,7 @@ def test_gradients_are_copied_only_if_the_next_forward_finds_them(tmp_path, monk
         made.append(sum(own is not None for own in self._own))
 
     monkeypatch.setattr(OwnGradients, "take", watched)
-    options = {"plugins": [BF16Precision()], "gradient_clip_val": 0.5, **options}
+    options = {"plugins": [BF16Precision(weights="masters")], "gradient_clip_val": 0.5, **options}
     compile_ = Compile(scope="model", backend="ups_modes", mode=mode)
     run(tmp_path, monkeypatch, compile_, clock=FixedClock(6.1, 5.2), module=Layers, **options)
     assert len(backends.RECORDED) > 16
