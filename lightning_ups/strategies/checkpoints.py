@@ -24,6 +24,7 @@ from lightning_ups.transforms.checkpoint import (
     Saver,
     claim,
     clean,
+    damage_told,
     described,
     gathered,
     has_checksums,
@@ -254,7 +255,8 @@ class Checkpoints:
                 " torch.serialization.add_safe_globals([...]), or set weights_only=False if you trust the file."
             )
         if self._connection is not None and RESUME_KEY in rest:
-            self._connection.load(rest[RESUME_KEY])
+            with damage_told(found):
+                self._connection.load(rest[RESUME_KEY])
         if isinstance(self._strategy.precision_plugin, PolicyPrecision):
             self._strategy.precision_plugin.after_restore(self._module)
         self._given = self._module.state_dict()

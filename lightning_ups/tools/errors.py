@@ -19,6 +19,7 @@ from typing import IO
 __all__ = ["explained", "shortened", "unwrapped"]
 
 _EXPLAINED = (ValueError, TypeError, RuntimeError, ImportError, OSError)
+_OF_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # of another type than expected
 _UNREADABLE = (ImportError, FileNotFoundError, ValueError)  # of a checkpoint: no package for such paths, no file
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the classes and the Trainer
@@ -138,6 +139,12 @@ def shortened(error: BaseException) -> str | None:
             " Choose a folder that can be written by trainer.default_root_dir, the save_dir of a logger, or the"
             " dirpath of ModelCheckpoint."
         )
+    if isinstance(root, _OF_VALUES) and (path := _restored(frames)):
+        return _text(
+            f"The checkpoint {path} cannot be restored: {type(root).__name__} {str(root)[:100]}."
+            " A part of it is missing or damaged. Use an earlier checkpoint, or leave out ckpt_path and call"
+            " lightning_ups.transforms.checkpoint.load_weights in on_fit_start."
+        )
     if not frames or not _on_purpose(*frames[-1]):
         return None
     raised_by = _package(frames[-1][0])
@@ -249,6 +256,14 @@ def _not_made(root: OSError, frames: list[tuple[FrameType, int]]) -> str | None:
     packages = [_package(frame) for frame, _ in frames if _package(frame) not in _FILE_SYSTEMS]
     makes = bool(frames) and frames[-1][0].f_code.co_name in ("makedirs", "mkdir")
     return str(root.filename) if makes and packages[-1:] == ["lightning"] else None
+
+
+def _restored(frames: list[tuple[FrameType, int]]) -> str | None:
+    """Return the checkpoint that Lightning was restoring, if no code of others took part."""
+    within = [index for index, (frame, _) in enumerate(frames) if _is_of(frame, "_CheckpointConnector")]
+    if not within or not {_package(frame) for frame, _ in frames[within[0] :]} <= {"lightning", "torch"}:
+        return None
+    return str(frames[within[0]][0].f_locals["self"].trainer.ckpt_path)
 
 
 def _reads_checkpoint(frames: list[tuple[FrameType, int]]) -> bool:

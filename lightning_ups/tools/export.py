@@ -19,6 +19,7 @@ from lightning_ups.transforms.checkpoint import (
     MODELS,
     SavedWeights,
     consolidated,
+    damage_told,
     damaged,
     resolve,
     rest_of,
@@ -135,7 +136,8 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
             " Name a config.json that is there."
         )
     if asked.names != "plain":
-        weights, config = _named_for_hf(SavedWeights(path), rest_of(path, weights_only=not asked.trust)[0], path)
+        with damage_told(path):
+            weights, config = _named_for_hf(SavedWeights(path), rest_of(path, weights_only=not asked.trust)[0], path)
     cast = _Cast(weights, getattr(torch, asked.dtype) if asked.dtype else None)
     written = write_safetensors(output, cast, sizes=cast.sizes(), max_shard_bytes=limit)
     _let_read(written)

@@ -88,7 +88,7 @@ class Table:
                 for row in tree["products"]
             }
             return cls(tree["place"], times)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a table of float8 times."
                 f" It is written by `advise` on a GPU, and this file has another content ({error!r})."

@@ -81,7 +81,7 @@ class CacheFile:
     def _mismatch(self, header: bytes, programs: bytes) -> str | None:
         try:
             facts: Any = json.loads(header)
-        except ValueError:
+        except (ValueError, RecursionError):
             facts = None
         if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
             return "it is not a file that Compile wrote"

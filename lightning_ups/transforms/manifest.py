@@ -14,8 +14,18 @@ _OF_THE_MOMENT = ("run/started", "run/duration_s")
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest in the file ``path``."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """Return the manifest in the file ``path``.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no manifest: {error}. Give a file that RunManifest wrote.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no manifest: it holds no names. Give a file that RunManifest wrote.")
+    return content
 
 
 def write(manifest: Mapping[str, Any], path: Path) -> None:

@@ -119,6 +119,8 @@ def written(times):
         b"PK\x03\x04\xd9\xff",  # such as a checkpoint
         written([1]),
         written({BFLOAT16: {"forward_ms": "1 ms", "dgrad_ms": 1, "wgrad_ms": 1}}),
+        written({BFLOAT16: {"forward_ms": 10**400, "dgrad_ms": 1, "wgrad_ms": 1}}),
+        "[" * 100_000,
     ],
 )
 def test_a_file_that_is_no_table_is_named(tmp_path, content):

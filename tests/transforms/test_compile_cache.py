@@ -110,6 +110,7 @@ def other_device(content):
         (broken_header, "it is not a file that Compile wrote"),
         (lambda content: b"", "it is not a file that Compile wrote"),
         (lambda content: b"[1]\n", "it is not a file that Compile wrote"),
+        (lambda content: b"[" * 100_000 + b"\n", "it is not a file that Compile wrote"),
         (damaged, "it is damaged"),
         (cut_short, "it is damaged"),
         (elsewhere, r"it was made for torch 1\.0, and here it is 2\."),

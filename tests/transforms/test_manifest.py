@@ -77,3 +77,10 @@ def test_a_write_that_fails_leaves_the_old_manifest_and_no_draft(tmp_path, monke
 def test_no_two_runs_get_one_path(tmp_path):
     names = [reserve(tmp_path / "logs").name for _ in range(3)]
     assert names == ["manifest.json", "manifest-2.json", "manifest-3.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "[]", "x"])
+def test_a_file_that_is_no_manifest_is_named(tmp_path, content):
+    (tmp_path / "m.json").write_text(content)
+    with pytest.raises(ValueError, match=r"m\.json is no manifest"):
+        read(tmp_path / "m.json")

@@ -24,6 +24,7 @@ from lightning_ups.transforms.checkpoint.folder import (
     unwritable,
 )
 from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
+from lightning_ups.transforms.checkpoint.meta import damage_told
 from lightning_ups.transforms.checkpoint.saver import Phase, Saver, SaveTimes
 from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded, save_whole
 from lightning_ups.transforms.checkpoint.state import named_state
@@ -38,6 +39,7 @@ __all__ = [
     "claim",
     "clean",
     "consolidated",
+    "damage_told",
     "damaged",
     "described",
     "gathered",

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -222,10 +223,17 @@ def discard(draft: Draft) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete the checkpoint at ``path``: a folder, a file, or a link but not its target. One that is gone is fine."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
+    """Delete the checkpoint at ``path``: a folder, a file, or a link but not its target. One that is gone is fine.
+
+    Anything else stays, with a warning: `ModelCheckpoint` takes the paths that it deletes from a checkpoint.
+    """
+    if not os.path.lexists(path):
+        return
+    is_folder = path.is_dir() and not path.is_symlink()
+    is_ours = is_folder or path.is_symlink() or path.suffix == ".ckpt" or zipfile.is_zipfile(path)
+    if ".." in path.parts or not is_ours or (is_folder and any(path.iterdir()) and not holds_part(path)):
+        warnings.warn(f"{path} is not deleted: it is no checkpoint of this run.", stacklevel=2)
+    else:
         _delete(path)
 
 
@@ -354,7 +362,7 @@ def _settle(path: Path) -> None:
             _delete(saving)
     if previous.is_symlink() or previous.exists():
         if path.exists():
-            remove(previous)
+            _delete(previous)
         else:
             previous.rename(path)
     removing = _beside(path, _REMOVING)

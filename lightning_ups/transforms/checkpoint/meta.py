@@ -155,7 +155,7 @@ def damage_told(path: Path) -> Iterator[None]:
     """Raise one error that names ``path`` for what comes of values in it that have another type than expected."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(damage(path, error)) from error
     except (MemoryError, RuntimeError) as error:
         if not _is_of_memory(error):

@@ -259,3 +259,18 @@ def test_a_place_in_a_folder_that_is_closed_to_this_user_cannot_be_written_to(tm
     monkeypatch.setattr(os, "stat", closed)
     monkeypatch.setattr(os, "lstat", closed)
     assert folder.unwritable(private / "new" / "newer") == f"{private} cannot be written to"
+
+
+@pytest.mark.parametrize("name", ["notes", "notes.txt", "runs/../runs/kept.ckpt", "runs/link/notes"])
+def test_what_is_no_checkpoint_is_not_deleted(tmp_path, name):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("x")
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "link").symlink_to(tmp_path)
+    folder.finish(folder.begin(tmp_path / "runs" / "kept.ckpt"), files={"meta.pt": b"x"}, facts={})
+    with pytest.warns(UserWarning, match="is not deleted: it is no checkpoint of this run"):
+        folder.remove(tmp_path / name)
+    assert (tmp_path / name).exists()
+    folder.remove(tmp_path / "runs" / "kept.ckpt")
+    assert not (tmp_path / "runs" / "kept.ckpt").exists()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from lightning_ups.tools import export
 from lightning_ups.transforms.checkpoint import (
     SavedWeights,
     Saver,
@@ -623,6 +624,30 @@ def test_strange_opcodes_in_data(attack, name):
     (attack.path / ".metadata").write_bytes(pickle.dumps(found))
     resize(attack.path, ".metadata", "__0_0.distcp")
     assert attack()
+
+
+# What export reads of a model
+
+
+CONFIGS = {
+    "nested": {"class": "x.Y", "config": nested(100_000)},
+    "no text": {"class": "x.Y", "config": 1},
+    "no JSON": {"class": "x.Y", "config": "x"},
+    "a list": {"class": "x.Y", "config": "[]"},
+    "no class": {"config": "{}"},
+    "a class that is none": {"class": 1, "config": "{}"},
+    "a list for it": [1],
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_that_no_save_writes(attack, tmp_path, name):
+    torch.save({"lightning_ups.models": {"": CONFIGS[name]}}, attack.path / "meta.pt")
+    resize(attack.path, "meta.pt")
+    words = ["--checkpoint", str(attack.path), "--output", str(tmp_path / "out"), "--names", "hf"]
+    with pytest.raises(ValueError, match=r"kept\.ckpt"):
+        export.main(words)
+    assert not attack.canary.exists()
 
 
 # Safetensors
