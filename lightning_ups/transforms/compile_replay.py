@@ -11,6 +11,7 @@ when no tensor lies there. After a few such recordings, a failure, or a second c
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from math import inf
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_frame import Compiler, Frame, calling, frame_of
-from lightning_ups.transforms.compile_mode import Choice, Clock, Pace, Timing, choose, is_open, measure
+from lightning_ups.transforms.compile_mode import Choice, Clock, Pace, Timing, choose, is_open, measure, paid_back
 from lightning_ups.transforms.compile_trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import begin_step
@@ -84,11 +85,19 @@ class Replay:
         clock: The times of the host and of the device.
         recordings: Returns how many CUDA graphs are recorded by now.
         tell: Called with what the user should know.
+        steps: How many steps the run has at most. For CUDA graphs the model is compiled once more, which has to pay.
     """
 
     def __init__(
-        self, compiler: Compiler, clock: Clock, *, recordings: Callable[[], int], tell: Callable[[str], None]
+        self,
+        compiler: Compiler,
+        clock: Clock,
+        *,
+        recordings: Callable[[], int],
+        tell: Callable[[str], None],
+        steps: float = inf,
     ) -> None:
+        self._steps_of_run, self._seconds = steps, 0.0
         self._compiler = replace(compiler, mode="reduce-overhead", dynamic=False, own_outputs=True, leaves_small=False)
         self._clock, self._recordings, self._tell = clock, recordings, tell
         self.choice: Choice | None = None
@@ -155,8 +164,13 @@ class Replay:
         if self._now is not None:
             self._timings[self._now] = reason
 
-    def decide(self) -> None:
-        """Choose by what ran in the step that ends, if that was anything and the choice is not made."""
+    def decide(self, *, seconds: float = 0.0) -> None:
+        """Choose by what ran in the step that ends, if that was anything and the choice is not made.
+
+        Args:
+            seconds: How long the model took to compile.
+        """
+        self._seconds = self._seconds or seconds
         if self.choice is not None or self._pace is not None or not self._step:
             return
         choice = self._choose()
@@ -174,7 +188,7 @@ class Replay:
             self._settle(choose(replace(timing, step_ms=step_ms)))
 
     def _settle(self, choice: Choice) -> None:
-        self.choice = choice
+        self.choice = choice if choice.timing is None else paid_back(choice, self._steps_of_run, self._seconds)
         if self.active:
             # From now on the generation, as torch calls it, stays the same: what is alive is not written to again.
             begin_step()
