@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["finetuning_by_identity"]
+__all__ = ["finetuning_by_identity", "regroup", "regroups"]
 
 
 @contextmanager
@@ -23,6 +24,21 @@ def finetuning_by_identity() -> Iterator[None]:
         yield
     finally:
         BaseFinetuning.filter_on_optimizer = before
+
+
+def regroups(trainer: Any) -> bool:
+    """Return whether a callback of ``trainer`` may have given optimizers more groups than they were made with."""
+    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
+
+
+def regroup(trainer: Any) -> None:
+    """Give optimizers the groups that they had when the state of such callbacks was saved.
+
+    Lightning does so in `on_fit_start`, which comes before a strategy that restores after its setup.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, BaseFinetuning):
+            BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
 
 
 def _not_held(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

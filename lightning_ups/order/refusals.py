@@ -57,8 +57,18 @@ _NO_POLICY = Refusal(
         run.strategy.ours
         and run.strategy.shards
         and policy_of(run.precision) is None
-        and run.precision.precision != "16-mixed"  # has a row of its own
+        and run.precision.precision not in ("16-mixed", "bf16-true")  # have rows of their own
     ),
+)
+
+_BF16_TRUE = Refusal(
+    what=lambda run: f"precision='bf16-true' has no meaning under {run.strategy.name}.",
+    why="FSDP2 casts parameters by a policy, and this precision casts the module itself.",
+    cure=(
+        "Use plugins=[BF16WeightsPrecision()], whose weights are bfloat16 too and whose optimizer rounds by chance, or"
+        " precision='bf16-mixed', whose weights are float32."
+    ),
+    holds=lambda run: run.strategy.ours and run.strategy.shards and run.precision.precision == "bf16-true",
 )
 
 REFUSALS = (
@@ -95,6 +105,7 @@ REFUSALS = (
     ),
     _FP16,
     _NO_POLICY,
+    _BF16_TRUE,
     Refusal(
         what=lambda run: (
             f"{run.strategy.name}(tensor_parallel_size={_split(run)}, replicate_size={_copies(run)}) is given"
@@ -296,7 +307,7 @@ def refuse_precision(run: Run) -> None:
 
     Before there is a Trainer, which would take another than the one that was asked for where a device has no such type.
     """
-    _refuse(run, [_FP16, _NO_POLICY])
+    _refuse(run, [_FP16, _NO_POLICY, _BF16_TRUE])
 
 
 def _refuse(run: Run, rows: Iterable[Refusal]) -> None:

@@ -1,6 +1,6 @@
 """What a sharding strategy does about checkpoints, in one place for all of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_ups._compat.finetuning import regroup, regroups
 from lightning_ups._compat.last_checkpoints import ask_strategy_for_last, checkpoint_folders, last_checkpoints
 from lightning_ups.order import PolicyPrecision, applied
 from lightning_ups.transforms.checkpoint import (
@@ -29,6 +30,7 @@ from lightning_ups.transforms.checkpoint import (
     gathered,
     has_checksums,
     load,
+    load_optimizers,
     located,
     make,
     named_state,
@@ -114,6 +116,7 @@ class Checkpoints:
         self._gathered: list[ref[Tensor]] = []  # what `module_state` has last made whole on this rank
         self._claims: dict[Path, Path] = {}  # by directories into which this run has saved
         self._given: dict[str, Any] = {}  # the state of the module that `load` returned
+        self._read_later: Path | None = None
 
     @property
     def saver(self) -> Saver:
@@ -234,10 +237,13 @@ class Checkpoints:
             ValueError: If it does not fit this run.
         """
         found = self._found(self._local(self._strategy.broadcast(path), None))
+        optimizers = self._strategy.optimizers if self._trainer.state.fn == TrainerFn.FITTING else []
+        is_regrouped = regroups(self._trainer)  # by callbacks that are restored first
+        self._read_later = found if optimizers and is_regrouped else None
         rest, left = load(
             found,
             module=self._module,
-            optimizers=self._strategy.optimizers if self._trainer.state.fn == TrainerFn.FITTING else [],
+            optimizers=[] if is_regrouped else optimizers,
             strict=self._module.strict_loading,
             weights_only=self._weights_only,
             needless=_APART,
@@ -252,7 +258,8 @@ class Checkpoints:
                 f"{found} holds hyperparameters whose classes are not trusted, and they were left out:"
                 f" {', '.join(f'{name} at {place}' for place, name in list(left.items())[:5])}."
                 " Resuming does not need them. To read them, too, name the classes in"
-                " torch.serialization.add_safe_globals([...]), or set weights_only=False if you trust the file."
+                " torch.serialization.add_safe_globals([...]), or set"
+                f" {type(self._strategy).__name__}(weights_only=False) if you trust the file."
             )
         if self._connection is not None and RESUME_KEY in rest:
             with damage_told(found):
@@ -263,7 +270,26 @@ class Checkpoints:
         # Callbacks that average weights look for them there. Files of weights alone have no version.
         return {"pytorch-lightning_version": lightning_version, **rest, "state_dict": {**self._given}}
 
-    def check_unchanged(self, checkpoint: Mapping[str, Any]) -> None:
+    @property
+    def reads_optimizers_later(self) -> bool:
+        """Whether `load` has left the states of optimizers for `load_optimizers`."""
+        return self._read_later is not None
+
+    def load_optimizers(self) -> None:
+        """Read the states of optimizers from what `load` has read all else from."""
+        found, self._read_later = self._read_later, None
+        assert found is not None
+        regroup(self._trainer)
+        load_optimizers(
+            found,
+            module=self._module,
+            optimizers=self._strategy.optimizers,
+            weights_only=self._weights_only,
+            needless=_APART,
+            group=self._saver.group,
+        )
+
+    def check_unchanged(self, checkpoint: dict[str, Any]) -> None:
         """Refuse what ``on_load_checkpoint`` of the module has changed of what `load` had read already.
 
         Raises:
@@ -284,6 +310,8 @@ class Checkpoints:
                 " Make one file of the checkpoint (python -m lightning_ups export --format torch), change that, and"
                 " resume from it."
             )
+        if self.reads_optimizers_later:
+            checkpoint["optimizer_states"] = []  # Lightning looks for them, and then calls the strategy
 
     @contextmanager
     def keeping_place(self) -> Iterator[None]:

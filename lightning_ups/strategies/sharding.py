@@ -680,7 +680,17 @@ class ShardingStrategy(ModelParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert isinstance(checkpoint, dict)
         self.checkpoints.check_unchanged(checkpoint)  # it was loaded by `load_checkpoint`
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return self.checkpoints.reads_optimizers_later
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.checkpoints.load_optimizers()
 
     def find_last_checkpoint(self, trainer: Trainer) -> Path | None:
         """Return what ``ckpt_path="last"`` means, or None if there is none."""

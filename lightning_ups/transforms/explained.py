@@ -105,8 +105,9 @@ def _about_types(step: str, said: str, error: BaseException, param_dtype: torch.
         return (
             f"{step} computes with tensors of two types: {said}."
             f" Under this precision weights are gathered as {param_dtype}, and what is given to blocks and roots is"
-            " cast to it; a tensor that a forward makes in another type is not, as autocast would."
-            f" Cast it there, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is given to a module"
+            " cast to it; a tensor that a forward makes in another type is not."
+            " Use BF16Precision(), whose autocast casts where an operator needs it."
+            f" Or cast it there, as in x.to(self.weight.dtype), or {float32_for(error)}; if it is given to a module"
             " that is not among the blocks, name that in blocks=[...]."
         )
     low = str(param_dtype).removeprefix("torch.")

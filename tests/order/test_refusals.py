@@ -150,8 +150,12 @@ REFUSED = {
         r"\(reshard_after_forward=4\) is given where parameters are sharded over 6\..*Use a number that divides it",
     ),
     "no policy": (
+        run(strategy=FSDP2, precision=HalfPrecision("16-true")),
+        "HalfPrecision, precision='16-true', has no meaning under FSDP2Strategy.*Use one of .*bf16-mixed",
+    ),
+    "bf16-true": (
         run(strategy=FSDP2, precision=HalfPrecision("bf16-true")),
-        "HalfPrecision, precision='bf16-true', has no meaning under FSDP2Strategy.*Use one of .*bf16-mixed",
+        r"precision='bf16-true' has no meaning under FSDP2Strategy.*plugins=\[BF16WeightsPrecision\(\)\]",
     ),
     "whole": (
         run(strategy=FSDP2, callbacks=(Whole(),)),

@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from safetensors.torch import save_file
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ups.models.gpt import GPTModule
 from lightning_ups.order import PolicyPrecision
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.checkpoint import is_complete, lanes, newest
+from lightning_ups.transforms.checkpoint import consolidated, is_complete, lanes, newest
 from tests.ranks import Ranks
 from tests.strategies.cases import whole
 from tests.toys import Net, data, loader
@@ -825,3 +826,126 @@ def test_what_the_hook_of_loading_changes_too_late_is_refused(ranks, tmp_path, c
 
 def test_a_hook_of_loading_that_changes_nothing_is_called(ranks, tmp_path):
     assert ranks(load_with_hook, tmp_path, rebuild) == 1
+
+
+class Both(torch.optim.Optimizer):
+    """Steps matrices in one way and the rest in another, and saves two states under names of its own."""
+
+    def __init__(self, parameters):
+        parameters = [*parameters]
+        self.matrices = torch.optim.SGD([p for p in parameters if p.ndim > 1], lr=0.05, momentum=0.9)
+        self.rest = torch.optim.AdamW([p for p in parameters if p.ndim < 2], lr=1e-2)
+        self.calls = 0
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        self.matrices.step()
+        self.rest.step()
+        self.calls += 1
+        return loss
+
+    def state_dict(self):
+        states = ({}, self.rest.state_dict())  # a tuple, and something empty
+        return {"matrices": self.matrices.state_dict(), "others": states, "calls": self.calls}
+
+    def load_state_dict(self, state):
+        _, rest = state["others"]
+        self.matrices.load_state_dict(state["matrices"])
+        self.rest.load_state_dict(rest)
+        self.calls = state["calls"]
+
+
+class Wrapping(Net):
+    def configure_optimizers(self):
+        return Both(self.parameters())
+
+
+def wrapped(path, strategy, ckpt_path, folder, epochs=4):
+    model = Wrapping()
+    losses = fit(
+        path, strategy=FSDP2Strategy(**strategy), model=model, ckpt_path=ckpt_path, folder=folder, epochs=epochs
+    )
+    return losses, model.trainer.optimizers[0].calls
+
+
+def wrapped_and_resumed(path, strategy):
+    whole = wrapped(path, strategy, None, "checkpoints")
+    return whole, wrapped(path, {}, path / "checkpoints" / "epoch=1.ckpt", "again")
+
+
+@pytest.mark.parametrize("strategy", [{}, {"save": "full"}], ids=str)
+def test_an_optimizer_with_a_layout_of_its_own_resumes(ranks, tmp_path, strategy):
+    (whole, calls), (resumed, again) = ranks(wrapped_and_resumed, tmp_path, strategy)
+    assert resumed == whole[2:]
+    assert calls == again == 4
+    saved = tmp_path / "checkpoints" / "epoch=1.ckpt"
+    checkpoint = consolidated(saved)[0] if saved.is_dir() else torch.load(saved)
+    optimizer = Both(Wrapping().parameters())
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])  # as one device has saved it
+    assert optimizer.calls == 2
+    assert all("momentum_buffer" in optimizer.matrices.state[p] for p in optimizer.matrices.param_groups[0]["params"])
+
+
+class Backbone(Net):
+    def __init__(self):
+        super().__init__()
+        self.backbone = self.layers
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def unfrozen(path, strategy, ckpt_path=None, folder="checkpoints"):
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    model = Backbone()
+    saver = ModelCheckpoint(path / folder, filename="{epoch}", save_top_k=-1)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    run = run_of(path, strategy=strategy, callbacks=[saver, callback])
+    run.fit(model, loader(8 // ranks), ckpt_path=ckpt_path)
+    losses = torch.stack(model.losses)
+    if ranks > 1:
+        dist.all_reduce(losses)
+    return (losses / ranks).tolist(), [group["lr"] for group in model.trainer.optimizers[0].param_groups]
+
+
+def unfrozen_and_resumed(path, options):
+    warnings.simplefilter("ignore")
+    first, second = ("auto" if options is None else FSDP2Strategy(**options) for _ in range(2))
+    return unfrozen(path, first), unfrozen(path, second, path / "checkpoints" / "epoch=1.ckpt", "again")
+
+
+@pytest.mark.parametrize("options", [{}, {"save": "full"}], ids=str)
+def test_a_run_resumes_after_a_callback_has_unfrozen_its_backbone(ranks, tmp_path, options):
+    (whole, rates), (resumed, later) = ranks(unfrozen_and_resumed, tmp_path / "ours", options)
+    # Not stock DDP: it reduces no gradients of what was frozen when it began.
+    (stock, stock_rates), (stock_resumed, stock_later) = unfrozen_and_resumed(tmp_path / "stock", None)
+    assert (whole, resumed) == (pytest.approx(stock, rel=1e-5), pytest.approx(stock_resumed, rel=1e-5))
+    assert (rates, later) == (pytest.approx(stock_rates), pytest.approx(stock_later))
+    assert len(later) == 2
+
+
+class Odd:
+    """Of a class that nobody has said to trust."""
+
+
+class Remembers(Callback):
+    def state_dict(self):
+        return {"odd": Odd()}
+
+    def load_state_dict(self, state):
+        assert isinstance(state["odd"], Odd)
+
+
+def resumed_with_the_cure(path):
+    fit(path, strategy=FSDP2Strategy(), epochs=1, callbacks=[Remembers()])
+    saved = path / "checkpoints" / "epoch=0.ckpt"
+    with pytest.raises(ValueError, match="not trusted") as refused:
+        fit(path, strategy=FSDP2Strategy(), ckpt_path=saved, folder="again", callbacks=[Remembers()])
+    cure = re.search(r"FSDP2Strategy\(.*?\)", str(refused.value)).group()
+    return len(fit(path, strategy=eval(cure), epochs=2, ckpt_path=saved, folder="again", callbacks=[Remembers()]))
+
+
+def test_what_a_refusal_of_untrusted_classes_suggests_resumes(ranks, tmp_path):
+    assert ranks(resumed_with_the_cure, tmp_path) == 1

@@ -1,5 +1,6 @@
 """Parts of a module that compute in float32 under `BF16Precision`, on one device and on ranks alike."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 from unittest.mock import patch
@@ -470,3 +471,44 @@ def test_what_computes_in_float64_does_so_beside_bfloat16(run, name, ranks, tmp_
     plain = train(name, tmp_path)[2]["losses"]
     losses = in_double(tmp_path, name, run) if run is None else ranks(in_double, tmp_path, name, run)
     assert losses == pytest.approx(plain, rel=1e-12 if name == "InDouble" else 0.02)
+
+
+class Mixing(nn.Module):
+    """Multiplies with a tensor that it makes in float32; no block, so that the model's own group gathers it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        return x + torch.ones(x.shape) @ self.weight
+
+
+class Mixes(Case):
+    def build(self):
+        super().build()
+        self.mixing = Mixing()
+
+    def run(self, x):
+        return super().run(self.mixing(x))
+
+
+def mixing(tmp_path, precision):
+    CASES["Mixes"] = Mixes
+    return on_ranks("Mixes", tmp_path, {}, 2, {"plugins": [precision]})["losses"]
+
+
+def told_of_two_types(tmp_path):
+    with pytest.raises(RuntimeError) as failed:
+        mixing(tmp_path, BF16Precision(weights="masters"))
+    return str(failed.value)
+
+
+def test_a_tensor_of_another_type_is_not_said_to_be_read_outside_and_each_cure_works(ranks, tmp_path):
+    said = ranks(told_of_two_types, tmp_path)
+    assert "two types" in said
+    assert "outside" not in said
+    (pattern,) = re.findall(r"in_float32=(\[.*?\])", said)
+    for precision in (BF16Precision(weights="masters", in_float32=eval(pattern)), BF16Precision()):
+        losses = ranks(mixing, tmp_path, precision)
+        assert losses[-1] < losses[0]

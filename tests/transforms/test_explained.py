@@ -14,7 +14,7 @@ from lightning_ups.transforms.explained import (
 
 
 def test_two_types_are_explained_under_a_precision():
-    said = r"training_step computes with tensors of two types.*Cast it there"
+    said = r"training_step computes with tensors of two types.*BF16Precision.*cast it there"
     with pytest.raises(RuntimeError, match=said), explaining_reads("training_step", param_dtype=torch.bfloat16):
         linear(torch.ones(1, 2), torch.ones(2, 2, dtype=torch.bfloat16))
 

@@ -23,7 +23,7 @@ from lightning_ups.transforms.checkpoint.folder import (
     settle,
     unwritable,
 )
-from lightning_ups.transforms.checkpoint.loading import load, load_weights, resolve
+from lightning_ups.transforms.checkpoint.loading import load, load_optimizers, load_weights, resolve
 from lightning_ups.transforms.checkpoint.meta import damage_told
 from lightning_ups.transforms.checkpoint.saver import Phase, Saver, SaveTimes
 from lightning_ups.transforms.checkpoint.saving import gathered, numbered, save_sharded, save_whole
@@ -46,6 +46,7 @@ __all__ = [
     "has_checksums",
     "is_complete",
     "load",
+    "load_optimizers",
     "load_weights",
     "located",
     "make",

@@ -17,14 +17,29 @@ from lightning_ups.transforms.checkpoint import folder, meta
 from lightning_ups.transforms.checkpoint.reading import FolderReader, SlicedReader, read_into, safetensors_slices
 from lightning_ups.transforms.checkpoint.staging import is_sequence
 from lightning_ups.transforms.checkpoint.state import (
+    FOREIGN,
     check_groups,
     empty_like_parameter,
+    has_own_layout,
     parameter_names,
+    places_alike,
     restore,
     restore_numbered,
 )
 
-__all__ = ["APART", "EXTRA", "PLACES", "SHARDED", "lifted", "load", "load_weights", "nested", "put_back", "resolve"]
+__all__ = [
+    "APART",
+    "EXTRA",
+    "PLACES",
+    "SHARDED",
+    "lifted",
+    "load",
+    "load_optimizers",
+    "load_weights",
+    "nested",
+    "put_back",
+    "resolve",
+]
 
 APART = "apart.pt"  # hyperparameters: resuming does not need them, and they may be of any class
 EXTRA = "lightning_ups.extra_state"  # of modules, where it is no tensor: DCP would part a dict into its entries
@@ -114,6 +129,36 @@ def load(
     return _load_file(reading) if path.is_file() else _load_folder(reading)
 
 
+def load_optimizers(
+    path: Path,
+    *,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    weights_only: bool = True,
+    needless: Container[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Read the states of ``optimizers`` from the checkpoint at ``path``, and nothing else; see `load`."""
+    reading = _Reading(
+        path=path,
+        module=module,
+        optimizers=optimizers,
+        weights_only=weights_only,
+        needless=needless,
+        group=group,
+    )
+    if path.is_file():
+        if _is_safetensors(path):
+            raise ValueError(_no_optimizer(path))
+        states = _content(reading)[0].get("optimizer_states", [])
+        with meta.damage_told(path):
+            _restore_from_file(reading, states)
+        return
+    reader = FolderReader(path)
+    with meta.damage_told(path):
+        _restore_from_folder(reading, reader, reader.read_metadata())
+
+
 def load_weights(
     module: nn.Module, path: str | Path, *, strict: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
@@ -162,9 +207,7 @@ def _load_folder(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
         rest, left = {**rest, **more}, {**left, **left_apart}
     _load_module(reading, reader, prefix="state_dict.", others=rest.pop(EXTRA, {}))
     with meta.damage_told(reading.path):
-        for index, optimizer in enumerate(reading.optimizers):
-            saved = _read_optimizer(reading, optimizer, reader, metadata, key=f"optimizer_{index}")
-            restore(reading.module, optimizer, saved)
+        _restore_from_folder(reading, reader, metadata)
         return _lowered(reading, rest, reader, metadata), left
 
 
@@ -174,12 +217,48 @@ def _load_file(reading: _Reading) -> tuple[dict[str, Any], dict[str, str]]:
     _load_module_from(reading, saved.pop("state_dict"))
     states, places = saved.pop("optimizer_states", []), saved.pop(PLACES, None)
     with meta.damage_told(reading.path):
-        if len(states) < len(reading.optimizers):
-            raise ValueError(_no_optimizer(reading.path))
-        for optimizer, numbered in zip(reading.optimizers, states, strict=False):
-            tree = restore_numbered(parameter_names(reading.module, optimizer), numbered)
-            restore(reading.module, optimizer, _laid_out(reading, tree))
+        _restore_from_file(reading, states)
         return _divided(reading, saved, places), left
+
+
+def _restore_from_folder(reading: _Reading, reader: StorageReader, metadata: Metadata) -> None:
+    for index, optimizer in enumerate(reading.optimizers):
+        saved = _read_optimizer(reading, optimizer, reader, metadata, key=f"optimizer_{index}")
+        restore(reading.module, optimizer, saved)
+
+
+def _restore_from_file(reading: _Reading, states: Sequence[Any]) -> None:
+    if len(states) < len(reading.optimizers):
+        raise ValueError(_no_optimizer(reading.path))
+    for optimizer, numbered in zip(reading.optimizers, states, strict=False):
+        if has_own_layout(numbered):
+            tree = _sharded_by_shape(reading, numbered)
+        else:
+            tree = _laid_out(reading, restore_numbered(parameter_names(reading.module, optimizer), numbered))
+        restore(reading.module, optimizer, tree)
+
+
+def _sharded_by_shape(reading: _Reading, state: Any) -> dict[str, Any]:
+    """Return the state dict of an optimizer of one device, in a layout of its own, with parts of what is sharded here.
+
+    Nothing tells what a tensor belongs to but its shape, which a sharded parameter has, too.
+    """
+    shapes = {p.shape: p for p in reading.module.parameters() if isinstance(p, DTensor)}
+    sources: dict[str, Any] = {}
+    targets: dict[str, Any] = {}
+
+    def walk(value: Any, place: str) -> Any:
+        if isinstance(value, Tensor) and value.shape in shapes:
+            return _room_for(value, place, sources, targets, like=shapes[value.shape], key="")
+        if isinstance(value, Mapping):
+            return {key: walk(inner, f"{place}.{key}") for key, inner in value.items()}
+        if is_sequence(value):
+            return type(value)(walk(inner, f"{place}.{i}") for i, inner in enumerate(value))
+        return value
+
+    tree = {FOREIGN: walk(state, FOREIGN)}
+    read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
+    return tree
 
 
 def _load_module_from(reading: _Reading, saved: Mapping[str, Any]) -> None:
@@ -242,8 +321,11 @@ def _read_optimizer(
     values: dict[str, Any] = {name: None for name in paths if isinstance(described[name], BytesStorageMetadata)}
     read_into(values, reader, group=reading.group, weights_only=reading.weights_only)
     saved = nested({paths[name][1:]: value for name, value in values.items()})
-    check_groups(reading.module, optimizer, saved)
+    is_foreign = any(place[1] == FOREIGN for place in paths.values())
+    if not is_foreign:
+        check_groups(reading.module, optimizer, saved)
     parameters, forms = dict(reading.module.named_parameters()), saved.get("forms", {})
+    alike = places_alike(saved)
     tensors: dict[str, Any] = {}
     for name, entry in described.items():
         if name not in paths or not isinstance(entry, TensorStorageMetadata):
@@ -254,10 +336,13 @@ def _read_optimizer(
             tensors[name] = empty_like_parameter(
                 parameters[place[2]], key=place[3], size=entry.size, dtype=dtype, form=form
             )
+        elif (like := alike.get(tuple(map(str, place[1:])))) is not None:
+            tensors[name] = empty_like_parameter(parameters[like], key="", size=entry.size, dtype=dtype, form="")
         else:
             tensors[name] = torch.empty(entry.size, dtype=dtype)
     read_into(tensors, reader, group=reading.group, weights_only=reading.weights_only)
-    return {"state": {}, **nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()})}
+    tree = nested({paths[name][1:]: value for name, value in {**values, **tensors}.items()})
+    return tree if is_foreign else {"state": {}, **tree}
 
 
 def _laid_out(reading: _Reading, tree: dict[str, Any]) -> dict[str, Any]:

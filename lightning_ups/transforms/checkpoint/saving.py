@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_ups.transforms.checkpoint import meta
 from lightning_ups.transforms.checkpoint.loading import APART, EXTRA, PLACES, SHARDED, lifted
 from lightning_ups.transforms.checkpoint.saver import Saver
+from lightning_ups.transforms.checkpoint.state import FOREIGN
 
 __all__ = ["gathered", "numbered", "save_sharded", "save_whole"]
 
@@ -80,6 +81,8 @@ def gathered(tree: Any) -> Any:
 
 def numbered(tree: dict[str, Any]) -> dict[str, Any]:
     """Return optimizer state under names as one device numbers it: what ``Optimizer.load_state_dict`` takes."""
+    if FOREIGN in tree:
+        return tree[FOREIGN]
     names = [name for group in tree["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in tree["param_groups"]]

@@ -12,14 +12,21 @@ from lightning_ups.optim import check_options
 from lightning_ups.transforms.checkpoint.staging import holds_tensors, is_sequence
 
 __all__ = [
+    "FOREIGN",
     "as_kept",
     "check_groups",
     "empty_like_parameter",
+    "has_own_layout",
     "named_state",
     "parameter_names",
+    "places_alike",
     "restore",
     "restore_numbered",
 ]
+
+FOREIGN = "foreign"  # the state dict of an optimizer whose layout is not torch's
+_LIKE = "like"  # the places of sharded tensors in such a state dict, each with a parameter that is sharded so
+_EMPTY = "empty"  # the places of its empty dicts, which a folder does not keep
 
 _FORMS = "forms"  # of state entries that are not simply sharded like their parameter
 _TUPLES = "tuples"  # the places of those that hold tensors, which a folder keeps as it keeps lists
@@ -47,9 +54,11 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of ``optimizer`` under the names of the parameters; tensors are its own, not copies.
 
     What an optimizer keeps for its local part of a parameter, as a plain tensor, becomes a DTensor here, so that
-    another number of ranks can read it.
+    another number of ranks can read it. A state dict in another layout than torch's stays as it is, under `FOREIGN`.
     """
     numbered = optimizer.state_dict()
+    if has_own_layout(numbered):
+        return _foreign_state(module, numbered)
     groups = parameter_names(module, optimizer)
     flat = [name for group in groups for name in group]
     parameters = dict(module.named_parameters())
@@ -62,6 +71,51 @@ def named_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     tree = {"state": state, "param_groups": param_groups}
     apart = {_FORMS: forms, _TUPLES: _tuples(tree), _KEYS: _keys(tree)}
     return tree | {name: found for name, found in apart.items() if found}
+
+
+def has_own_layout(state: Any) -> bool:
+    """Return whether ``state``, of an optimizer, is not laid out as `torch.optim.Optimizer.state_dict` does it.
+
+    Optimizers that wrap others often return the state dicts of these, under keys of their own.
+    """
+    if not isinstance(state, Mapping) or state.keys() != {"state", "param_groups"}:
+        return True
+    return not all(isinstance(entries, Mapping) for entries in state["state"].values())
+
+
+def _foreign_state(module: nn.Module, state: Any) -> dict[str, Any]:
+    sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    like: list[list[Any]] = []
+    empty: list[list[str]] = []
+
+    def walk(value: Any, *place: str) -> Any:
+        if isinstance(value, Tensor):
+            if isinstance(value, DTensor):
+                like.append([[*place], _sharded_alike(value, sharded)])
+            return value.to_dense() if value.is_sparse else value
+        if isinstance(value, Mapping):
+            if not value:
+                empty.append([*place])
+            return {key: walk(inner, *place, str(key)) for key, inner in value.items()}
+        if is_sequence(value) and holds_tensors(value):
+            return type(value)(walk(inner, *place, str(i)) for i, inner in enumerate(value))
+        return value
+
+    tree = {FOREIGN: walk(state, FOREIGN)}
+    apart = {_LIKE: like, _EMPTY: empty, _TUPLES: _tuples(tree), _KEYS: _keys(tree)}
+    return tree | {name: found for name, found in apart.items() if found}
+
+
+def _sharded_alike(value: DTensor, parameters: Mapping[str, DTensor]) -> str:
+    """Return the name of a parameter that is laid out as ``value``, or, if none is, of any on the same devices."""
+    here = {name: p for name, p in parameters.items() if p.device_mesh == value.device_mesh}
+    equal = (name for name, p in here.items() if p.shape == value.shape and p.placements == value.placements)
+    return next(equal, None) or next((name for name, p in here.items() if p.shape != value.shape), next(iter(here)))
+
+
+def places_alike(saved: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    """Return, of a state dict under `FOREIGN`, which tensors are sharded, by place, and like which parameter."""
+    return {tuple(place): name for place, name in saved.get(_LIKE, ())}
 
 
 def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> Any:
@@ -107,6 +161,14 @@ def _items(value: Any) -> list[tuple[str | int, Any]]:
 
 def as_kept(tree: dict[str, Any]) -> dict[str, Any]:
     """Return ``tree``, a state as a folder has it, with tuples and keys of dicts where `named_state` found some."""
+    for *path, last in tree.get(_EMPTY, ()):
+        inner: Any = tree
+        for key in path:
+            inner = inner[int(key)] if isinstance(inner, list) else inner.setdefault(key, {})
+        if isinstance(inner, list):
+            inner.insert(int(last), {})
+        else:
+            inner[last] = {}
     tuples = {tuple(place) for place in tree.get(_TUPLES, ())}
     keys = {tuple(place): {str(key): key for key in names} for place, names in tree.get(_KEYS, ())}
     return _with(tree, tuples, keys) if tuples or keys else tree
@@ -159,6 +221,9 @@ def restore(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> N
     Raises:
         ValueError: If the groups hold other parameters, or are those of another optimizer.
     """
+    if FOREIGN in saved:
+        optimizer.load_state_dict(as_kept(saved)[FOREIGN])
+        return
     groups = check_groups(module, optimizer, saved)
     check_options(optimizer, saved["param_groups"])
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
