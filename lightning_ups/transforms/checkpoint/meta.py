@@ -259,6 +259,6 @@ def _refusal(path: Path, left: dict[str, str]) -> str:
         f"{path} holds objects of classes that are not trusted:"
         f" {', '.join(f'{name} at {place}' if name != place else name for place, name in sorted(left.items())[:5])}."
         " Building them would run code that the file names, so only tensors and plain values are read."
-        " Name the classes in torch.serialization.add_safe_globals([...]), or, if you trust the file, set weights_only in"
-        " the strategy, as in FSDP2Strategy(weights_only=False)."
+        " Name the classes in torch.serialization.add_safe_globals([...]) or, if you trust the file, tell the strategy:"
+        " FSDP2Strategy(weights_only=False)."
     )

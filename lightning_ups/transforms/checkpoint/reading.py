@@ -77,8 +77,8 @@ def read_into(
         raise ValueError(
             f"{place} could not be read on rank {rank}: {said}."
             " A file is damaged, or holds something else than tensors and plain values."
-            " Use an earlier checkpoint, or set weights_only in the strategy, as in FSDP2Strategy(weights_only=False), if"
-            " you trust the file and it holds such objects."
+            " Use an earlier checkpoint or, if you trust the file and it holds such objects,"
+            " FSDP2Strategy(weights_only=False)."
         ) from error
 
 
