@@ -257,6 +257,7 @@ EXCEPTIONS = {
     "keep_gathered": "sets when FSDP frees what it gathered, of a module that stays sharded",
     "layers_of": "watches one run, and has taken its hooks off when it returns",
     "load": "fills weights from a checkpoint, for good",
+    "load_optimizers": "fills the state of optimizers from a checkpoint",
     "load_weights": "fills weights from a checkpoint, for good",
     "parallelize": "splits a module for good: sharding has no undo and no deepcopy",
     "parametrise": "shards a module for good: sharding has no undo and no deepcopy",
