@@ -66,6 +66,15 @@ def check_file(path: Path) -> None:
     """Raise ValueError if the file at ``path`` is no checkpoint from which a stock strategy goes on."""
     saved, _ = meta.loaded(path, needless=meta.Everything(), mmap=True)
     meta.check_saved(path, saved, keys=("state_dict", "pytorch-lightning_version"))
+    with meta.damage_told(path):
+        for state in saved.get("callbacks", {}).values():
+            # ModelCheckpoint deletes what stands there when it has saved a better one, wherever a path with .. leads.
+            kept = [*state.get("best_k_models", ()), state.get("last_model_path")] if isinstance(state, dict) else ()
+            if outside := [each for each in kept if each and ".." in Path(each).parts]:
+                raise ValueError(
+                    f"{path} names {outside[0]!r:.80} as an earlier checkpoint, which a run that goes on would delete."
+                    " Take a checkpoint from a source that you trust; this one was changed."
+                )
 
 
 def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_ups.transforms.checkpoint.consolidation import (
+    check_file,
     SavedWeights,
     consolidated,
     rest_of,
@@ -89,3 +90,17 @@ def test_one_file_has_no_index(tmp_path):
     files = write_safetensors(tmp_path, {"a": torch.ones(2)}, sizes={"a": 8}, max_shard_bytes=100)
     assert [file.name for file in files] == ["model.safetensors"]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("state", [{"best_k_models": {"/runs/a/../../home": 1}}, {"last_model_path": "a/../b"}])
+def test_a_file_that_would_have_another_folder_deleted_is_refused(tmp_path, state):
+    saved = {"state_dict": {"a": torch.ones(1)}, "pytorch-lightning_version": "2.6.6"}
+    for callbacks in (
+        {},
+        {"ModelCheckpoint": {"best_k_models": {"/runs/a/b": 1}, "last_model_path": ""}, "Other": None},
+    ):
+        torch.save(saved | {"callbacks": callbacks}, tmp_path / "kept.ckpt")
+        check_file(tmp_path / "kept.ckpt")
+    torch.save(saved | {"callbacks": {"ModelCheckpoint": state}}, tmp_path / "kept.ckpt")
+    with pytest.raises(ValueError, match=r"kept\.ckpt names '.*\.\..*a run that goes on would delete"):
+        check_file(tmp_path / "kept.ckpt")
