@@ -230,7 +230,7 @@ def remove(path: Path) -> None:
     if not os.path.lexists(path):
         return
     is_folder = path.is_dir() and not path.is_symlink()
-    is_ours = is_folder or path.is_symlink() or path.suffix == ".ckpt" or zipfile.is_zipfile(path)
+    is_ours = is_folder or path.is_symlink() or path.suffix == ".ckpt" or meta.is_zip(path)
     if ".." in path.parts or not is_ours or (is_folder and any(path.iterdir()) and not holds_part(path)):
         warnings.warn(f"{path} is not deleted: it is no checkpoint of this run.", stacklevel=2)
     else:
@@ -240,7 +240,7 @@ def remove(path: Path) -> None:
 def is_complete(path: Path) -> bool:
     """Return whether ``path`` is a whole checkpoint: a folder of ours, one of ModelParallelStrategy, or a file."""
     if path.is_file():
-        return path.suffix != _SAVING or zipfile.is_zipfile(path)  # one is renamed into place when it is whole
+        return path.suffix != _SAVING or meta.is_zip(path)  # one is renamed into place when it is whole
     return fault(path) is None
 
 
@@ -492,10 +492,15 @@ def damaged(path: Path) -> list[str]:
         ValueError: If nothing can be verified, since there are no checksums.
     """
     if path.is_file():
-        if not zipfile.is_zipfile(path):
+        if not meta.is_zip(path):
             raise ValueError(f"{path} has no checksums: torch.save writes them since torch 1.6, in a zip archive.")
-        with zipfile.ZipFile(path) as archive:
-            return [path.name] if archive.testzip() else []
+        try:
+            with zipfile.ZipFile(path) as archive:
+                # Torch neither compresses nor encrypts, and Python would try to undo it.
+                is_plain = not any(entry.compress_type or entry.flag_bits & 1 for entry in archive.infolist())
+                return [] if is_plain and archive.testzip() is None else [path.name]
+        except (zipfile.BadZipFile, EOFError, ValueError):
+            return [path.name]
     marker = _marker(path) or {}
     if "checksums" not in marker:
         raise ValueError(

@@ -19,6 +19,7 @@ __all__ = [
     "damage",
     "damage_told",
     "dumped",
+    "is_zip",
     "loaded",
     "read_json",
     "weights",
@@ -69,7 +70,7 @@ def loaded(
                 raise  # of the classes in it, or of memory
             raise ValueError(damage(path, error)) from error
         return _dict_in(path, state), {}
-    if not _is_zip(path):
+    if not is_zip(path):
         raise ValueError(
             f"{path} is no checkpoint. It is not what torch.save writes, or its end is missing, as when a disk was full"
             " or the process died. Give a file that was written whole."
@@ -186,7 +187,12 @@ def _shortage(path: Path, error: Exception) -> str:
     return f"{path} asks for more memory than this machine can allocate: {said}. It is too large, or damaged."
 
 
-def _is_zip(path: Path) -> bool:
+def is_zip(path: Path) -> bool:
+    """Return whether the file at ``path`` is an archive, as ``torch.save`` writes it.
+
+    Raises:
+        PermissionError: If this user cannot read it.
+    """
     try:
         path.open("rb").close()  # `is_zipfile` takes a file that is closed to this user for one of another kind
     except PermissionError as error:

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_ups.transforms.checkpoint.consolidation import (
-    check_file,
     SavedWeights,
+    check_file,
     consolidated,
     rest_of,
     write_safetensors,

@@ -23,6 +23,7 @@ from lightning_ups.transforms.checkpoint import (
     SavedWeights,
     Saver,
     consolidated,
+    damaged,
     folder,
     load,
     load_weights,
@@ -577,6 +578,48 @@ def test_strange_opcodes_without_an_archive(attack, tmp_path, name):
     attack.path = tmp_path / "kept.pt"
     attack.path.write_bytes(PROTO + PICKLES[name] + pickle.STOP)
     assert len(attack()) == len(OF_FILES)
+
+
+def several_disks(content):
+    end = content.rindex(b"PK\x05\x06")
+    return content[:end] + b"PK\x06\x07" + struct.pack("<LQL", 1, 0, 7) + content[end:]
+
+
+def other_records(content):
+    return content.replace(b"PK\x01\x02", b"PK\x01\x03")
+
+
+def encrypted(content):
+    start = content.index(b"PK\x01\x02")
+    return content[: start + 8] + b"\x01\x00" + content[start + 10 :]
+
+
+def compressed(content):
+    start = content.index(b"PK\x01\x02")
+    return content[: start + 10] + b"\x0c\x00" + content[start + 12 :]
+
+
+def cut(content):
+    return content[:-30]
+
+
+@pytest.mark.parametrize("change", [several_disks, other_records, encrypted, compressed, cut])
+@pytest.mark.parametrize("file", [None, "meta.pt", "apart.pt"])
+def test_archives_that_torch_does_not_write(attack, tmp_path, change, file):
+    if file is None:
+        attack.path = path = tmp_path / "kept.ckpt.saving"
+        torch.save({"state_dict": model().state_dict(), "optimizer_states": []}, path)
+    else:
+        path = attack.path / file
+    path.write_bytes(change(path.read_bytes()))
+    if file is not None:
+        resize(attack.path, file)
+    attack()
+    if change in (several_disks, cut):
+        with pytest.raises(ValueError, match="has no checksums"):
+            damaged(path)
+    else:
+        assert damaged(path) == [path.name]
 
 
 VALUES = {
