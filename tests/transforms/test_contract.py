@@ -259,6 +259,7 @@ EXCEPTIONS = {
     "load": "fills weights from a checkpoint, for good",
     "load_optimizers": "fills the state of optimizers from a checkpoint",
     "load_weights": "fills weights from a checkpoint, for good",
+    "original_forwards": "takes off for a while what `replaced_forward` has put in place: `order/test_untrained`",
     "parallelize": "splits a module for good: sharding has no undo and no deepcopy",
     "parametrise": "shards a module for good: sharding has no undo and no deepcopy",
     "refused_autocast": "changes nothing: it refuses to run",

@@ -1,0 +1,223 @@
+"""Finding parameters that get no gradient because of a change of ours, in the first steps after they can get one.
+
+A parameter whose ``grad`` is still None before the third step of its optimizer is suspicious. The batch of that step
+then runs forward twice more, once as it is and once without our changes to forwards. If only the second reaches the
+parameter, a change of ours keeps it from training, which is an error. Nothing here waits for a device.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_ups._compat.after_closure import before_hooks_of_a_step
+from lightning_ups.order.placement import Placement
+from lightning_ups.transforms.forward import original_forwards, replacing_parts
+from lightning_ups.transforms.instead import instead_of
+
+__all__ = ["held_by", "watch_gradients"]
+
+_STEPS = 3  # of its optimizer, in which a parameter has no gradient
+_STEPS_BETWEEN_LOOKS = 100  # for parameters that were unfrozen within an epoch
+
+_WATCHED: "WeakKeyDictionary[Strategy, _Watch]" = WeakKeyDictionary()
+
+
+def held_by(optimizers: Iterable[Any]) -> set[nn.Parameter]:
+    """Return the parameters that ``optimizers`` hold."""
+    return {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def watch_gradients(trainer: Trainer, *, held: Iterable[nn.Parameter] = ()) -> Callable[[], None]:
+    """Watch the gradients of a fit that begins, unless it is watched already, and return what ends that.
+
+    Args:
+        trainer: In a fit, with its optimizers made.
+        held: What the optimizers held before a change of ours.
+
+    Raises:
+        RuntimeError: If an optimizer has lost a parameter; in a later step, if one is kept from getting a gradient.
+    """
+    lost = {*held} - held_by(trainer.optimizers)
+    if names := [name for name, p in trainer.lightning_module.named_parameters() if p.requires_grad and p in lost]:
+        raise RuntimeError(
+            f"{_listed(names)} of {type(trainer.lightning_module).__name__} would not train: the optimizer that held"
+            " them was replaced by one that does not. This is a fault of lightning_ups or of a Step: please report it."
+        )
+    if trainer.strategy not in _WATCHED:
+        _WATCHED[trainer.strategy] = _Watch(trainer)
+    return lambda: _end(trainer.strategy)
+
+
+def _end(strategy: Strategy) -> None:
+    if strategy in _WATCHED:
+        _WATCHED.pop(strategy).end()
+
+
+class _Watch:
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._precision = trainer, trainer.precision_plugin
+        self._watched: dict[nn.Parameter, int] = {}  # how many steps went by without a gradient
+        self._trainable: set[nn.Parameter] = set()
+        self._epoch, self._calls = -1, 0
+        self._batch: tuple[Any, ...] | None = None
+        self._state: tuple[Any, ...] = ()
+        self._stock_step = trainer.strategy.training_step
+        self._undo = ExitStack()
+        self._undo.enter_context(instead_of(*before_hooks_of_a_step(self._precision, self._check_step)))
+        self._undo.enter_context(instead_of(trainer.strategy, "training_step", partial(self._training_step)))
+
+    def end(self) -> None:
+        """Take off what was put in the place of methods of the precision and the strategy."""
+        self._undo.close()
+        self._watched, self._batch = {}, None
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._watched or self._epoch != self._trainer.current_epoch:
+            self._batch, self._state = args, _random_state()
+        return self._stock_step(*args, **kwargs)
+
+    def _check_step(self, model: LightningModule, optimizer: Any) -> None:
+        self._look(model)
+        if self._watched:
+            self._check(model, optimizer)
+
+    def _look(self, model: LightningModule) -> None:
+        """Watch what has become trainable, at the start of an epoch and now and then."""
+        self._calls += 1
+        epoch = self._trainer.current_epoch
+        if epoch == self._epoch and self._calls % _STEPS_BETWEEN_LOOKS:
+            return
+        self._epoch = epoch
+        trainable = {p for p in model.parameters() if p.requires_grad}
+        self._watched.update(dict.fromkeys(trainable - self._trainable, 0))
+        self._trainable = trainable
+
+    def _check(self, model: LightningModule, optimizer: Any) -> None:
+        mine = held_by([optimizer])
+        if all(p.grad is None for p in mine):
+            return  # the step is skipped, or something else has taken the gradients
+        suspects = []
+        for parameter in mine & self._watched.keys():
+            # A hook after the accumulation may have taken the gradient to where an optimizer of ours keeps it.
+            if parameter.grad is not None or parameter._post_accumulate_grad_hooks:
+                del self._watched[parameter]
+            elif parameter.requires_grad:
+                self._watched[parameter] += 1
+                if self._watched[parameter] == _STEPS:
+                    suspects.append(parameter)
+                    del self._watched[parameter]
+        if suspects:
+            self._decide(model, suspects)
+        if not self._watched:
+            self._batch = None
+
+    def _decide(self, model: LightningModule, suspects: Sequence[nn.Parameter]) -> None:
+        parts = [*dict.fromkeys(replacing_parts(model))]
+        off = getattr(self._precision, "changes_off", None)
+        if not parts and off is None:
+            return
+        names = [name for name, p in model.named_parameters() if any(p is suspect for suspect in suspects)]
+        placement = Placement.of(self._trainer.strategy)
+        if not model.automatic_optimization or self._trainer.world_size > 1 or placement.shards or self._batch is None:
+            rank_zero_info(f"{_listed(names)}: no gradient in the first {_STEPS} steps.")
+            return
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(original_forwards(model))
+                if off is not None:
+                    stack.enter_context(off(model))
+                wanted = self._reached(model, suspects)
+            missed = [
+                p for p, one, other in zip(suspects, wanted, self._reached(model, suspects), strict=True) if one > other
+            ]
+            cause = next((part for part in parts if missed and self._reaches_without(part, model, missed)), None)
+        except Exception as error:  # noqa: BLE001  (a check must not end a run that would go on)
+            rank_zero_info(f"{_listed(names)}: no gradient in the first {_STEPS} steps ({type(error).__name__}).")
+            return
+        if missed:
+            names = [name for name, p in model.named_parameters() if any(p is each for each in missed)]
+            raise RuntimeError(
+                f"{_listed(names)} of {type(model).__name__} get no gradient because of {_name(cause)}."
+                " Without it they would train. Leave it out, and please report this."
+            )
+
+    def _reaches_without(self, part: str, model: LightningModule, missed: Sequence[nn.Parameter]) -> bool:
+        with original_forwards(model, part=part):
+            return all(self._reached(model, missed))
+
+    def _reached(self, model: LightningModule, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Run the step's batch forward again, and return which of ``parameters`` its loss depends on."""
+        from lightning_ups.transforms.compile_trial import State  # the compiler: imported for those who need it
+
+        assert self._batch is not None
+        before, random_now = State(model), _random_state()
+        try:
+            _set_random_state(self._state)
+            with _logging_off(self._trainer, model), torch.enable_grad():
+                output = self._stock_step(*self._batch)
+                loss = output["loss"] if isinstance(output, dict) else output
+                if not isinstance(loss, Tensor):
+                    return [False] * len(parameters)
+                grads = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
+        finally:
+            before.put_back()
+            _set_random_state(random_now)
+        return [grad is not None for grad in grads]
+
+
+@contextmanager
+def _logging_off(trainer: Trainer, model: LightningModule) -> Iterator[None]:
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    own = {name: vars(model).get(name) for name in ("log", "log_dict")}
+    for name in own:
+        vars(model)[name] = _log_nothing
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+        for name, value in own.items():
+            if value is None:
+                del vars(model)[name]
+            else:
+                vars(model)[name] = value
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _random_state() -> tuple[Any, ...]:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    own = None if device is None else torch.get_device_module(device).get_rng_state()
+    return random.getstate(), torch.get_rng_state(), own
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    host, torchs, own = state
+    random.setstate(host)
+    torch.set_rng_state(torchs)
+    if own is not None:
+        device = torch.accelerator.current_accelerator(check_available=True)
+        assert device is not None
+        torch.get_device_module(device).set_rng_state(own)
+
+
+def _name(part: str | None) -> str:
+    names = {"compile": "Compile", "recompute": "ActivationCheckpoint"}
+    return "a change of lightning_ups" if part is None else names.get(part, f"lightning_ups ({part})")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more parameters" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
