@@ -123,7 +123,7 @@ def choose(timing: Timing) -> Choice:
 
 
 def paid_back(choice: Choice, steps: float, seconds: float) -> Choice:
-    """Return ``choice``, without CUDA graphs if they cannot make up in ``steps`` for compiling ``seconds`` once more."""
+    """Return ``choice``, without CUDA graphs if ``steps`` cannot make up for compiling ``seconds`` once more."""
     timing = choice.timing
     if not choice.graphs or timing is None or timing.device_ms is None:
         return choice
