@@ -194,11 +194,17 @@ def _work(config: Config) -> None:
         from lightning_ups.callbacks import Compile
 
         callbacks.append(Compile(losses=config.losses))
+    plugins: list[Any] = []
+    if config.how == "ours" and config.precision == "bf16-mixed":
+        from lightning_ups.precision import BF16Precision
+
+        plugins.append(BF16Precision(weights="masters"))  # FSDP2's policy, as the others have it
     trainer = Trainer(
         accelerator="cuda" if cuda else "cpu",
         devices=config.gpus,
         strategy=_strategy(config),
-        precision="32-true" if config.how == "stock-mp" else config.precision,  # type: ignore[arg-type]
+        precision=None if plugins else "32-true" if config.how == "stock-mp" else config.precision,  # type: ignore[arg-type]
+        plugins=plugins,
         max_steps=config.steps,
         accumulate_grad_batches=config.accumulate,
         # FSDP1 cannot clip by norm in Lightning's way for mixed precision; nobody clips, so that all do the same work.

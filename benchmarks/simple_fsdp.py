@@ -156,6 +156,7 @@ def work(config: Config, way: Way, *, backend: str) -> None:
     from lightning_ups.callbacks import Compile
     from lightning_ups.models.gpt import GPTModule
     from lightning_ups.order import applied
+    from lightning_ups.precision import BF16Precision
 
     cuda = torch.cuda.is_available()
     if os.environ.get("UPS_WARM"):
@@ -170,7 +171,7 @@ def work(config: Config, way: Way, *, backend: str) -> None:
         accelerator="cuda" if cuda else "cpu",
         devices=config.gpus,
         strategy=_strategy(way),
-        precision="bf16-mixed",
+        plugins=[BF16Precision(weights="masters")],
         max_steps=whole.steps,
         callbacks=callbacks,
         logger=False,

@@ -923,11 +923,9 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# Said before a second step, with a cure: optimizers that need whole parameters, and types that only autocast mixes.
+# Said before a second step, with a cure: optimizers that need whole parameters, and reads that come late.
 REFUSED = (
     "cannot step parameters that are sharded",
-    "computes with tensors of two types",
-    "is read outside the forward of its module",
     "reads a parameter outside the forward of its module",
 )
 PLAIN = {

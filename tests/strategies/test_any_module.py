@@ -86,9 +86,8 @@ def test_an_optimizer_that_needs_whole_parameters_is_right_or_says_so(ranks, tmp
     assert found == "" or "cannot step parameters that are sharded" in found
 
 
-def test_types_that_only_autocast_mixes_are_named_with_a_cure(ranks, tmp_path):
-    found = ranks(compare, plainly(("mixed", "list"), precision="bf16-mixed"), tmp_path)
-    assert "Cast it there, as in x.to(self.weight.dtype)" in found
+def test_types_that_only_autocast_mixes_train(ranks, tmp_path):
+    assert ranks(compare, plainly(("mixed", "list"), precision="bf16-mixed"), tmp_path) == ""
 
 
 def excused(drawn, path, wrong_by):
