@@ -1,7 +1,7 @@
 """What autograd, checkpointing and the compiler's partitioner keep for backward, by torch's private names."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -26,7 +26,6 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 __all__ = [
     "activation_memory_budget",
-    "cached_by_selection",
     "dense_parts",
     "differentiated_by_torch_func",
     "has_values",
@@ -34,12 +33,13 @@ __all__ = [
     "in_backward",
     "in_torch_func",
     "keeps_graph",
+    "operators_seen_by",
     "outside_modes",
+    "saved_at_any_version",
     "saves_seen_by",
     "storages",
     "unseen_by_selection",
     "without_autocast",
-    "writes_seen_by",
 ]
 
 
@@ -120,18 +120,21 @@ def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 @contextmanager
-def writes_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``see`` with each tensor that an operator writes to in place, whether or not its version counts that."""
-    with _Writes(see):
+def operators_seen_by(see: Callable[[Any, Any], None], *, writes: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``see`` with each operator that runs and its result, and ``writes`` with each tensor it writes to in place.
+
+    Versions do not count each write.
+    """
+    with _Operators(see, writes):
         yield
 
 
-class _Writes(TorchDispatchMode):
+class _Operators(TorchDispatchMode):
     supports_higher_order_operators = True  # which have no schema, and are passed on; without it they are refused
 
-    def __init__(self, see: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, see: Callable[[Any, Any], None], writes: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
-        self._see = see
+        self._see, self._writes = see, writes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -146,21 +149,40 @@ class _Writes(TorchDispatchMode):
                     written = args[i] if i < len(args) else kwargs.get(argument.name)
                     for leaf in tree_leaves(written):
                         if isinstance(leaf, torch.Tensor):
-                            self._see(leaf)
-        return func(*args, **kwargs)
-
-
-def cached_by_selection(mode: Any) -> list[torch.Tensor]:
-    """Return what ``mode``, the forward context of a checkpoint, has kept; one that selects nothing keeps nothing."""
-    storage = getattr(mode, "storage", {})
-    entries = [entry for kept in storage.values() for entry in (kept.values() if isinstance(kept, dict) else kept)]
-    values = [getattr(leaf, "val", leaf) for leaf in tree_leaves(entries)]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+                            self._writes(leaf)
+        result = func(*args, **kwargs)
+        self._see(func, result)
+        return result
 
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether there is something in ``tensor``, as there is not on the meta device or in a simulation."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def saved_at_any_version(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let backward read ``tensors``, where autograd saves them, although they are written to in place meanwhile."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]  # noqa: FBT003
+        yield  # no version is looked at where there are hooks
+        return
+    memory = {tensor.data_ptr() for tensor in tensors}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        saved = tensor.detach()
+        return saved, None if has_values(saved) and saved.data_ptr() in memory else saved._version
+
+    def unpack(packed: tuple[torch.Tensor, int | None]) -> torch.Tensor:
+        saved, version = packed
+        if version not in (None, saved._version):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" [{saved.type()} {[*saved.shape]}] is at version {saved._version}; expected version {version}"
+            )
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -307,6 +307,10 @@ class Replay:
         """Do without what cannot be tried."""
         raise GraphError(reason)
 
+    def may_save(self, written: Tensor) -> bool:
+        """Return True: a trial without CUDA graphs came before."""
+        return True
+
     def runs_graph(self) -> None:
         """Take it that the graph runs in this call."""
         self._ran = True

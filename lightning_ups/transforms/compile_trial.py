@@ -52,6 +52,10 @@ class Caller(Protocol):
     def not_tried(self, reason: str) -> None:
         """Hear why it is not."""
 
+    def may_save(self, written: Tensor) -> bool:
+        """Return whether the backward may read an input that the forward writes to in place."""
+        ...
+
     def runs_graph(self) -> None:
         """Hear that a graph begins to run in earnest."""
 
@@ -153,9 +157,17 @@ def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: 
         return reason
     try:
         stay = _buffers(args, placeholders) if asker.records else []
-        rehearsal = Rehearsal(run, _copies(args, placeholders, stay=stay))
-        with _values_kept(stay), _random_kept(), torch.autograd.set_detect_anomaly(mode=False), _own_saved_tensors():
-            rehearsal.backward(rehearsal.forward())
+        copies = _copies(args, placeholders, stay=stay)
+        rehearsal, saved = Rehearsal(run, copies), set[int]()
+        with (
+            _values_kept(stay),
+            _random_kept(),
+            torch.autograd.set_detect_anomaly(mode=False),
+            _own_saved_tensors(saved),
+        ):
+            outputs = rehearsal.forward()
+            _refuse_stale(saved, args, copies, placeholders, asker)
+            rehearsal.backward(outputs)
             asker.tried(rehearsal)
     except torch.OutOfMemoryError:  # the call needs less, and raises itself if that is too much
         return "it ran out of memory"
@@ -264,9 +276,24 @@ def _wants_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
+def _own_saved_tensors(seen: set[int]) -> torch.autograd.graph.saved_tensors_hooks:
     # Hides hooks from outside, such as those of a checkpoint around the block, which would recompute it here and now.
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    def pack(tensor: Tensor) -> Tensor:
+        if _is_plain(tensor):
+            seen.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _refuse_stale(
+    saved: set[int], args: Sequence[Any], copies: Sequence[Any], placeholders: Sequence[fx.Node], asker: Caller
+) -> None:
+    """Raise if the backward would recompute from an input that the forward has overwritten."""
+    for arg, copy, node in zip(args, copies, placeholders, strict=True):
+        is_written = isinstance(copy, Tensor) and is_written_to(node) and _is_plain(copy)
+        if is_written and copy.untyped_storage().data_ptr() in saved and not asker.may_save(arg):
+            raise GraphError(f"it writes in place to {node.name}, from which ActivationCheckpoint would recompute it")
 
 
 @contextmanager

@@ -1,17 +1,18 @@
 """What recomputed blocks keep for backward, measured while they run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_ups._compat.autograd import cached_by_selection, saves_seen_by, storages, writes_seen_by
+from lightning_ups._compat.autograd import operators_seen_by, saves_seen_by, storages
 from lightning_ups._compat.ops import Operator
 from lightning_ups.transforms.recompute_alike import Samples
 
-__all__ = ["CALLED_TRACED", "TRACED", "TRACED_IDLE", "Kept", "Measurement"]
+__all__ = ["CALLED_TRACED", "TRACED", "TRACED_IDLE", "Copies", "Kept", "Measurement"]
 
 Storages = dict[Any, int]  # bytes by memory, so that what many tensors share counts once
 
@@ -20,15 +21,43 @@ TRACED_IDLE: set[Callable[..., Any]] = set()  # those that it has seen where not
 CALLED_TRACED: dict[Callable[..., Any], set[Operator]] = {}  # what these call, where results of operators are chosen
 
 
+class Copies:
+    """Copies of arguments, of which many blocks share one if it needs no gradient, as a mask does."""
+
+    def __init__(self) -> None:
+        self._shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor``."""
+        if tensor.requires_grad:
+            return tensor.detach().clone().requires_grad_()
+        version = None if tensor.is_inference() else tensor._version
+        shared = self._shared.get(tensor)
+        if shared is None or version is None or shared[0] != version:
+            shared = self._shared[tensor] = (version, tensor.clone())
+        return shared[1]
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._shared.clear()
+
+
 class Kept:
     """What blocks keep for backward, as far as they have run.
 
     The first eager forward of a block that has something to keep is measured, at the cost of a call for each tensor
     that autograd saves. Of a compiled one it is only known that its code was traced with its recomputation, in this
     process: equal blocks, and later fits, share that code.
+
+    Args:
+        save_less: Whether a block that writes in place to what it is to keep keeps its arguments alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, save_less: bool = False) -> None:
+        self.save_less = save_less  # a block that writes to what is to be kept keeps its arguments alone
+        self.saves_nothing: set[nn.Module] = set()  # these do so
+        self.writes_arguments: set[nn.Module] = set()  # these need copies of their arguments
+        self.copies = Copies()
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.measured: set[nn.Module] = set()
         self.idle: set[nn.Module] = set()  # ran, and had nothing to keep: all is frozen, or gradients are off
@@ -87,18 +116,27 @@ class Measurement:
 
     Args:
         run: The function.
-        selects: The checkpoint keeps results of operators, so that writes to them matter.
+        ops: The operators whose results are to be kept from the next call on.
+        called: Receives the operators that the first run calls.
         name: What an error says is run.
 
     Raises:
         RuntimeError: In the second run, if that saves other numbers.
     """
 
-    def __init__(self, run: Callable[..., Any], *, selects: bool, name: str = "a block") -> None:
-        self._run, self._selects, self._name = run, selects, name
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        *,
+        ops: Container[Operator] = (),
+        called: set[Operator] | None = None,
+        name: str = "a block",
+    ) -> None:
+        self._run, self._ops, self._called, self._name = run, ops, called if called is not None else set(), name
         self._samples = Samples()
         self._ran = False
         self.saved: Storages = {}
+        self.results: list[torch.Tensor] = []  # what the operators returned
         self._written: Storages = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -107,9 +145,9 @@ class Measurement:
             return self._run_again(*args)
         self._ran = True
         with saves_seen_by(self._see):
-            if not self._selects:
+            if not self._ops:
                 return self._run(*args)
-            with writes_seen_by(lambda tensor: self._written.update(storages(tensor))):
+            with operators_seen_by(self._see_called, writes=lambda t: self._written.update(storages(t))):
                 return self._run(*args)
 
     def _run_again(self, *args: Any) -> Any:
@@ -120,15 +158,15 @@ class Measurement:
         finally:
             samples.check(self._name)
 
-    def writes_to_cached(self, forward_context: Any) -> bool:
-        """Return whether a result that is kept was written to after it was kept."""
-        return not self._written.keys().isdisjoint(_bytes_of(cached_by_selection(forward_context)))
+    @property
+    def writes_to_results(self) -> bool:
+        """Whether a result that is to be kept was written to, by whatever counts versions or does not."""
+        return not self._written.keys().isdisjoint(_bytes_of(self.results))
 
-    def kept(self, forward_context: Any, *arguments: Any) -> list[torch.Tensor]:
-        """Return the tensors that are kept for the second run."""
-        return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)] + cached_by_selection(
-            forward_context
-        )
+    def _see_called(self, op: Operator, result: Any) -> None:
+        self._called.add(op)
+        if op in self._ops:
+            self.results += [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
     def _see(self, tensor: torch.Tensor) -> None:
         # Under FSDP2 a parameter is whole within the block only, so that it is known by its kind and not by its memory.

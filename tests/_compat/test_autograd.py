@@ -2,20 +2,20 @@ import pytest
 import torch
 from torch._functorch import config  # noqa: TID251
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ups._compat.autograd import (
     activation_memory_budget,
-    cached_by_selection,
     dense_parts,
     differentiated_by_torch_func,
     in_backward,
     in_torch_func,
     keeps_graph,
+    operators_seen_by,
+    saved_at_any_version,
     saves_seen_by,
     storages,
     without_autocast,
-    writes_seen_by,
 )
 
 
@@ -49,14 +49,16 @@ def test_nothing_is_held_by_seeing():
     y.sum().backward()
 
 
-def test_what_a_selection_caches_is_found():
-    contexts = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
-    x = torch.ones(2, 2, requires_grad=True)
-    y = checkpoint(lambda x: (x @ x).sin() @ x, x, use_reentrant=False, context_fn=lambda: contexts)
-    cached = cached_by_selection(contexts[0])
-    torch.testing.assert_close(cached, [x.detach() @ x.detach(), y.detach()])
+def test_only_what_is_named_may_be_written_to_before_backward():
+    x, named, other = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2)
+    with saved_at_any_version([named]):
+        y, z = x * named, x * other
+    named.add_(1)
     y.sum().backward()
-    assert cached_by_selection(object()) == []
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+    other.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
 
 
 def test_views_share_a_storage_and_memory_used_anew_is_another():
@@ -169,15 +171,16 @@ def test_a_backward_that_keeps_its_graph_is_recognised():
     assert seen == [True, False]
 
 
-def test_writes_are_seen_through_views_that_versions_do_not_count_on():
-    seen, x, weight = [], torch.ones(2, 3, 4, requires_grad=True), torch.ones(4, 4)
-    with writes_seen_by(seen.append):
+def test_operators_are_seen_and_writes_through_views_that_versions_do_not_count_on():
+    seen, ran, x, weight = [], [], torch.ones(2, 3, 4, requires_grad=True), torch.ones(4, 4)
+    with operators_seen_by(lambda op, result: ran.append((op.name(), result)), writes=seen.append):
         product = torch.matmul(x, weight)
         product *= 2
         torch.add(x.detach(), 1, out=torch.empty(2, 3, 4))
         torch._foreach_mul_([torch.ones(1), torch.ones(2)], 2.0)
         product + 1
     assert [tuple(tensor.shape) for tensor in seen] == [(2, 3, 4), (2, 3, 4), (1,), (2,)]
+    assert ("aten::add.Tensor", (2, 3, 4)) in [(name, tuple(getattr(result, "shape", ()))) for name, result in ran]
     assert seen[0].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
 
 

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Caller:
-    def __init__(self, *, armed=True, again=0, repeat=0, records=False):
+    def __init__(self, *, armed=True, again=0, repeat=0, records=False, stale=True):
         self.armed, self.again, self.repeat, self.skipped, self.runs = armed, again, repeat, [], 0
-        self.records = records
+        self.records, self.stale = records, stale
 
     def made_graph(self, *, from_cache):
         pass
@@ -35,6 +35,9 @@ class Caller:
 
     def runs_graph(self):
         self.runs += 1
+
+    def may_save(self, written):
+        return self.stale
 
     def ran_forward(self, forward):
         pass
@@ -199,6 +202,14 @@ def test_what_the_graph_writes_to_is_copied_and_still_overlaps():
         results.append((out.item(), leaf.grad.tolist(), base.tolist()))
     assert results[0] == results[1]
     assert results[0][2] == [0, 1, 1, 1, 1, 0]
+
+
+def test_a_graph_that_saves_what_it_writes_to_is_refused_where_its_caller_recomputes():
+    run, _ = compiled(lambda x: x.relu_().sum(), Caller(stale=False))
+    with pytest.raises(GraphError, match="writes in place to"):
+        run(torch.ones(2, requires_grad=True) * 2)
+    run, _ = compiled(lambda x: x.relu_().sum(), Caller())
+    run(torch.ones(2, requires_grad=True) * 2).backward()
 
 
 def test_a_written_parameter_is_copied_and_others_are_not():
