@@ -16,7 +16,7 @@ from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.transforms.matmul_weights import matmul_weights
 from tests.foreign import Recurrent
-from tests.strategies.cases import losses_of
+from tests.strategies.cases import losses_of, on_ranks
 from tests.toys import trainer
 
 STEPS, SAMPLES, LENGTH = 4, 8, 8
@@ -156,6 +156,23 @@ def test_each_way_of_sharding_gives_the_losses_of_stock_ddp(ranks, tmp_path, way
     ours = ranks(run_losses, tmp_path, "llama", strategy, options)
     stock = ranks(run_losses, tmp_path, "llama", "ddp", {k: v for k, v in options.items() if k != "callbacks"})
     assert ours == pytest.approx(stock, rel=2e-6)
+
+
+# A product that is split over two devices is rounded in two parts.
+MESHES = {
+    "copies": ({"replicate_size": 2}, None, 2e-6),
+    "tensor parallel": ({"tensor_parallel_size": 2, "tensor_parallel_plan": "gpt"}, 2, 2e-3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_four_ranks_give_the_losses_of_stock_ddp(four_ranks, tmp_path, mesh):
+    strategy, data_ranks, tolerance = MESHES[mesh]
+    options = {"precision": "bf16-mixed", "accumulate": 2}
+    ours = four_ranks(on_ranks, "Gpt", tmp_path, strategy, 4, {**options, "data_ranks": data_ranks})
+    stock = four_ranks(on_ranks, "Gpt", tmp_path, "ddp", 4, options)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=tolerance)
 
 
 class Gathered(TorchDispatchMode):
