@@ -14,6 +14,10 @@ Minima over all turns are compared, since other processes may share the machine.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/checkpoint_checksums.py --before /tmp/before --folder /dev/shm --output DIR
+    python benchmarks/checkpoint_checksums.py --rates --output DIR
+
+The second command compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece
+that stays in the cache.
 """
 
 import argparse
@@ -25,7 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +48,15 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("checkpoint_checksums"))
+    parser.add_argument("--rates", action="store_true", help="compare checksums by their speed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         print("RESULT " + json.dumps(_measure(Path(asked.child), asked.gigabytes)))
+        return
+    if asked.rates:
+        asked.output.mkdir(parents=True, exist_ok=True)
+        (asked.output / "rates.json").write_text(json.dumps(_rates(), indent=1) + "\n")
         return
     if asked.before is None:
         parser.error("--before is missing: name a tree of the package without checksums")
@@ -63,6 +75,39 @@ def main() -> None:
     for name in FIGURES:
         before, after = (min(result[name] for result in found[side]) for side in ("before", "after"))
         print(f"{name}: {before:.3f} s before, {after:.3f} s after, {after / before - 1:+.1%}")
+
+
+def _rates() -> dict[str, dict[str, float]]:
+    import hashlib
+    import zlib
+
+    from lightning_ups.transforms.checkpoint.checksums import CHUNK, checksum
+
+    functions = {
+        "ours": checksum,
+        "zlib.crc32": zlib.crc32,
+        "zlib.adler32": zlib.adler32,
+        "sha256": lambda piece: hashlib.sha256(piece).digest(),
+        "blake2b": lambda piece: hashlib.blake2b(piece).digest(),
+    }
+    if find_spec("xxhash") is not None:
+        functions["xxhash.xxh3_64"] = import_module("xxhash").xxh3_64_intdigest
+    data = memoryview(os.urandom(2**29))
+    pieces = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
+    found = {}
+    for name, function in functions.items():
+        memory = min(_seconds(function, pieces) for _ in range(3)) / len(data)
+        cache = min(_seconds(function, pieces[:1] * 50) for _ in range(3)) / (50 * CHUNK)
+        found[name] = {"from_memory_GB_s": round(1e-9 / memory, 2), "from_cache_GB_s": round(1e-9 / cache, 2)}
+        print(name, found[name], flush=True)
+    return found
+
+
+def _seconds(function: Callable[[memoryview], Any], pieces: Iterable[memoryview]) -> float:
+    start = time.perf_counter()
+    for piece in pieces:
+        function(piece)
+    return time.perf_counter() - start
 
 
 def _child(tree: Path, asked: argparse.Namespace) -> dict[str, float]:

@@ -15,6 +15,10 @@ same on a file system that is too small for the second checkpoint.
 
     python benchmarks/checkpoint_kills.py --output benchmarks/results/DATE_checkpoint_kills
     python benchmarks/checkpoint_kills.py --ranks 1 --random 20 --no-full-disk --output benchmarks/results/DATE_one_rank
+    python benchmarks/checkpoint_kills.py --signal INT --compile --random 10 --no-full-disk --output DIR
+
+With ``--signal TERM`` or ``INT`` all ranks get that signal instead, at random moments from their start on, and must
+end by themselves with the exit code that belongs to it.
 """
 
 import argparse
@@ -45,6 +49,7 @@ PLAN = (
     ("swapping", 2),  # the old one has left its path, and the new one has not taken it
     ("random", 5),
 )
+CODES = {"KILL": {-9}, "TERM": {143, -15}, "INT": {1, 130, -2}}  # how a process ends, by the signal
 VICTIMS = ("all", "rank 0", "rank 1")
 
 
@@ -71,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=Path("checkpoint_kills"))
     parser.add_argument("--kills", type=int, help="only so many")
     parser.add_argument("--random", type=int, help="so many kills, all at random moments")
+    parser.add_argument("--signal", choices=[*CODES], default="KILL")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--width", type=int, default=1024, help="of 17 square layers; 1024 makes 214 MB of state")
     parser.add_argument("--seed", type=int, default=0)
@@ -96,7 +103,7 @@ def _run(plan: list[str], asked: argparse.Namespace, generator: random.Random, l
             lives.append(life)
             print(json.dumps(life), file=log, flush=True)
             print(f"{number + 1}/{len(plan) + 1} {json.dumps(life)}", flush=True)
-        steps = max(losses) + 1
+        steps = max(losses, default=0) + 1
         reference = _uninterrupted(folder, steps, asked)
     differing = [step for step in range(steps) if losses[step] != reference[step]]
     disk = [] if asked.no_full_disk else [_full_disk(asked, asynchronous) for asynchronous in ("async", "sync")]
@@ -110,6 +117,7 @@ def _run(plan: list[str], asked: argparse.Namespace, generator: random.Random, l
         "state_megabytes": lives[-1]["state_megabytes"],
         "ranks": asked.ranks,
         "resumed_every_time": all(life["resumed"] for life in lives),
+        "ended_well_every_time": all(life["ended_well"] for life in lives),
         "most_checkpoints_of_space": max(life["checkpoints_of_space"] or 0 for life in lives),
         "losses_of_repeated_steps_equal": all(life["same_losses"] for life in lives),
         "steps": steps,
@@ -120,6 +128,7 @@ def _run(plan: list[str], asked: argparse.Namespace, generator: random.Random, l
     }
     summary["ok"] = (
         summary["resumed_every_time"]
+        and summary["ended_well_every_time"]
         and summary["losses_of_repeated_steps_equal"]
         and not differing
         and summary["full_disks_survived"] == summary["full_disks"]
@@ -144,29 +153,33 @@ def _live(
     """Start the run from the newest checkpoint, kill it in ``phase``, and look at what is left."""
     from lightning_ups.transforms.checkpoint import is_complete, newest
 
-    whole = _last(folder)
+    whole, codes = _last(folder), list[int]()
     step = 0 if whole is None else _step_of(whole)
     last = phase == "last life"
-    options = ["--max-steps", str(max(losses) + 3)] if last else []
+    options = ["--max-steps", str(max(losses, default=0) + 3)] if last else []
     processes = _start(folder, asked, phase=phase, options=options)
     if last:
         for process in processes:
             assert process.wait(300) == 0
-    else:
+    elif asked.signal == "KILL":
         _kill_in(phase, processes, victims, folder, generator)
+    else:
+        codes = _signal(asked.signal, processes, generator)
     seen = _phases(folder)
     same, repeated = _compare(folder, losses, asked.ranks)
     started = _read(folder / "started.json")
-    kept = [entry for part in ("rolling", "last") for entry in sorted((folder / part).glob("*"))]
+    kept = [entry for part in ("rolling", "last") for entry in sorted((folder / part).glob("[!.]*"))]
     return {
         "target": phase,
         "phase": "none" if last else (seen[-1]["phase"] if seen else "before the first save"),
         "killed": "nothing" if last else victims,
         "state_megabytes": started["state_megabytes"] if started else None,
         "resumed_from": None if whole is None else whole.name,
-        "resumed": started is not None and started["global_step"] == step,
+        "resumed": started["global_step"] == step if started else asked.signal != "KILL",  # it came before training
         "checkpoints_of_space": round(_space(folder) / started["state_megabytes"] / 1e6, 1) if started else None,
         "saves_begun": sum(entry["phase"] == "staging" for entry in seen),
+        "exit_codes": codes,
+        "ended_well": {*codes} <= CODES[asked.signal] and "mode stack" not in (folder / "stderr.txt").read_text(),
         "same_losses": same,
         "repeated": repeated,
         "left": {f"{entry.parent.name}/{entry.name}": "whole" if is_complete(entry) else "not" for entry in kept},
@@ -183,6 +196,7 @@ def _start(
     store = folder / f"store_{time.monotonic_ns()}"
     command = [sys.executable, __file__, "--child", "yes", "--folder", folder, "--phase", phase, "--store", store]
     command += ["--resume", resume, "--width", asked.width, "--ranks", asked.ranks, *options]
+    command += ["--compile"] if asked.compile else []
     environment = os.environ | {
         "WORLD_SIZE": str(asked.ranks),
         "LOCAL_WORLD_SIZE": str(asked.ranks),
@@ -222,6 +236,18 @@ def _kill_in(
     if victims != "all":
         time.sleep(1.0)  # the other rank has time to do harm
     _end(processes)
+
+
+def _signal(name: str, processes: list[subprocess.Popen[bytes]], generator: random.Random) -> list[int]:
+    time.sleep(generator.uniform(0, 25))
+    for process in processes:
+        process.send_signal(signal.Signals[f"SIG{name}"])
+    deadline = time.monotonic() + 90
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    codes = [process.poll() for process in processes]
+    _end(processes)
+    return [0 if code is None else code for code in codes]
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -350,6 +376,7 @@ def _train(asked: argparse.Namespace) -> None:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
+    from lightning_ups.callbacks import Compile
     from lightning_ups.strategies import FSDP2Strategy
 
     warnings.simplefilter("ignore")
@@ -399,7 +426,11 @@ def _train(asked: argparse.Namespace) -> None:
         devices=asked.ranks,
         strategy=strategy,
         max_steps=asked.max_steps,
-        callbacks=[Losses(), *([] if asked.no_saves else savers)],
+        callbacks=[
+            Losses(),
+            *([Compile(backend="aot_eager")] if asked.compile else []),
+            *([] if asked.no_saves else savers),
+        ],
         enable_checkpointing=not asked.no_saves,
         logger=False,
         enable_progress_bar=False,

@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_ups._compat.finetuning import regroup, regroups
-from lightning_ups._compat.last_checkpoints import ask_strategy_for_last, checkpoint_folders, last_checkpoints
+from lightning_ups._compat.last_checkpoints import (
+    ask_strategy_for_last,
+    checkpoint_folders,
+    kept_checkpoints,
+    last_checkpoints,
+)
 from lightning_ups.order import PolicyPrecision, applied
 from lightning_ups.transforms.checkpoint import (
     MODELS,
@@ -29,6 +34,7 @@ from lightning_ups.transforms.checkpoint import (
     described,
     gathered,
     has_checksums,
+    is_complete,
     load,
     load_optimizers,
     located,
@@ -350,6 +356,17 @@ class Checkpoints:
                 f"{directory}: deleted {sum(deleted.values()) / 1e9:.2f} GB that a killed run had left half written:"
                 f" {', '.join(sorted(deleted))}."
             )
+        if is_ours and (left := self._left_whole(directory)):
+            rank_zero_info(
+                f"{directory}: {', '.join(left)} of a killed run are whole and stay."
+                " No ModelCheckpoint of this run knows them: delete what you do not need."
+            )
+
+    def _left_whole(self, directory: Path) -> list[str]:
+        trainer = self._trainer
+        known = {path.resolve() for path in [*kept_checkpoints(trainer), Path(trainer.ckpt_path or "")]}
+        here = (path for path in sorted(directory.glob("*.ckpt")) if path.is_dir() and not path.is_symlink())
+        return [path.name for path in here if path.resolve() not in known and is_complete(path)]
 
     def _unclaim(self) -> None:
         for file in self._claims.values():
