@@ -46,13 +46,16 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a tree of the package without checksums")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where checkpoints go")
     parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument(
+        "--threads", type=int, help="files that are written and read at once; default: one for each core"
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("checkpoint_checksums"))
     parser.add_argument("--rates", action="store_true", help="compare checksums by their speed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
-        print("RESULT " + json.dumps(_measure(Path(asked.child), asked.gigabytes)))
+        print("RESULT " + json.dumps(_measure(Path(asked.child), asked.gigabytes, asked.threads)))
         return
     if asked.rates:
         asked.output.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,14 @@ def main() -> None:
             for side, tree in [("before", asked.before), ("after", ROOT)][:: 1 if turn % 2 == 0 else -1]:
                 result = _child(tree, asked)
                 found[side].append(result)
-                line = {"side": side, "turn": turn, "folder": str(asked.folder), "gigabytes": asked.gigabytes, **result}
+                line = {
+                    "side": side,
+                    "turn": turn,
+                    "folder": str(asked.folder),
+                    "gigabytes": asked.gigabytes,
+                    "threads": asked.threads,
+                }
+                line |= result
                 print(json.dumps(line), flush=True)
                 print(json.dumps(line), file=file, flush=True)
     versions = {"torch": version("torch"), "python": platform.python_version(), "cores": os.cpu_count()}
@@ -111,10 +121,10 @@ def _seconds(function: Callable[[memoryview], Any], pieces: Iterable[memoryview]
 
 
 def _child(tree: Path, asked: argparse.Namespace) -> dict[str, float]:
-    folder = tempfile.mkdtemp(dir=asked.folder)
+    folder, threads = tempfile.mkdtemp(dir=asked.folder), ["--threads", str(asked.threads)] if asked.threads else []
     try:
         done = subprocess.run(
-            [sys.executable, __file__, "--child", folder, "--gigabytes", str(asked.gigabytes)],
+            [sys.executable, __file__, "--child", folder, "--gigabytes", str(asked.gigabytes), *threads],
             env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -126,7 +136,7 @@ def _child(tree: Path, asked: argparse.Namespace) -> dict[str, float]:
     return json.loads(line.removeprefix("RESULT "))
 
 
-def _measure(folder: Path, gigabytes: float) -> dict[str, float]:
+def _measure(folder: Path, gigabytes: float, threads: int | None) -> dict[str, float]:
     import torch
 
     from lightning_ups.transforms.checkpoint import Saver
@@ -136,7 +146,7 @@ def _measure(folder: Path, gigabytes: float) -> dict[str, float]:
     count = max(2, round(gigabytes * 1e9 / (rows * rows * 4)))
     state: dict[str, Any] = {"state_dict": {f"w{n}": torch.randn(rows, rows) for n in range(count)}}
     path, found = folder / "last", {name: float("inf") for name in FIGURES}
-    saver = Saver(asynchronous=False)
+    saver = Saver(asynchronous=False, threads=threads)
     for _ in range(2):
         shutil.rmtree(path, ignore_errors=True)
         start = time.process_time()
@@ -148,10 +158,10 @@ def _measure(folder: Path, gigabytes: float) -> dict[str, float]:
     for _ in range(2):
         start, cpu = time.perf_counter(), time.process_time()
         targets = {f"state_dict.{name}": value for name, value in state["state_dict"].items()}
-        read_into(targets, FolderReader(path))
+        read_into(targets, FolderReader(path, threads=threads))
         found["load"] = min(found["load"], time.perf_counter() - start)
         found["load_cpu"] = min(found["load_cpu"], time.process_time() - cpu)
-    saver = Saver(asynchronous=True)
+    saver = Saver(asynchronous=True, threads=threads)
     for number in range(2):
         shutil.rmtree(path, ignore_errors=True)
         saver.save(state, files={"meta.pt": b"meta"}, path=path)

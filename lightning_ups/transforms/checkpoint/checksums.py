@@ -11,7 +11,8 @@ between have one for each chunk, so that a rank that needs a part of a tensor ve
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +36,7 @@ __all__ = [
 CHECKSUMS = "checksums.json"
 CHUNK = 2**20  # bytes: small enough to stay in a core's cache between being summed and being copied
 _ROW = 4096
+_WORTH = 2**18  # bytes for which another thread is asked
 
 
 class DamagedFileError(ValueError):
@@ -65,6 +67,10 @@ def checksum_of_file(path: Path) -> int:
     return found
 
 
+def _sums(view: memoryview, chunk: int) -> list[int]:
+    return [checksum(view[start : start + chunk]) for start in range(0, len(view), chunk)]
+
+
 @dataclass(frozen=True)
 class Record:
     """The checksums of one record.
@@ -93,9 +99,13 @@ class Record:
 
 @dataclass
 class SummedRecord:
-    """Writes one record to ``stream`` and computes its checksums, one for each ``chunk`` bytes of the tensor."""
+    """Writes one record to ``stream`` and computes its checksums, one for each ``chunk`` bytes of the tensor.
+
+    Meanwhile a thread of ``helpers`` computes them: a core that has nothing else to do hides what they cost.
+    """
 
     stream: IO[bytes]
+    helpers: Executor
     chunk: int = CHUNK
     length: int = 0
     _sums: list[int] = field(default_factory=list)
@@ -110,8 +120,14 @@ class SummedRecord:
         """Write the bytes of the tensor, in pieces of whole chunks but for the last piece."""
         for piece in pieces:
             view = memoryview(piece)
-            for start in range(0, len(view), self.chunk):
-                self._write(view[start : start + self.chunk])
+            if len(view) < _WORTH:
+                self._sums += _sums(view, self.chunk)
+                self.stream.write(view)
+            else:
+                sums = self.helpers.submit(_sums, view, self.chunk)
+                self.stream.write(view)
+                self._sums += sums.result()
+            self.length += len(view)
 
     def write_tail(self, data: bytes) -> Record:
         """Write what comes after the tensor's bytes, and return the checksums of the record."""
@@ -133,10 +149,15 @@ class RecordReader:
         offset: Where the record begins in the file.
         record: Its checksums. None: there are none, and nothing is verified.
         name: Of the file, for the error.
+        helpers: Threads that verify a chunk while the next one is read.
     """
 
-    def __init__(self, file: IO[bytes], *, offset: int, record: Record | None, name: str) -> None:
+    def __init__(
+        self, file: IO[bytes], *, offset: int, record: Record | None, name: str, helpers: Executor | None = None
+    ) -> None:
         self._file, self._offset, self._record, self._name = file, offset, record, name
+        self._helpers = helpers
+        self._under_way: tuple[int, Future[list[int]]] | None = None
         self._kept: tuple[int, bytearray] | None = None  # the last chunk of which a part was asked for
 
     def verify(self, *, ends_only: bool = False) -> None:
@@ -151,7 +172,9 @@ class RecordReader:
                 self._fill(memoryview(bytearray(end - start)), start, number)
 
     def read(self, room: memoryview, place: int) -> None:
-        """Fill ``room`` with the bytes of the tensor from ``place`` in the record on.
+        """Fill ``room`` with the bytes of the tensor from ``place`` in the record on; `finish` must follow.
+
+        A helper may still read ``room`` until the next call of this, or of `finish`, has ended.
 
         Raises:
             DamagedFileError: If they are not what was written.
@@ -160,17 +183,40 @@ class RecordReader:
         if record is None:
             self._read(room, place)
             return
+        end = record.head + record.body
         while room:
             number = (place - record.head) // record.chunk
             start = record.head + number * record.chunk
-            size = min(record.chunk, record.head + record.body - start)
+            size = min(record.chunk, end - start)
             if place == start and len(room) >= size:
-                part = room[:size]
-                self._fill(part, start, number + 1)
+                part = room if place + len(room) == end else room[: len(room) // record.chunk * record.chunk]
+                self._read(part, start)
+                self._verify(part, number + 1)
             else:
                 part = room[: start + size - place]
                 part[:] = self._chunk(number, start, size)[place - start : place - start + len(part)]
             room, place = room[len(part) :], place + len(part)
+
+    def finish(self) -> None:
+        """Wait until all that was read is verified.
+
+        Raises:
+            DamagedFileError: If something is not what was written.
+        """
+        if self._record is not None:
+            self._verify(memoryview(b""), 0)
+
+    def _verify(self, part: memoryview, number: int) -> None:
+        """Verify the chunks of ``part``, the first of that ``number``, while the next part is read."""
+        assert self._record is not None
+        if self._under_way is not None:
+            first, found = self._under_way
+            self._under_way = None
+            self._check(first, found.result())
+        if self._helpers is None or len(part) < _WORTH:
+            self._check(number, _sums(part, self._record.chunk))
+        else:
+            self._under_way = number, self._helpers.submit(_sums, part, self._record.chunk)
 
     def _chunk(self, number: int, start: int, size: int) -> bytearray:
         if self._kept is None or self._kept[0] != number:
@@ -180,9 +226,12 @@ class RecordReader:
         return self._kept[1]
 
     def _fill(self, room: memoryview, place: int, number: int) -> None:
-        assert self._record is not None
         self._read(room, place)
-        if checksum(room) != self._record.sums[number]:
+        self._check(number, [checksum(room)])
+
+    def _check(self, number: int, found: Sequence[int]) -> None:
+        assert self._record is not None
+        if tuple(found) != self._record.sums[number : number + len(found)]:
             raise DamagedFileError(damage(self._name))
 
     def _read(self, room: memoryview, place: int) -> None:

@@ -50,22 +50,23 @@ def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], reader: RecordReade
 
     if start is None:
         whole = torch.empty(saved.shape, dtype=saved.dtype)
-        _fill_row(whole, read, lane)
+        _fill_row(whole, read, reader, lane)
         target.copy_(whole[_box(item)])
         return
     is_direct = target.dtype == saved.dtype and target.device.type in ("cpu", "cuda") and target.is_contiguous()
-    if is_direct and _fill_row(target, read, lane):
+    if is_direct and _fill_row(target, read, reader, lane):
         return
     part = torch.empty(target.shape, dtype=saved.dtype)
-    _fill_row(part, read, lane)
+    _fill_row(part, read, reader, lane)
     target.copy_(part)
 
 
-def _fill_row(target: Tensor, read: Callable[[memoryview, int], None], lane: Lane) -> bool:
+def _fill_row(target: Tensor, read: Callable[[memoryview, int], None], reader: RecordReader, lane: Lane) -> bool:
     row = bytes_of(target)
     if row is None:
         return False
     lane.fill(row, read)
+    reader.finish()
     return True
 
 

@@ -273,8 +273,8 @@ def settle(directory: Path) -> None:
     """
     for name in _leftovers(directory):
         path = directory / name
-        if not os.path.lexists(path) and (found := located(path)) is not None:
-            with suppress(OSError):
+        with suppress(OSError):  # such as that another process has just renamed it
+            if not os.path.lexists(path) and (found := located(path)) is not None:
                 found.rename(path)
 
 

@@ -8,6 +8,7 @@ DCP pickles every value that is not a tensor. They are read here by torch's rest
 import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -134,24 +135,27 @@ class FolderReader(FileSystemReader):
         def work(lane: Lane, number: int, part: list[tuple[ReadItem, Tensor]]) -> None:  # noqa: ARG001
             for item, target in part:
                 lane.check()
-                with self._opened(item) as (view, reader):
+                with self._opened(item, helpers) as (view, reader):
                     fill(target, item, view=view, reader=reader, lane=lane)
 
         wait_for_devices(target for _, target in targets)
         try:
-            lanes.run(work, parts)
+            with ThreadPoolExecutor(max(1, len(parts)), "checksums") as helpers:
+                lanes.run(work, parts)
         finally:
             lanes.close()
 
     @contextmanager
-    def _opened(self, item: ReadItem) -> Iterator[tuple[IO[bytes], RecordReader]]:
+    def _opened(self, item: ReadItem, helpers: Executor | None = None) -> Iterator[tuple[IO[bytes], RecordReader]]:
         """Open what was saved of an item: a view of it, and what reads and verifies it."""
         place = self._place(item)
         record, name = self._record(place), str(self.fs.concat_path(self.path, place.relative_path))
         with self.fs.create_stream(name, "rb") as file:
             view = self._slice_file(file, place)
             if place.length > SMALL:
-                reader = RecordReader(cast("IO[bytes]", file), offset=place.offset, record=record, name=name)
+                reader = RecordReader(
+                    cast("IO[bytes]", file), offset=place.offset, record=record, name=name, helpers=helpers
+                )
                 yield view, reader
             else:  # at once, since torch looks into it dozens of times
                 whole = io.BytesIO(view.read())

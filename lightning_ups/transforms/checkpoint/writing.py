@@ -2,6 +2,7 @@
 
 import io
 import os
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -58,24 +59,28 @@ class Writer(FileSystemWriter):
         results: list[WriteResult] = []
 
         def write(lane: Lane, number: int, items: list[WriteItem]) -> None:
-            results.extend(self._write_file(f"{plan.storage_data.prefix}{number}.distcp", items, planner, lane))
+            name = f"{plan.storage_data.prefix}{number}.distcp"
+            results.extend(self._write_file(name, items, planner, lane, helpers))
 
         try:
             wait_for_devices(planner.resolve_data(i) for i in plan.items if i.type is not WriteItemType.BYTE_IO)
-            self._lanes.run(write, parts)
+            with ThreadPoolExecutor(max(1, len(parts)), "checksums") as helpers:
+                self._lanes.run(write, parts)
         except Exception as error:
             raise folder.system_error(error) from error
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner, lane: Lane) -> list[WriteResult]:
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner, lane: Lane, helpers: Executor
+    ) -> list[WriteResult]:
         results, offset = list[WriteResult](), 0
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
             for item in items:
                 lane.check()
                 data = planner.resolve_data(item)
-                record = _write(data, SummedRecord(cast("IO[bytes]", stream), min(CHUNK, lane.piece)), lane)
+                record = _write(data, SummedRecord(cast("IO[bytes]", stream), helpers, min(CHUNK, lane.piece)), lane)
                 place = noted(name, offset=offset, length=record.length)
                 results.append(_SummedResult(item.index, record.length, place, record))
                 offset += record.length

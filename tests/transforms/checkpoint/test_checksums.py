@@ -4,6 +4,7 @@ import io
 import json
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
     data, path = random.Random(0).randbytes(1000), tmp_path / "file"
     with path.open("wb") as file:
         file.write(b"other")
-        record = SummedRecord(file, chunk=64)
+        record = SummedRecord(file, ThreadPoolExecutor(1), chunk=64)
         record.write_head(b"head")
         record.write_body([data[:128], data[128:]])
         record = record.write_tail(b"tail")
@@ -113,12 +114,33 @@ def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
             reader = RecordReader(file, offset=5, record=record, name="file")
             reader.verify(ends_only=True)
             reader.read(memoryview(room), 4 + start)
+            reader.finish()
             assert room == data[start : start + length], "other chunks can be read"
         for start, length in [(0, 1000), (0, 257), (319, 2), (256, 64), (280, 1)]:
             with pytest.raises(DamagedFileError, match="file is damaged"):
-                RecordReader(file, offset=5, record=record, name="file").read(memoryview(bytearray(length)), 4 + start)
+                read_all(RecordReader(file, offset=5, record=record, name="file"), length, 4 + start)
         with pytest.raises(DamagedFileError):
             RecordReader(file, offset=5, record=record, name="file").verify()
+
+
+def read_all(reader, length, place):
+    reader.read(memoryview(bytearray(length)), place)
+    reader.finish()
+
+
+def test_what_helpers_verify_is_refused_before_the_tensor_is_used(tmp_path):
+    """A tensor of many pieces: each is verified while the next one is read."""
+    path, weight = tmp_path / "a", torch.randn(30 * 2**20 // 4)
+    Saver(asynchronous=False, threads=1).save({"state_dict": {"w": weight}}, files={}, path=path)
+    file, places = path / "__0_0.distcp", [10_000, 9 * 2**20, 17 * 2**20, 30 * 2**20]
+    for place in places:
+        flip(file, 8 * place)
+        with pytest.raises(DamagedFileError, match=file.name):
+            read_into({"state_dict.w": torch.zeros(30 * 2**20 // 4)}, FolderReader(path))
+        flip(file, 8 * place)
+    target = torch.zeros(30 * 2**20 // 4)
+    read_into({"state_dict.w": target}, FolderReader(path))
+    assert torch.equal(target, weight)
 
 
 @pytest.mark.parametrize("place", [3, -3])
@@ -211,7 +233,7 @@ def test_one_file_is_checked(tmp_path):
 
 def test_the_form_of_the_file_of_checksums():
     stream = io.BytesIO()
-    record = SummedRecord(stream)
+    record = SummedRecord(stream, ThreadPoolExecutor(1))
     record.write_head(b"head")
     record.write_body([b"body"])
     record = record.write_tail(b"")
