@@ -87,18 +87,18 @@ class _Watch:
         return self._stock_step(*args, **kwargs)
 
     def _check_step(self, model: LightningModule, optimizer: Any) -> None:
-        self._look(model)
+        self._look()
         if self._watched:
             self._check(model, optimizer)
 
-    def _look(self, model: LightningModule) -> None:
+    def _look(self) -> None:
         """Watch what has become trainable, at the start of an epoch and now and then."""
         self._calls += 1
         epoch = self._trainer.current_epoch
         if epoch == self._epoch and self._calls % _STEPS_BETWEEN_LOOKS:
             return
         self._epoch = epoch
-        trainable = {p for p in model.parameters() if p.requires_grad}
+        trainable = {p for p in held_by(self._trainer.optimizers) if p.requires_grad}
         self._watched.update(dict.fromkeys(trainable - self._trainable, 0))
         self._trainable = trainable
 
