@@ -226,7 +226,7 @@ class AccelerationFlags(Declaration):
         self._looked = True
 
     def _tell_choices(self, asked: Sequence[AttentionBackend], report: Report) -> None:
-        if self._told and len(self._chosen) <= self._told:
+        if (self._told or self._looked) and len(self._chosen) <= self._told:
             return
         name = type(self).__name__
         chosen = [dict(choice) for choice in self._chosen.values()]
