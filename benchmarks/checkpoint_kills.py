@@ -17,7 +17,7 @@ same on a file system that is too small for the second checkpoint.
     python benchmarks/checkpoint_kills.py --ranks 1 --random 20 --no-full-disk --output benchmarks/results/DATE_one_rank
     python benchmarks/checkpoint_kills.py --signal INT --compile --random 10 --no-full-disk --output DIR
 
-With ``--signal TERM`` or ``INT`` all ranks get that signal instead, at random moments from their start on, and must
+With ``--signal TERM`` or ``INT`` all ranks get that signal instead, at random moments from the first batch on, and must
 end by themselves with the exit code that belongs to it.
 """
 
@@ -164,7 +164,7 @@ def _live(
     elif asked.signal == "KILL":
         _kill_in(phase, processes, victims, folder, generator)
     else:
-        codes = _signal(asked.signal, processes, generator)
+        codes = _signal(asked.signal, processes, folder, generator)
     seen = _phases(folder)
     same, repeated = _compare(folder, losses, asked.ranks)
     started = _read(folder / "started.json")
@@ -238,8 +238,11 @@ def _kill_in(
     _end(processes)
 
 
-def _signal(name: str, processes: list[subprocess.Popen[bytes]], generator: random.Random) -> list[int]:
-    time.sleep(generator.uniform(0, 25))
+def _signal(name: str, processes: list[subprocess.Popen[bytes]], folder: Path, generator: random.Random) -> list[int]:
+    deadline = time.monotonic() + 240
+    while not (folder / "started.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(generator.uniform(0, 6))
     for process in processes:
         process.send_signal(signal.Signals[f"SIG{name}"])
     deadline = time.monotonic() + 90

@@ -525,7 +525,7 @@ class ShardingStrategy(ModelParallelStrategy):
         if self._starts_accumulation:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         self._in_manual_step = not self.lightning_module.automatic_optimization
-        with self._within_step("training_step"), keeping_interrupt():
+        with keeping_interrupt(), self._within_step("training_step"):
             output = super().training_step(*args, **kwargs)
         self._in_manual_step = False
         self._buffers.note_step()
@@ -586,7 +586,7 @@ class ShardingStrategy(ModelParallelStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
-        with self._within_backward(), keeping_interrupt():
+        with keeping_interrupt(), self._within_backward():
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._saw_backward, self._starts_accumulation = True, not self._accumulating
         if not self._accumulating:
