@@ -21,6 +21,7 @@ from lightning_ups.transforms.checkpoint.state import (
     check_groups,
     empty_like_parameter,
     has_own_layout,
+    map_leaves,
     parameter_names,
     places_alike,
     restore,
@@ -247,16 +248,12 @@ def _sharded_by_shape(reading: _Reading, state: Any) -> dict[str, Any]:
     sources: dict[str, Any] = {}
     targets: dict[str, Any] = {}
 
-    def walk(value: Any, place: str) -> Any:
-        if isinstance(value, Tensor) and value.shape in shapes:
-            return _room_for(value, place, sources, targets, like=shapes[value.shape], key="")
-        if isinstance(value, Mapping):
-            return {key: walk(inner, f"{place}.{key}") for key, inner in value.items()}
-        if is_sequence(value):
-            return type(value)(walk(inner, f"{place}.{i}") for i, inner in enumerate(value))
-        return value
+    def with_room(leaf: Any, place: tuple[str, ...]) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.shape not in shapes:
+            return leaf
+        return _room_for(leaf, ".".join(place), sources, targets, like=shapes[leaf.shape], key="")
 
-    tree = {FOREIGN: walk(state, FOREIGN)}
+    tree = {FOREIGN: map_leaves(state, with_room, (FOREIGN,))}
     read_into(targets, SlicedReader(sources), group=reading.group, weights_only=reading.weights_only)
     return tree
 

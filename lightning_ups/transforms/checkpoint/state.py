@@ -1,6 +1,6 @@
 """The state of a module and its optimizers as trees of tensors under plain names, and back."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "check_groups",
     "empty_like_parameter",
     "has_own_layout",
+    "map_leaves",
     "named_state",
     "parameter_names",
     "places_alike",
@@ -88,22 +89,26 @@ def _foreign_state(module: nn.Module, state: Any) -> dict[str, Any]:
     like: list[list[Any]] = []
     empty: list[list[str]] = []
 
-    def walk(value: Any, *place: str) -> Any:
-        if isinstance(value, Tensor):
-            if isinstance(value, DTensor):
-                like.append([[*place], _sharded_alike(value, sharded)])
-            return value.to_dense() if value.is_sparse else value
-        if isinstance(value, Mapping):
-            if not value:
-                empty.append([*place])
-            return {key: walk(inner, *place, str(key)) for key, inner in value.items()}
-        if is_sequence(value) and holds_tensors(value):
-            return type(value)(walk(inner, *place, str(i)) for i, inner in enumerate(value))
-        return value
+    def noted(leaf: Any, place: tuple[str, ...]) -> Any:
+        if isinstance(leaf, DTensor):
+            like.append([[*place], _sharded_alike(leaf, sharded)])
+        elif isinstance(leaf, Mapping):
+            empty.append([*place])
+        return leaf.to_dense() if isinstance(leaf, Tensor) and leaf.is_sparse else leaf
 
-    tree = {FOREIGN: walk(state, FOREIGN)}
+    tree = {FOREIGN: map_leaves(state, noted, (FOREIGN,))}
     apart = {_LIKE: like, _EMPTY: empty, _TUPLES: _tuples(tree), _KEYS: _keys(tree)}
     return tree | {name: found for name, found in apart.items() if found}
+
+
+def map_leaves(value: Any, change: Callable[[Any, tuple[str, ...]], Any], place: tuple[str, ...]) -> Any:
+    """Return ``value`` with ``change(leaf, place)`` for each leaf: what is no mapping, and no sequence with tensors."""
+    if isinstance(value, Mapping) and value:
+        return {key: map_leaves(inner, change, (*place, str(key))) for key, inner in value.items()}
+    if is_sequence(value) and holds_tensors(value):
+        kind: Any = type(value)
+        return kind(map_leaves(inner, change, (*place, str(i))) for i, inner in enumerate(value))
+    return change(value, place)
 
 
 def _sharded_alike(value: DTensor, parameters: Mapping[str, DTensor]) -> str:
