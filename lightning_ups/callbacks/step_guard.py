@@ -134,7 +134,7 @@ class StepGuard(Callback):
         self.max_in_a_row, self.max_rollbacks = max_in_a_row, max_rollbacks
         self.events: list[GuardEvent] = []
         self._undo = ExitStack()
-        self._weights_only: list[bool | None] = []  # what fit was told
+        self._weights_only: list[bool | None] = []  # the argument of fit
 
     # When
 
@@ -332,7 +332,7 @@ class StepGuard(Callback):
         )
 
     def _restricts(self, trainer: Trainer, path: Path) -> bool | None:
-        """Return ``weights_only`` for ``path``: as ``fit`` was told, or False for what this run has written."""
+        """Return ``weights_only`` for ``path``: as given to ``fit``, or False for what this run has written."""
         asked = self._weights_only[0] if self._weights_only else None
         return asked if str(path) == str(trainer.ckpt_path) else bool(asked)
 
