@@ -85,7 +85,7 @@ def test_says_nothing_of_the_precision_once_the_run_has_said_it(tmp_path, caplog
     with caplog.at_level("INFO"):
         fit(tmp_path, TextSample(), plugins=[BF16Precision()])
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Precision:")]
-    assert said == ["Precision: BF16Precision computes in bfloat16, by master weights"]
+    assert said == ["Precision: BF16Precision computes in bfloat16, by autocast"]
 
 
 def test_compiles_nothing_for_the_growing_text(tmp_path):
