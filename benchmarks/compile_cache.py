@@ -61,11 +61,8 @@ def _fit(precision: str, file: Path | None) -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     size, seq, batch = ("tiny", 32, 2) if TINY else ("1B", 4096, 4)
-    chosen = (
-        BF16Precision(weights="masters")
-        if precision == "bf16"
-        else Float8Precision(recipe=precision, weights="masters")
-    )  # type: ignore[arg-type]
+    float8: Any = Float8Precision
+    chosen = (BF16Precision if precision == "bf16" else partial(float8, recipe=precision))(weights="masters")
     facts: dict[str, Any] = {}
 
     class Watch(Callback):

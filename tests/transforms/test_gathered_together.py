@@ -60,8 +60,8 @@ class ComplexOperator(Operator):
 
 CASES |= {"Operator": Operator, "ComplexOperator": ComplexOperator}
 PARTS = {
-    "Operator": lambda: [BF16Precision(in_float32=["layers.*.spectral"])],
-    "ComplexOperator": lambda: [BF16Precision()],
+    "Operator": lambda: [BF16Precision(weights="masters", in_float32=["layers.*.spectral"])],
+    "ComplexOperator": lambda: [BF16Precision(weights="masters")],
 }
 
 
