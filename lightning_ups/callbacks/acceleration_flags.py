@@ -230,7 +230,7 @@ class AccelerationFlags(Declaration):
             return
         name = type(self).__name__
         chosen = [dict(choice) for choice in self._chosen.values()]
-        if not chosen and not self._looked and [*asked] == ["auto"]:  # where kernels are named, these may do all of it
+        if not chosen and [*asked] == ["auto"]:  # where kernels are named too, these may do all of it
             chosen = _chosen_before()
         for line in dict.fromkeys(map(_line, chosen[self._told :])):
             report.note(name, line)
