@@ -4,10 +4,11 @@
     python benchmarks/zoo.py --sides stock_ddp fsdp2 simple_fsdp --output zoo2.jsonl    # pairs of GPUs
     python benchmarks/zoo.py --report zoo.jsonl --json zoo.json
 
-Each run is a process of its own. The runs of a line follow one another on one GPU; two lines share a GPU, so that one
-imports and builds while the other computes, and a lock keeps their computing apart. The file has one record for each
-call and one for each run; called again with the same file, what it has is left out. A run that fails is a result; one
-that the deadline ends is not, and is made in the next call. Lines whose packages are missing are named and left out.
+Each run is a process of its own. The runs of a line go to one GPU. Several runs share a GPU: they compile side by side,
+and whoever is timed has it alone (`zoo_gpu.py`). The times to the first step are those of a machine so shared; with
+--share 1 they are those of a machine with nothing beside. The file has one record for each call and one for each run;
+called again with the same file, what it has is left out. A run that fails is a result; one that the deadline ends is
+not, and is made in the next call. Lines whose packages are missing are named and left out.
 """
 
 import argparse
@@ -20,9 +21,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,15 +31,17 @@ from pathlib import Path
 import torch
 from cases import add_to
 from processes import ROOT, Interrupted, finished, portable, result_of, told_to_end
+from zoo_gpu import FOLDER, settle
 from zoo_modules import LINES, load
 from zoo_report import read, report, summary
-from zoo_run import GPU_LOCK, SIDES, run
+from zoo_run import SIDES, run
 
 GATE_SIDES = ("stock", "stock_compile", "preset")
-# Seconds with the GPU, before a record of the same run tells better.
-EXPECTED = {"stock": 12, "stock_compile": 40, "preset": 50, "precision": 14, "fsdp2": 60, "simple_fsdp": 60}
-EXPECTED_ELSE = 12
-START = 15  # seconds of imports and building, which another run on the same GPU hides
+# Seconds of a run that has the machine for itself, and GiB, before a record of the same run tells better.
+EXPECTED = {"stock_compile": 50, "preset": 60, "fsdp2": 60, "simple_fsdp": 60}
+EXPECTED_ELSE = 22
+EXPECTED_GIB = 12.0
+ROOM = 0.92  # of a GPU's memory, for runs that share it
 PACKAGES = (
     *(
         "torch",
@@ -59,11 +62,23 @@ PACKAGES = (
 
 @dataclass
 class Job:
-    """The runs of one line that are still to be made, in one round: the seconds that each side is expected to take."""
+    """The runs of one line that are still to be made, in one round: what each side is expected to take."""
 
     name: str
     round: int
-    seconds: Mapping[str, float]
+    seconds: dict[str, float]
+    gib: dict[str, float]
+
+
+@dataclass
+class Place:
+    """One GPU, or several for runs of several ranks: the lines that it has begun, and the memory that is taken."""
+
+    gpus: str
+    folder: Path
+    room: float
+    begun: list[Job] = field(default_factory=list)
+    taken: float = 0.0
 
 
 class Zoo:
@@ -72,26 +87,30 @@ class Zoo:
     Args:
         output: The file of records.
         options: Of the command line.
-        places: Names of the GPUs that a run may have, for each run that can go on at the same time.
+        places: Names of the GPUs that a run may have, for each group of GPUs.
     """
 
     def __init__(self, output: Path, options: argparse.Namespace, places: Sequence[str]) -> None:
-        self._output, self._options, self._places = output, options, places
+        self._output, self._options = output, options
         self._began = time.monotonic()
         self._end = self._began + options.deadline
         self._call = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._changed, self._stop = threading.Condition(), threading.Event()
         self._folder = Path(tempfile.mkdtemp(prefix="zoo"))
+        self._places = [Place(gpus, self._folder / f"gpu_{gpus.replace(',', '_')}", _room()) for gpus in places]
+        for place in self._places:
+            place.folder.mkdir()
+        self._slow = 1 + (options.share - 1) / 5  # how much longer a run takes beside others
         self._left = 0
-        self._promised = dict.fromkeys(places, 0.0)  # seconds of runs that are still to come on each GPU
 
     def make(self, jobs: Iterable[Job]) -> int:
         """Make the runs of ``jobs``, those that take longest first; return how many are left for a later call."""
         waiting = deque(sorted(jobs, key=lambda job: -sum(job.seconds.values())))
         self._left = sum(len(job.seconds) for job in waiting)
+        places = [place for place in self._places for _ in range(self._options.share)]
         try:
-            with told_to_end(), ThreadPoolExecutor(len(self._places)) as threads:
-                workers = [threads.submit(self._work, waiting, place) for place in self._places]
+            with told_to_end(), ThreadPoolExecutor(len(places)) as threads:
+                workers = [threads.submit(self._work, waiting, place) for place in places]
                 try:
                     for worker in workers:
                         worker.result()
@@ -102,31 +121,50 @@ class Zoo:
             shutil.rmtree(self._folder, ignore_errors=True)
         return self._left
 
-    def _work(self, waiting: deque[Job], place: str) -> None:
+    def _work(self, waiting: deque[Job], place: Place) -> None:
         while not self._stop.is_set():
-            with self._lock:
-                job = next((job for job in waiting if self._fits(place, sum(job.seconds.values()))), None)
-                if job is None:
-                    return
-                waiting.remove(job)
-                self._promised[place] += sum(job.seconds.values())
-            for side, seconds in job.seconds.items():
-                if not self._stop.is_set() and time.monotonic() + seconds < self._end:
+            with self._changed:
+                found = self._next(waiting, place)
+                if found is None:
+                    if not place.taken:  # nothing ends that could make room
+                        return
+                    self._changed.wait(5)
+                    continue
+                job, side = found
+                seconds, gib = job.seconds.pop(side), job.gib[side]
+                place.taken += gib
+            try:
+                if time.monotonic() + seconds < self._end:
                     self._run(job, side, place)
-                with self._lock:
-                    self._promised[place] -= seconds
+            finally:
+                with self._changed:
+                    place.taken -= gib
+                    self._changed.notify_all()
 
-    def _fits(self, place: str, seconds: float) -> bool:
-        """Return whether so many seconds more on this GPU end in time."""
-        return time.monotonic() + self._promised[place] + seconds + START < self._end
+    def _next(self, waiting: deque[Job], place: Place) -> tuple[Job, str] | None:
+        """Return the next run on ``place``: of a line that has begun there, or the first of another line."""
+        left = self._end - time.monotonic()
+        for job in [*place.begun, *waiting]:
+            is_new = job not in place.begun
+            if is_new and max(job.seconds.values()) * self._slow > left:
+                continue
+            for side in job.seconds:
+                if place.taken and place.taken + job.gib[side] > place.room:
+                    continue
+                if is_new:
+                    waiting.remove(job)
+                    place.begun.append(job)
+                return job, side
+        return None
 
-    def _run(self, job: Job, side: str, place: str) -> None:
+    def _run(self, job: Job, side: str, place: Place) -> None:
         options, began = self._options, time.monotonic()
         words = [sys.executable, str(Path(__file__).resolve()), "--run", job.name, side, "--limit", str(options.limit)]
         words += ["--blocks", *map(str, options.blocks), *(["--tiny"] if options.tiny else [])]
+        words += ["--untimed", str(options.untimed)] if options.untimed else []
         cache = tempfile.mkdtemp(dir=self._folder)
         environment = {
-            "CUDA_VISIBLE_DEVICES": place,
+            "CUDA_VISIBLE_DEVICES": place.gpus,
             "TORCHINDUCTOR_CACHE_DIR": cache,
             "TRITON_CACHE_DIR": f"{cache}/triton",
             "OMP_NUM_THREADS": str(self._cores()),
@@ -135,37 +173,44 @@ class Zoo:
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
-        if place and SIDES[side].ranks == 1:
-            environment[GPU_LOCK] = str(self._folder / f"gpu_{place}")
+        is_shared = options.share > 1 and bool(place.gpus)
+        if is_shared and SIDES[side].ranks == 1:
+            environment[FOLDER] = str(place.folder)
         left = self._end - began
         text = finished(words, timeout=left, ranks=SIDES[side].ranks, environment=environment, stop=self._stop)
+        if FOLDER in environment:
+            settle(place.folder)
         shutil.rmtree(cache, ignore_errors=True)
         found, seconds = result_of(text), round(time.monotonic() - began, 1)
         if "error_line" not in found and "error" in found:
             if self._stop.is_set() or time.monotonic() >= self._end - 1:
                 self._say(f"{job.name} {side}: not done, the time is over")
                 return
-            ended = f"ended after {options.limit:.0f} s with the GPU" if "Timeout (" in text else None
+            ended = f"ended after {options.limit:.0f} s" if "Timeout (" in text else None
             found["error_line"] = ended or _last_line(found["error"])
+        if is_shared and "out of memory" in found.get("error", ""):
+            self._say(f"{job.name} {side}: not done, memory was short beside others")
+            return
         record = {"kind": "run", "line": job.name, "side": side, "round": job.round, "call": self._call}
         record |= {
             "family": LINES[job.name].family,
             "draws": LINES[job.name].draws,
             "tiny": options.tiny,
-            "gpus": place,
+            "gpus": place.gpus,
+            "share": options.share,
             "seconds": seconds,
             **found,
         }
         if notes := _notes(text):
             record["notes"] = notes
-        with self._lock:
+        with self._changed:
             add_to(self._output, json.dumps(record) + "\n")
             self._left -= 1
         outcome = found.get("error_line") or f"{found.get('step_ms', '-')} ms, first step {found.get('first_step_s')} s"
         self._say(f"{job.name} {side}: {outcome} ({seconds:.0f} s)")
 
     def _cores(self) -> int:
-        return max(1, min(16, len(os.sched_getaffinity(0)) // len({*self._places})))
+        return max(1, min(16, len(os.sched_getaffinity(0)) // len(self._places) // min(4, self._options.share)))
 
     def _say(self, what: str) -> None:
         print(f"{time.monotonic() - self._began:4.0f} s  {what}", flush=True)
@@ -221,13 +266,16 @@ def _notes(text: str) -> list[str]:
 
 
 def places(ranks: int, *, tiny: bool) -> list[str]:
-    """Return the GPUs of each run that can go on at the same time; two single ones share each GPU."""
+    """Return the GPUs of each group that runs of so many ranks can have."""
     if tiny:
         return [""]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = [name for name in visible if name] or [str(number) for number in range(torch.cuda.device_count())]
-    groups = [",".join(names[i : i + ranks]) for i in range(0, len(names) - ranks + 1, ranks)]
-    return groups * (2 if ranks == 1 else 1)
+    return [",".join(names[i : i + ranks]) for i in range(0, len(names) - ranks + 1, ranks)]
+
+
+def _room() -> float:
+    return ROOM * torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else EXPECTED_GIB
 
 
 def chosen(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
@@ -245,14 +293,19 @@ def chosen(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
 def jobs(names: Sequence[str], options: argparse.Namespace) -> list[Job]:
     """Return what is not in the file yet."""
     done = {(r["line"], r["side"], r["round"], r["tiny"]): r for r in read([options.output])["run"]}
-    held = {(line, side): record.get("held_s") for (line, side, _, _), record in done.items()}
+    alone = {(r["line"], r["side"]): r.get("seconds") for r in done.values() if r.get("share") == 1}
+    peaks: dict[str, float] = {}
+    for record in done.values():
+        peak = max(record.get("peak_gib", 0.0), record.get("first_step_gib", 0.0))
+        peaks[record["line"]] = max(peak, peaks.get(record["line"], 0.0))
     made = []
     for turn in range(options.rounds):
         for name in names:
             sides = [s for s in options.sides if options.again or (name, s, turn, options.tiny) not in done]
-            seconds = {s: held.get((name, s)) or EXPECTED.get(s, EXPECTED_ELSE) for s in sides}
+            seconds = {s: float(alone.get((name, s)) or EXPECTED.get(s, EXPECTED_ELSE)) for s in sides}
+            gib = 1.25 * peaks[name] + 1 if peaks.get(name) else EXPECTED_GIB
             if seconds:
-                made.append(Job(name, turn, seconds))
+                made.append(Job(name, turn, seconds, dict.fromkeys(sides, gib)))
     return made
 
 
@@ -264,7 +317,7 @@ def main() -> None:
         "--earlier", type=Path, nargs="+", default=[], help="records to begin OUTPUT with, if it is new"
     )
     parser.add_argument("--deadline", type=float, default=540, help="seconds for everything")
-    parser.add_argument("--limit", type=float, default=200, help="seconds with the GPU that one run may take")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
     parser.add_argument("--gate", action="store_true", help="only the 20 lines of the gate")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these lines")
     parser.add_argument(
@@ -272,6 +325,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=1, help="how often each run is made, in turns")
     parser.add_argument("--blocks", nargs=2, default=(6, 0.5), metavar=("N", "SECONDS"), help="of timed steps")
+    parser.add_argument("--share", type=int, default=2, metavar="N", help="runs that share a GPU, or a pair of GPUs")
+    parser.add_argument("--untimed", type=int, metavar="STEPS", help="end each run after so many steps, for its losses")
     parser.add_argument("--again", action="store_true", help="make runs that the file has already")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
     parser.add_argument("--list", action="store_true", help="print the lines")
@@ -297,7 +352,8 @@ def main() -> None:
 def _run_here(options: argparse.Namespace) -> None:
     name, side = options.run
     blocks = (2, 0.0) if options.tiny else (int(options.blocks[0]), float(options.blocks[1]))
-    found = run(LINES[name], SIDES[side], tiny=options.tiny, limit=options.limit, blocks=blocks)
+    how = replace(SIDES[side], steps=options.untimed or SIDES[side].steps)
+    found = run(LINES[name], how, tiny=options.tiny, limit=options.limit, blocks=blocks)
     if os.environ.get("RANK", "0") == "0" or "error" in found:
         # Whole at once, since ranks share the file that it goes to.
         sys.stdout.flush()

@@ -1,7 +1,6 @@
 """One run of the zoo: one line under one side, in this process. `zoo.py` starts it and keeps what it returns."""
 
 import faulthandler
-import fcntl
 import os
 import time
 import traceback
@@ -11,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning.pytorch.cli import instantiate_class
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
+from zoo_gpu import FOLDER, SharedGpu
 from zoo_modules import Line
 from zoo_modules.base import Batches, Work
 
@@ -28,9 +29,8 @@ from lightning_ups.callbacks import AccelerationFlags
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.tools import presets
 
-__all__ = ["ENDLESS", "GPU_LOCK", "SIDES", "Meter", "Side", "run"]
+__all__ = ["ENDLESS", "SIDES", "Meter", "Side", "run"]
 
-GPU_LOCK = "UPS_ZOO_LOCK"  # a file: whoever holds it has the GPU, while others import and build
 LOSSES = 30
 ENDLESS = 1_000_000  # steps of the only epoch
 
@@ -103,6 +103,7 @@ class Meter(Callback):
         blocks: Number of blocks, and the seconds that each is to take.
         length: Steps of the run, where they are fixed.
         untimed: Ends the run after so many steps.
+        after_first: Called after the first step of a run that is timed.
     """
 
     PROBED, PROFILED = 4, 4  # steps
@@ -115,7 +116,9 @@ class Meter(Callback):
         blocks: tuple[int, float],
         length: int | None = None,
         untimed: int | None = None,
+        after_first: Callable[[], None] = lambda: None,
     ) -> None:
+        self._after_first = after_first
         self._began, self._warm, self._blocks, self._length, self._untimed = began, warm, blocks, length, untimed
         self._losses: list[Tensor] = []
         self._step, self._size, self._next = 0, 0, 0
@@ -136,8 +139,11 @@ class Meter(Callback):
         if self._step == 1:
             self._first_done = _now()
             self.found["first_step_s"] = round(self._first_done - self._began, 2)
-            if self._untimed is None and torch.cuda.is_available():
-                self.found["first_step_gib"] = _peak()
+            if self._untimed is None:
+                if torch.cuda.is_available():
+                    self.found["first_step_gib"] = _peak()
+                self._after_first()
+                self._first_done = _now()
         if self._untimed is not None:
             trainer.should_stop = self._step >= self._untimed
             return
@@ -252,12 +258,6 @@ def _is_on_device(event: Any) -> bool:
     return event.device_type == torch.autograd.DeviceType.CUDA
 
 
-def _wait_for_gpu() -> None:
-    """Wait until no other run has the GPU; this one then has it until its process ends, and with it its memory."""
-    if path := os.environ.get(GPU_LOCK):
-        fcntl.flock(os.open(path, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
-
-
 def run(line: Line, side: Side, *, tiny: bool, limit: float, blocks: tuple[int, float]) -> dict[str, Any]:
     """Run ``line`` under ``side``, and return what was found, or the error.
 
@@ -265,7 +265,7 @@ def run(line: Line, side: Side, *, tiny: bool, limit: float, blocks: tuple[int, 
         line: To run.
         side: How.
         tiny: Whether at the size for a CPU.
-        limit: Seconds after which the process ends, with a traceback of where it was.
+        limit: Seconds after which the process ends, with a traceback of where it was; it may share a GPU meanwhile.
         blocks: Number of timed blocks, and the seconds that each is to take.
     """
     torch.manual_seed(0)
@@ -273,20 +273,22 @@ def run(line: Line, side: Side, *, tiny: bool, limit: float, blocks: tuple[int, 
     work = line.build(tiny)
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in work.module.parameters())}
     found["build_s"] = round(time.perf_counter() - began, 1)
-    _wait_for_gpu()
+    gpu = SharedGpu(Path(folder) if (folder := os.environ.get(FOLDER)) else None)
     faulthandler.dump_traceback_later(limit, exit=True)
-    held = time.perf_counter()
-    if torch.cuda.is_available():
-        found["card"] = torch.cuda.get_device_name(0)
     try:
-        found |= _fit(work, line, side, tiny=tiny, blocks=blocks)
+        with gpu.shared():
+            if torch.cuda.is_available():
+                found["card"] = torch.cuda.get_device_name(0)
+            found |= _fit(work, line, side, gpu, tiny=tiny, blocks=blocks)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    found["held_s"] = round(time.perf_counter() - held, 1)
+    found["waited_s"] = round(gpu.waited_s, 1)
     return found
 
 
-def _fit(work: Work, line: Line, side: Side, *, tiny: bool, blocks: tuple[int, float]) -> dict[str, Any]:
+def _fit(
+    work: Work, line: Line, side: Side, gpu: SharedGpu, *, tiny: bool, blocks: tuple[int, float]
+) -> dict[str, Any]:
     settings = side.settings()
     before, after = [*settings.pop("callbacks", ())], [*work.callbacks()]
     if settings.get("strategy") == "ddp" and line.unused:
@@ -295,7 +297,7 @@ def _fit(work: Work, line: Line, side: Side, *, tiny: bool, blocks: tuple[int, f
     epoch = work.epoch or ENDLESS
     accumulated = work.trainer.get("accumulate_grad_batches", 1)
     # A callback that acts on epochs has acted by the second one; what is compiled goes on being compiled for a while.
-    steps, seconds = (2, 0.0) if tiny else (12, 3.0 if side.compiles or before else 1.0)
+    steps, seconds = (2, 0.0) if tiny else (12, 1.5 if side.compiles or before else 1.0)
     warm = (work.epoch or 0) + steps, seconds
     meter = Meter(
         began=time.perf_counter(),
@@ -303,6 +305,7 @@ def _fit(work: Work, line: Line, side: Side, *, tiny: bool, blocks: tuple[int, f
         blocks=blocks,
         length=work.steps,
         untimed=side.steps and side.steps * accumulated,
+        after_first=gpu.take_long,
     )
     meter.before = {name: p.detach().clone() for name, p in work.module.named_parameters()}
     found: dict[str, Any] = {}
