@@ -1,5 +1,6 @@
 """Backends for ``torch.compile`` that fail in one way each, and the names under which they are registered."""
 
+import time
 from functools import cache
 
 import torch
@@ -124,6 +125,17 @@ def _with_modes_watched(graph, inputs, *, mode=None):
     return _BACKENDS["watched" if mode == "reduce-overhead" else "aot_as_it_is"](graph, inputs)
 
 
+SLOW_MS = 5.0
+
+
+def _slow(graph, inputs):
+    def run(*args):
+        time.sleep(SLOW_MS / 1e3)
+        return graph.forward(*args)
+
+    return make_boxed_func(run)
+
+
 def _records(graph, inputs):
     return make_boxed_func(_Recorded(graph.forward))
 
@@ -155,6 +167,7 @@ _BACKENDS = {
     "no_tanh": _no_tanh,
     "no_tanh_backward": _no_tanh_backward,
     "half_a_file": _finds_half_a_file,
+    "slow": aot_autograd(fw_compiler=_slow),
     "no_memory": aot_autograd(fw_compiler=_memory),
 }
 
@@ -162,6 +175,7 @@ _BACKENDS = {
 _WITH_MODES = {
     "modes": _with_modes,
     "modes_watched": _with_modes_watched,
+    "modes_slow": lambda graph, inputs, *, mode=None: _BACKENDS["slow"](graph, inputs),
     "modes_no_recording": _with_modes_but_no_recording,
     "modes_backward_dies": _with_modes_and_a_backward_that_dies,
 }

@@ -11,11 +11,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-__all__ = ["hooks_of"]
+__all__ = ["has_hooks", "hooks_of"]
 
 _PLACES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SIMPLE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.device, CodeType)
 _DEPTH = 6
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether ``module`` has hooks of its own."""
+    return any(getattr(module, place) for place in _PLACES)
 
 
 def hooks_of(module: nn.Module) -> Hashable:

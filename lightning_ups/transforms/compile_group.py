@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile_frame import Compiler, Frame
+from lightning_ups.transforms.compile_gain import Gain
 
 __all__ = ["Group", "Phase", "cure_of", "worth_telling"]
 
 Phase = Literal["training", "evaluation"]  # with gradients, and without
+
+MOST_MEASUREMENTS = 5  # that may fail, as where a call needs another graph
 
 
 @dataclass(eq=False)
@@ -30,6 +33,8 @@ class Group:
     eager: dict[Phase, str] = field(default_factory=dict)  # why
     untried: set[str] = field(default_factory=set)  # why a graph had no trial
     told: set[Hashable] = field(default_factory=set)
+    gain: Gain | None = None  # of one of the blocks
+    measurements: int = 0
 
     def __post_init__(self) -> None:
         self._before: dict[Frame, tuple[int, int]] = {}
@@ -56,6 +61,11 @@ class Group:
     def __str__(self) -> str:
         more = f" and {len(self.blocks) - 1} equal blocks" if len(self.blocks) > 1 else ""
         return f"{self.blocks[0]}{more} ({self.kind})"
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether it is still to be measured what compiling gains."""
+        return self.gain is None and self.measurements < MOST_MEASUREMENTS and "training" in self.proven
 
     def new_graphs(self, frame: Frame) -> int:
         """Return how many graphs were made of ``frame`` in this run."""
@@ -92,6 +102,7 @@ class Group:
             "ran": bool(self.ran),
             "eager": dict(self.eager),
             "untried": sorted(self.untried),
+            "gain": None if self.gain is None else asdict(self.gain),
             **self.facts_of(self.frames),
         }
 

@@ -143,7 +143,7 @@ class Rehearsal:
         outputs = [value for value in outputs if _wants_grad(value)]
         if outputs and self._wanted:
             # As in a training step, where autocast ends before the backward.
-            with _no_autocast({value.device.type for value in self._wanted}):
+            with no_autocast({value.device.type for value in self._wanted}):
                 # What torch.autograd.grad returns lives on in a thread of the device for a moment after that, and what
                 # is alive when a recording is asked for again makes torch record it anew.
                 torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs], inputs=self._wanted)
@@ -202,14 +202,14 @@ def _copies(args: Sequence[Any], placeholders: Sequence[fx.Node], *, stay: Seque
     storages: dict[int, torch.UntypedStorage] = {}
     staying = {id(tensor) for tensor in stay}
     return [
-        _copy(arg, written=is_written_to(node), storages=storages)
+        copy_of(arg, written=is_written_to(node), storages=storages)
         if isinstance(arg, Tensor) and id(arg) not in staying
         else arg
         for arg, node in zip(args, placeholders, strict=True)
     ]
 
 
-def _copy(tensor: Tensor, *, written: bool, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+def copy_of(tensor: Tensor, *, written: bool, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     if isinstance(tensor, nn.Parameter) and not written:  # copying these would cost the memory of the weights
         return tensor.detach().requires_grad_(tensor.requires_grad)
     if _is_plain(tensor):
@@ -297,7 +297,7 @@ def _refuse_stale(
 
 
 @contextmanager
-def _no_autocast(device_types: set[str]) -> Iterator[None]:
+def no_autocast(device_types: set[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for device_type in device_types | {"cpu"}:
             stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -17,7 +17,7 @@ from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.transforms.cuda_graphs import OwnGradients
 from tests import backends
-from tests.clocks import FixedClock
+from tests.clocks import FixedClock, HostClock
 from tests.toys import trainer
 
 pytestmark = [
@@ -668,3 +668,63 @@ def test_graphs_that_are_asked_for_say_which_outputs_are_too_large_to_copy(tmp_p
     expected = plain(tmp_path, monkeypatch, module=Returned)
     assert actual["kept"] != expected["kept"]  # as it says
     assert actual["grads"] == expected["grads"]
+
+
+@pytest.mark.parametrize("mode", ["default", "auto"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_faster_uncompiled_runs_so_after_the_first_step(
+    tmp_path, monkeypatch, reports, caplog, mode, accumulate
+):
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    expected = run(tmp_path, monkeypatch, **options)
+    monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("ups_modes_slow",))
+    compile_ = Compile(scope="auto", mode=mode, backend="ups_modes_slow")
+    monkeypatch.setattr("lightning_ups.transforms.compile_frame.is_small", lambda graph: False)
+    with caplog.at_level("INFO"):
+        actual = run(tmp_path, monkeypatch, compile_, clock=HostClock(device=100.0), **options)
+    assert actual == expected
+    said = [message for message in caplog.messages if "uncompiled" in message]
+    number = r"[\d.e+]+"
+    pattern = (
+        rf"Compile: core \(Core\) runs uncompiled from now on: .*take {number} ms compiled and {number} ms uncompiled"
+    )
+    assert [bool(re.fullmatch(pattern, message)) for message in said] == [True]
+
+
+def facts_of_group(tmp_path, monkeypatch, compile_, clock, **options):
+    found = []
+    monkeypatch.setattr("lightning_ups.transforms.compile_frame.is_small", lambda graph: False)
+
+    class Looking(Keeper):
+        def on_train_batch_end(self, outputs, batch, index):
+            found.append(applied(self.trainer.strategy).report)
+
+    run(tmp_path, monkeypatch, compile_, clock=clock, module=Looking, **options)
+    (group,) = found[-1].parts["Compile"]["groups"]
+    return group
+
+
+def test_what_was_measured_is_in_the_report_and_what_gains_stays_compiled(tmp_path, monkeypatch):
+    slow = facts_of_group(tmp_path, monkeypatch, Compile(scope="auto", backend="ups_slow"), HostClock())
+    assert slow["gain"]["compiled_ms"] > backends.SLOW_MS
+    assert slow["gain"]["compiled_ms"] > slow["gain"]["eager_ms"]
+    assert {*slow["eager"]} == {"training", "evaluation"}
+    monkeypatch.setattr("lightning_ups.transforms.compile_gain.Gain.is_loss", False)
+    fast = facts_of_group(tmp_path, monkeypatch, Compile(scope="auto", backend="ups_slow"), HostClock())
+    assert fast["gain"] is not None
+    assert fast["eager"] == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{"scope": "model"}, {"scope": "auto", "fullgraph": True}, {"scope": "auto", "on_failure": "raise"}]
+)
+def test_what_was_asked_for_is_not_measured(tmp_path, monkeypatch, options):
+    group = facts_of_group(tmp_path, monkeypatch, Compile(backend="ups_slow", **options), HostClock())
+    assert group["gain"] is None
+    assert group["eager"] == {}
+
+
+def test_what_replays_cuda_graphs_is_not_measured(tmp_path, monkeypatch):
+    group = facts_of_group(tmp_path, monkeypatch, auto(scope="auto"), FixedClock(6.1, 5.2))
+    assert backends.RECORDED
+    assert group["gain"] is None

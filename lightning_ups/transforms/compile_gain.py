@@ -1,0 +1,122 @@
+"""Measuring whether a compiled module is faster than the same module uncompiled."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ups._compat import dynamo
+from lightning_ups.transforms.alike_hooks import has_hooks
+from lightning_ups.transforms.compile_mode import Clock
+from lightning_ups.transforms.compile_trial import State, copy_of, no_autocast
+from lightning_ups.transforms.resume.random_state import host_state, restore_host_state
+
+__all__ = ["Gain", "gain_of"]
+
+ROUNDS, MOST_MS = 5, 2000.0
+LEAST_LOSS = 0.02  # what two measurements of one thing may differ by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """How long a forward and a backward of a module take.
+
+    Args:
+        compiled_ms: Compiled.
+        eager_ms: Uncompiled.
+    """
+
+    compiled_ms: float
+    eager_ms: float
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the module is faster uncompiled."""
+        return self.compiled_ms > (1 + LEAST_LOSS) * self.eager_ms
+
+    def __str__(self) -> str:
+        return f"a forward and a backward take {self.compiled_ms:.3g} ms compiled and {self.eager_ms:.3g} ms uncompiled"
+
+
+def gain_of(
+    module: nn.Module,
+    compiled: Callable[..., Any],
+    eager: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    clock: Clock,
+) -> Gain | None:
+    """Return what compiling ``module`` gains in a call with these arguments, or None if that cannot be measured.
+
+    Both ways run by turns, forward and backward, on copies of the arguments. Random numbers, buffers, attributes and
+    gradients are left as they are.
+
+    Args:
+        module: The first argument of ``compiled`` and of ``eager``.
+        compiled: The forward, compiled, which has run before. It is not compiled again.
+        eager: The forward uncompiled.
+        args: What the module is called with.
+        kwargs: The same by name.
+        clock: The times of the host and of the device.
+    """
+    # A timer around each graph would leave out guards and the code between graphs, which is where host-bound modules
+    # lose. Alternating whole steps would mix two roundings in one run, and could run out of memory in a backward.
+    if any(map(has_hooks, module.modules())):
+        return None  # which are the user's, and may count
+    state, drawn = State(module), host_state()
+    try:
+        with (
+            torch.autograd.set_detect_anomaly(mode=False),
+            torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),  # hides those around the module
+            torch.compiler.set_stance("fail_on_recompile"),
+        ):
+            rounds: list[tuple[float, float]] = []
+            while len(rounds) <= ROUNDS and sum(map(sum, rounds)) < MOST_MS:
+                times = []
+                for run in (compiled, eager):
+                    try:
+                        times.append(_time(module, run, args, kwargs, clock))
+                    finally:
+                        state.put_back()
+                rounds.append((times[0], times[1]))
+    except Exception:  # noqa: BLE001  (nothing that is only measured may end a run)
+        return None
+    finally:
+        restore_host_state(drawn)
+    compiled_ms, eager_ms = map(median, zip(*(rounds[1:] or rounds), strict=True))  # the first warms up
+    return Gain(compiled_ms=compiled_ms, eager_ms=eager_ms)
+
+
+def _time(
+    module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], clock: Clock
+) -> float:
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()  # it would hold casts whose backward has been
+    copies: dict[int, Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:  # what is passed twice stays one tensor
+            copies[id(tensor)] = copy_of(tensor, written=False, storages=storages)
+        return copies[id(tensor)]
+
+    args, kwargs = dynamo.tree_map(copied, (args, dict(kwargs)))
+    # Hooks of parameters are the user's, and run whenever their gradients are asked for.
+    wanted = [t for t in (*module.parameters(), *copies.values()) if t.requires_grad and not t._backward_hooks]
+    outputs: list[Tensor] = []
+    clock.wait()
+    start = clock.now()
+    dynamo.tree_map(lambda t: outputs.append(t) or t, run(module, *args, **kwargs))
+    outputs = [output for output in outputs if output.requires_grad]
+    with no_autocast({output.device.type for output in outputs}):
+        torch.autograd.grad(outputs, wanted, [torch.zeros_like(output) for output in outputs], allow_unused=True)
+    clock.wait()
+    return clock.now() - start
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
