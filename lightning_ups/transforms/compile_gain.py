@@ -57,7 +57,7 @@ def gain_of(
 
     Args:
         module: The first argument of ``compiled`` and of ``eager``.
-        compiled: The forward, compiled, which has run before. It is not compiled again.
+        compiled: The forward, compiled. The first round warms up, and compiles what this call needs.
         eager: The forward uncompiled.
         args: What the module is called with.
         kwargs: The same by name.
@@ -67,15 +67,15 @@ def gain_of(
     # lose. Alternating whole steps would mix two roundings in one run, and could run out of memory in a backward.
     if any(map(has_hooks, module.modules())):
         return None  # which are the user's, and may count
-    state, drawn = State(module), host_state()
+    state, drawn, start = State(module), host_state(), dynamo.mark()
     try:
         with (
             torch.autograd.set_detect_anomaly(mode=False),
             torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),  # hides those around the module
-            torch.compiler.set_stance("fail_on_recompile"),
         ):
             rounds: list[tuple[float, float]] = []
-            while len(rounds) <= ROUNDS and sum(map(sum, rounds)) < MOST_MS:
+            while len(rounds) <= ROUNDS and sum(map(sum, rounds[1:])) < MOST_MS:
+                start = start if rounds[1:] else dynamo.mark()
                 times = []
                 for run in (compiled, eager):
                     try:
@@ -87,7 +87,9 @@ def gain_of(
         return None
     finally:
         restore_host_state(drawn)
-    compiled_ms, eager_ms = map(median, zip(*(rounds[1:] or rounds), strict=True))  # the first warms up
+    if dynamo.compiled_since(start):
+        return None
+    compiled_ms, eager_ms = map(median, zip(*rounds[1:], strict=True))
     return Gain(compiled_ms=compiled_ms, eager_ms=eager_ms)
 
 
@@ -118,5 +120,6 @@ def _time(
     return clock.now() - start
 
 
+@torch.compiler.disable  # or Dynamo would compile it where a forward is not in a graph
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor

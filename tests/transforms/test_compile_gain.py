@@ -34,15 +34,16 @@ class Net(nn.Module):
     def forward(self, x, *, scale):
         x.mul_(scale)
         hidden = self.dropout(self.norm(self.first(x)))
-        self.outside_of_graphs()
+        hidden = self.outside_of_graphs(hidden)
         return {"out": self.second(hidden), "hidden": hidden}
 
-    @torch.compiler.disable
-    def outside_of_graphs(self):
+    @torch.compiler.disable(recursive=False)
+    def outside_of_graphs(self, hidden):
         random.random()
         np.random.random()
         self.calls += 1
         self.kept.append(self.calls)
+        return hidden.tanh()  # which saves its result
 
 
 def plain(module, *args, **kwargs):
@@ -100,15 +101,25 @@ def test_measuring_leaves_everything_as_it_is():
     assert module.first.weight.grad is None
 
 
-def test_nothing_is_compiled_again():
+def test_what_the_call_needs_is_compiled_once():
     compiled = torch.compile(plain, backend="aot_eager", dynamic=False)
-    module = nn.Linear(4, 4)
+    module, x = nn.Linear(4, 4), torch.randn(5, 4)
     compiled(module, torch.randn(3, 4))
+    assert gain_of(module, compiled, plain, (x,), {}, clock=HostClock()) is not None
     start = dynamo.mark()
-    assert gain_of(module, compiled, plain, (torch.randn(5, 4),), {}, clock=HostClock()) is None
+    compiled(module, x)
     assert not dynamo.compiled_since(start)
-    compiled(module, torch.randn(5, 4))
-    assert dynamo.compiled_since(start)
+
+
+def test_what_is_compiled_in_each_call_is_unknown():
+    sizes = iter(range(3, 100))
+
+    def eager(module, x):
+        compiled(module, torch.randn(next(sizes), 4))
+        return plain(module, x)
+
+    compiled = torch.compile(plain, backend="aot_eager", dynamic=False)
+    assert gain_of(nn.Linear(4, 4), compiled, eager, (torch.randn(2, 4),), {}, clock=HostClock()) is None
 
 
 class Failing(nn.Linear):
@@ -172,9 +183,9 @@ def test_what_takes_long_is_measured_less_often():
 
     def slow(module, x):
         calls.append(1)
-        clock.ahead += 1500.0
+        clock.ahead += 2500.0
         return plain(module, x)
 
     measured = gain_of(nn.Linear(4, 4), plain, slow, (torch.randn(3, 4),), {}, clock=clock)
     assert len(calls) == 2
-    assert measured.eager_ms == pytest.approx(1500, abs=200)
+    assert measured.eager_ms == pytest.approx(2500, abs=200)
