@@ -19,6 +19,7 @@ from lightning_ups.transforms.checkpoint.state import as_kept
 __all__ = ["SavedWeights", "check_file", "consolidated", "rest_of", "write_safetensors"]
 
 _INDEX = "model.safetensors.index.json"
+_KEPT = ("last_model_path", "best_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
 
 
 class SavedWeights(Mapping[str, Tensor]):
@@ -68,13 +69,19 @@ def check_file(path: Path) -> None:
     meta.check_saved(path, saved, keys=("state_dict", "pytorch-lightning_version"))
     with meta.damage_told(path):
         for state in saved.get("callbacks", {}).values():
-            # ModelCheckpoint deletes what stands there when it has saved a better one, wherever a path with .. leads.
-            kept = [*state.get("best_k_models", ()), state.get("last_model_path")] if isinstance(state, dict) else ()
-            if outside := [each for each in kept if each and ".." in Path(each).parts]:
+            # ModelCheckpoint deletes these paths when it has saved a better checkpoint.
+            kept = [*state.get("best_k_models", ()), *map(state.get, _KEPT)] if isinstance(state, dict) else ()
+            if outside := [each for each in kept if each and _may_lead_outside(each)]:
                 raise ValueError(
                     f"{path} names {outside[0]!r:.80} as an earlier checkpoint, which a run that goes on would delete."
                     " Take a checkpoint from a source that you trust; this one was changed."
                 )
+
+
+def _may_lead_outside(path: str) -> bool:
+    """Return whether Lightning's check that a checkpoint is in its folder would not see that ``path`` is elsewhere."""
+    # It skips the check for each protocol but "file". "local" is another name of it, and "::" may lead to it.
+    return ".." in Path(path).parts or "::" in path or path.lower().startswith(("file:", "local:"))
 
 
 def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

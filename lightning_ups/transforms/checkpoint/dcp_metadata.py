@@ -1,12 +1,16 @@
-"""Read DCP's `.metadata` without unpickling it: no name in the file is imported, called or instantiated.
+"""Read what a checkpoint folder says about its tensors, without unpickling: nothing in it is imported or called.
 
-The file is a pickle. `_parsed` runs the opcodes that describe data and turns every class, call and object into an
-inert `_Record`. `read_metadata` builds DCP's dataclasses from records of the expected types and values.
+Our folders say it in JSON, in the file `TENSORS`. Older and foreign ones have DCP's `.metadata` alone, a pickle:
+`_parsed` runs the opcodes that describe data and turns every class, call and object into an inert `_Record`.
+`read_metadata` builds DCP's dataclasses from values of the expected types.
 """
 
+import gc
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import Any, TypeVar
@@ -24,7 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_ups._compat.tensor_files import noted
 from lightning_ups.transforms.checkpoint import meta
 
-__all__ = ["read_metadata"]
+__all__ = ["TENSORS", "as_json", "read_metadata"]
+
+TENSORS = "tensors.json"
 
 _T = TypeVar("_T")
 _DCP = "torch.distributed.checkpoint.metadata."
@@ -43,20 +49,69 @@ _NAMES = {
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return what the file at ``path``, in a folder that DCP wrote, says of its tensors and their places.
+    """Return what the file at ``path``, `TENSORS` or ``.metadata``, says about tensors and where they are stored.
 
     Raises:
         ValueError: If the file is damaged, names what DCP does not write, or points outside its folder.
         OSError: If it cannot be read.
     """
     meta.check_is_file(path)
-    data = path.read_bytes()
+    with _without_collections():
+        try:
+            found = _from_json(path) if path.name == TENSORS else _metadata(_parsed(path.read_bytes(), path))
+            _check_files(found.storage_data.values(), path)
+            _check_parts(found)
+        except (_RefusedError, OSError):
+            raise
+        except Exception as error:  # any: a damaged file may hold anything
+            raise ValueError(meta.damage(path, error)) from error
+        return found
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause Python's garbage collector: it would look at a million new objects again and again, and free none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return _metadata(_parsed(data, path), path)
-    except (_RefusedError, OSError):
-        raise
-    except Exception as error:  # any: a damaged file may hold anything
-        raise ValueError(meta.damage(path, error)) from error
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def as_json(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> bytes:
+    """Return ``metadata``, and where its chunks are ``stored``, as the content of `TENSORS`."""
+
+    def place(name: str, offsets: torch.Size | None = None) -> tuple[str, int, int]:
+        found = stored[MetadataIndex(name, offsets)]
+        return found.relative_path, found.offset, found.length
+
+    entries = dict[str, Any]()
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            entries[name] = {"stored": place(name)}
+        else:
+            chunks = [(chunk.offsets, chunk.sizes, *place(name, chunk.offsets)) for chunk in entry.chunks]
+            entries[name] = {"dtype": str(entry.properties.dtype), "size": entry.size, "chunks": chunks}
+    return json.dumps({"entries": entries, "keys": metadata.planner_data}, separators=(",", ":")).encode()
+
+
+def _from_json(path: Path) -> Metadata:
+    tree = meta.read_json(path)
+    entries, stored = dict[str, Any](), dict[MetadataIndex, Any]()
+    for name, entry in tree["entries"].items():
+        if "stored" in entry:
+            entries[name] = BytesStorageMetadata()
+            stored[MetadataIndex(name)] = _place(*entry["stored"])
+            continue
+        parts = list[ChunkStorageMetadata]()
+        for offsets, sizes, *place in entry["chunks"]:
+            part = ChunkStorageMetadata(_size(torch.Size(offsets)), _size(torch.Size(sizes)))
+            parts.append(part)
+            stored[MetadataIndex(name, part.offsets)] = _place(*place)
+        entries[name] = _tensor(entry["dtype"], _size(torch.Size(entry["size"])), parts)
+    return _joined(entries, tree["keys"], stored)
 
 
 class _RefusedError(ValueError):
@@ -76,7 +131,7 @@ def _parsed(data: bytes, path: Path) -> Any:
     """Run the opcodes of a pickle that describe data, and refuse all others."""
     stack: list[Any] = []
     below: list[list[Any]] = []  # the stacks under each mark
-    memo: dict[int, Any] = {}
+    memo: list[Any] = []  # picklers number what they store from 0
     at = 0
 
     def number(width: int, *, signed: bool = False) -> int:
@@ -95,13 +150,15 @@ def _parsed(data: bytes, path: Path) -> Any:
         start, at = at, data.index(b"\n", at) + 1
         return data[start : at - 1].decode()
 
-    while True:  # the most frequent opcodes first: a large run has millions of them
+    # A large run has millions of opcodes: the most frequent ones come first, and call no function of Python.
+    while True:
         opcode = data[at]
         at += 1
         if opcode == 0x94:  # MEMOIZE
-            memo[len(memo)] = stack[-1]
+            memo.append(stack[-1])
         elif opcode == 0x6A:  # LONG_BINGET
-            stack.append(memo[number(4)])
+            stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+            at += 4
         elif opcode == 0x68:  # BINGET
             stack.append(memo[data[at]])
             at += 1
@@ -113,7 +170,7 @@ def _parsed(data: bytes, path: Path) -> Any:
             stack = []
         elif opcode == 0x29:  # EMPTY_TUPLE
             stack.append(())
-        elif opcode in (0x52, 0x81):  # REDUCE, NEWOBJ
+        elif opcode == 0x81 or opcode == 0x52:  # NEWOBJ, REDUCE
             args = stack.pop()
             stack[-1] = _described(stack[-1], args)
         elif opcode == 0x62:  # BUILD
@@ -121,16 +178,19 @@ def _parsed(data: bytes, path: Path) -> Any:
             if type(target) is not _Record or target.args is None or target.state is not None:
                 raise UnpicklingError("it gives a state to what is no object of DCP")
             target.state = state
-        elif opcode in (0x85, 0x86, 0x87):  # TUPLE1 to TUPLE3
-            count = opcode - 0x84
-            stack[-count:] = [tuple(stack[-count:])]
+        elif opcode == 0x85:  # TUPLE1
+            stack[-1] = (stack[-1],)
+        elif opcode == 0x86:  # TUPLE2
+            last = stack.pop()
+            stack[-1] = (stack[-1], last)
         elif opcode == 0x7D:  # EMPTY_DICT
             stack.append({})
         elif opcode == 0x75:  # SETITEMS
             pairs, stack = stack, below.pop()
             _put(stack[-1], pairs)
         elif opcode == 0x4D:  # BININT2
-            stack.append(number(2))
+            stack.append(data[at] + 256 * data[at + 1])
+            at += 2
         elif opcode == 0x4A:  # BININT
             stack.append(number(4, signed=True))
         elif opcode == 0x8A:  # LONG1
@@ -138,10 +198,12 @@ def _parsed(data: bytes, path: Path) -> Any:
         elif opcode in (0x8C, 0x58, 0x8D):  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
             width = {0x8C: 1, 0x58: 4, 0x8D: 8}[opcode]
             stack.append(taken(number(width)).decode("utf-8", "surrogatepass"))
-        elif opcode == 0x71:  # BINPUT
-            memo[number(1)] = stack[-1]
-        elif opcode == 0x72:  # LONG_BINPUT
-            memo[number(4)] = stack[-1]
+        elif opcode in (0x71, 0x72):  # BINPUT, LONG_BINPUT
+            if number(1 if opcode == 0x71 else 4) != len(memo):
+                raise UnpicklingError("it stores objects out of order")
+            memo.append(stack[-1])
+        elif opcode == 0x87:  # TUPLE3
+            stack[-3:] = [tuple(stack[-3:])]
         elif opcode == 0x73:  # SETITEM
             value, key = stack.pop(), stack.pop()
             _put(stack[-1], [key, value])
@@ -194,16 +256,18 @@ def _described(kind: Any, args: Any) -> Any:
     return _Record(kind.name, args)
 
 
-def _metadata(root: Any, path: Path) -> Metadata:
+def _metadata(root: Any) -> Metadata:
     fields = _fields(root, "Metadata")
-    tensors = {name: _entry(value) for name, value in _is(fields["state_dict_metadata"], dict).items()}
-    names = {name: _keys(keys) for name, keys in _is(fields.get("planner_data") or {}, dict).items()}
-    stored = {_index(key): _place(value) for key, value in _is(fields.get("storage_data") or {}, dict).items()}
-    if not names.keys() <= tensors.keys():
+    entries = {name: _entry(value) for name, value in _is(fields["state_dict_metadata"], dict).items()}
+    stored = {_index(key): _storage(value) for key, value in _is(fields.get("storage_data") or {}, dict).items()}
+    return _joined(entries, fields.get("planner_data") or {}, stored)
+
+
+def _joined(entries: dict[str, Any], keys: Any, stored: dict[MetadataIndex, Any]) -> Metadata:
+    keys = {name: _keys(value) for name, value in _is(keys, dict).items()}
+    if not keys.keys() <= entries.keys():
         raise ValueError("its parts do not belong together")
-    _check_files(stored.values(), path)
-    _check_parts(tensors, stored)
-    return Metadata(tensors, names, stored)
+    return Metadata(entries, keys, stored)
 
 
 def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -216,11 +280,15 @@ def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
         for chunk in (_fields(chunk, "ChunkStorageMetadata") for chunk in _is(fields["chunks"], list))
     ]
+    return _tensor(_is(dtype, _Record).name, size, chunks)
+
+
+def _tensor(dtype: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
     bounds = (zip(chunk.offsets, chunk.sizes, size, strict=True) for chunk in chunks)
     inside = all(offset + length <= whole for bound in bounds for offset, length, whole in bound)
     if not inside or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         raise ValueError("the parts of a tensor are not the whole of it")
-    return TensorStorageMetadata(TensorProperties(dtype=_DTYPES[_is(dtype, _Record).name]), size, chunks)
+    return TensorStorageMetadata(TensorProperties(dtype=_DTYPES[dtype]), size, chunks)
 
 
 def _index(key: Any) -> MetadataIndex:
@@ -231,13 +299,16 @@ def _index(key: Any) -> MetadataIndex:
     )
 
 
-def _place(value: Any) -> Any:
+def _storage(value: Any) -> Any:
     fields = _fields(value, "_StorageInfo", _FILES)
-    offset, length = _is(fields["offset"], int), _is(fields["length"], int)
-    if offset < 0 or length < 0:
-        raise ValueError("a place in it is negative")
     transforms = [_is(each, str) for each in fields.get("transform_descriptors") or ()]
-    return noted(_is(fields["relative_path"], str), offset=offset, length=length, transforms=transforms)
+    return _place(fields["relative_path"], fields["offset"], fields["length"], transforms=transforms)
+
+
+def _place(file: Any, offset: Any, length: Any, *, transforms: Sequence[str] = ()) -> Any:
+    if _is(offset, int) < 0 or _is(length, int) < 0:
+        raise ValueError("a place in it is negative")
+    return noted(_is(file, str), offset=offset, length=length, transforms=transforms)
 
 
 def _check_files(places: Iterable[Any], path: Path) -> None:
@@ -258,16 +329,16 @@ def _check_files(places: Iterable[Any], path: Path) -> None:
             raise _RefusedError(meta.damage(file, EOFError("its end is missing")))
 
 
-def _check_parts(tensors: Mapping[str, Any], stored: Mapping[MetadataIndex, Any]) -> None:
+def _check_parts(found: Metadata) -> None:
     """Raise ValueError if a part of an entry is stored nowhere, or in fewer bytes than it has."""
-    for name, entry in tensors.items():
+    for name, entry in found.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             indices = [(MetadataIndex(name), 0)]
         else:
             width = entry.properties.dtype.itemsize
             indices = [(MetadataIndex(name, chunk.offsets), math.prod(chunk.sizes) * width) for chunk in entry.chunks]
         for index, nbytes in indices:
-            place = stored.get(index)
+            place = found.storage_data.get(index)
             if place is None or (place.length < nbytes and not place.transform_descriptors):
                 raise ValueError(f"a part of {name} is stored nowhere")
 

@@ -361,6 +361,8 @@ def _settle(path: Path) -> None:
         else:
             _delete(saving)
     if previous.is_symlink() or previous.exists():
+        if path.exists() and located(path) == previous:  # the newer one was damaged since
+            _delete(path)
         if path.exists():
             _delete(previous)
         else:
@@ -431,11 +433,12 @@ def _marker(folder: Path) -> dict[str, Any] | None:
     is_ours = isinstance(marker, dict) and isinstance(marker.get("saved_at_ns"), int)
     if not is_ours or not isinstance(marker.get("files"), dict) or not marker["files"]:
         return None
-    if not all(Path(name).name == name and type(size) is int for name, size in marker["files"].items()):
+    if not all(meta.is_name_in_folder(name) and type(size) is int for name, size in marker["files"].items()):
         return None
     if "checksums" in marker or "checksum" in marker:  # one of them may be damaged
         own = marker.pop("checksum", None)
-        if own != _sum_of(marker) or not isinstance(marker.get("checksums"), dict):
+        sums = marker.get("checksums")
+        if own != _sum_of(marker) or not isinstance(sums, dict) or not sums.keys() <= marker["files"].keys():
             return None
     return marker
 
@@ -476,11 +479,15 @@ def records(path: Path) -> dict[tuple[str, int], Record] | None:
     Raises:
         DamagedFileError: If their file is damaged.
     """
-    if not has_checksums(path):
+    marker = _marker(path) or {}
+    if "checksums" not in marker:
         return None
     verify(path / CHECKSUMS)
     try:
-        return from_json(meta.read_json(path / CHECKSUMS))
+        files = meta.read_json(path / CHECKSUMS)
+        if not files.keys() <= marker["files"].keys():
+            raise ValueError("it names files that are not in this checkpoint")
+        return from_json(files)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise DamagedFileError(meta.damage(path / CHECKSUMS, error)) from error
 
@@ -509,6 +516,9 @@ def damaged(path: Path) -> list[str]:
     found = {name for name, expected in marker["checksums"].items() if checksum_of_file(path / name) != expected}
     if CHECKSUMS not in found:
         for (name, offset), record in (records(path) or {}).items():
+            if offset + record.length > marker["files"][name]:
+                found.add(name)
+                continue
             with (path / name).open("rb") as file:
                 try:
                     RecordReader(file, offset=offset, record=record, name=name).verify()

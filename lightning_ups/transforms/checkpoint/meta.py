@@ -19,6 +19,7 @@ __all__ = [
     "damage",
     "damage_told",
     "dumped",
+    "is_name_in_folder",
     "is_zip",
     "loaded",
     "read_json",
@@ -129,6 +130,11 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return None
+
+
+def is_name_in_folder(name: str) -> bool:
+    """Return whether ``name``, from a file of a folder, may be that of another file there, and leads nowhere else."""
+    return name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 def damage(path: Path, error: Exception) -> str:

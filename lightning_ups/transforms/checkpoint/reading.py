@@ -38,7 +38,7 @@ from typing_extensions import override
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.checkpoint import folder, meta
 from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, DamagedFileError, Record, RecordReader
-from lightning_ups.transforms.checkpoint.dcp_metadata import read_metadata
+from lightning_ups.transforms.checkpoint.dcp_metadata import TENSORS, read_metadata
 from lightning_ups.transforms.checkpoint.filling import fill
 from lightning_ups.transforms.checkpoint.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
 
@@ -101,11 +101,13 @@ class FolderReader(FileSystemReader):
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            path = Path(self.path) / ".metadata"
-            folder.check_format(path.parent)
-            folder.verify(path)
-            self._records = folder.records(path.parent)
-            self._metadata = read_metadata(path)
+            path = Path(self.path)
+            folder.check_format(path)
+            files = [path / name for name in (".metadata", TENSORS) if name == ".metadata" or (path / name).exists()]
+            for file in files:
+                folder.verify(file)
+            self._records = folder.records(path)
+            self._metadata = read_metadata(files[-1])
         return self._metadata
 
     @override
@@ -312,7 +314,7 @@ def _safetensors_files(path: Path) -> Iterable[Path]:
     if index.is_file():
         with meta.damage_told(index):
             names = {*meta.read_json(index)["weight_map"].values()}
-            if outside := [name for name in names if Path(name).name != name]:
+            if outside := [name for name in names if not meta.is_name_in_folder(name)]:
                 raise ValueError(
                     f"{index} names {outside[0]!r}, a file outside its folder. Weights lie in one folder."
                     " Take them from a source that you trust; this index was changed."

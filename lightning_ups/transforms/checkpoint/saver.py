@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from typing_extensions import override
 
 from lightning_ups.transforms.checkpoint import folder
-from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, Record, as_json
 from lightning_ups.transforms.checkpoint.lanes import Lanes, on_this_gpu
 from lightning_ups.transforms.checkpoint.staging import HostCopies, LocalShard, holds_tensors, plain
 from lightning_ups.transforms.checkpoint.writing import Writer
@@ -234,10 +233,9 @@ class Saver:
         draft = in_flight.draft
         try:
             self._observe("writing", draft.path)
-            records = _write_data(staged, draft.folder, group=self._group, lanes=self._lanes)
+            written = _write_data(staged, draft.folder, group=self._group, lanes=self._lanes)
             self._observe("written", draft.path)
-            summed = {**files, CHECKSUMS: as_json(records)}
-            self._on_first(lambda: self._complete(in_flight, summed, facts))
+            self._on_first(lambda: self._complete(in_flight, {**files, **written}, facts))
             self._whole = draft.path
             self._observe("done", draft.path)
         except BaseException as error:  # noqa: BLE001  (kept for the next call, which raises it)
@@ -320,16 +318,16 @@ def _run(write: Callable[[], None], in_flight: _InFlight, on_gpu: Callable[[], A
 
 def _write_data(
     state: dict[str, Any], path: Path, *, group: dist.ProcessGroup | None, lanes: Lanes
-) -> dict[tuple[str, int], Record]:
-    """Write the data of all ranks, and return, on rank 0, the checksums."""
+) -> dict[str, bytes]:
+    """Write the data of all ranks, and return, on rank 0, the files that describe it."""
     writer = Writer(path, lanes=lanes)
     if group is not None:
         dcp.save(state, storage_writer=writer, planner=_Planner(), process_group=group)
-        return writer.records
+        return writer.files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(state, storage_writer=writer, planner=_Planner(), no_dist=True)
-    return writer.records
+    return writer.files
 
 
 class _Planner(DefaultSavePlanner):

@@ -5,11 +5,12 @@ import os
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -17,7 +18,10 @@ from typing_extensions import override
 
 from lightning_ups._compat.tensor_files import around, noted
 from lightning_ups.transforms.checkpoint import folder
-from lightning_ups.transforms.checkpoint.checksums import CHUNK, Record, SummedRecord
+from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, CHUNK, Record, SummedRecord
+from lightning_ups.transforms.checkpoint.checksums import as_json as checksums_as_json
+from lightning_ups.transforms.checkpoint.dcp_metadata import TENSORS
+from lightning_ups.transforms.checkpoint.dcp_metadata import as_json as metadata_as_json
 from lightning_ups.transforms.checkpoint.lanes import Lane, Lanes, bytes_of, spread, wait_for_devices
 
 __all__ = ["Writer"]
@@ -31,7 +35,7 @@ class _SummedResult(WriteResult):
 class Writer(FileSystemWriter):
     """Writes every tensor as ``torch.save`` would, byte for byte but for a checksum, and each byte once.
 
-    Checksums of its own are computed meanwhile, and collected in ``records`` of the coordinator.
+    Checksums of its own are computed meanwhile. The coordinator's ``files`` holds them, and the metadata as JSON.
     Torch's own writer sums up every tensor for a checksum that nothing reads, clones every tensor that is a part of
     other memory, fetches from a GPU through memory that is not pinned, and all of that in one thread, in turns with the
     disk. With more threads it loses errors of all but the first: the checkpoint then lacks tensors and nobody knows.
@@ -44,14 +48,17 @@ class Writer(FileSystemWriter):
     def __init__(self, path: Path, *, lanes: Lanes) -> None:
         super().__init__(path, sync_files=True)
         self._lanes = lanes
-        self.records: dict[tuple[str, int], Record] = {}  # by file and offset, once all ranks have written
+        self.files: dict[str, bytes] = {}  # once all ranks have written
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
+        stored, records = dict[MetadataIndex, Any](), dict[tuple[str, int], Record]()
         for result in (each for of_rank in results for each in of_rank):
             assert isinstance(result, _SummedResult)
-            self.records[result.storage_data.relative_path, result.storage_data.offset] = result.record
+            stored[result.index] = place = result.storage_data
+            records[place.relative_path, place.offset] = result.record
+        self.files = {CHECKSUMS: checksums_as_json(records), TENSORS: metadata_as_json(metadata, stored)}
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

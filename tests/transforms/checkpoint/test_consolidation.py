@@ -92,15 +92,27 @@ def test_one_file_has_no_index(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("state", [{"best_k_models": {"/runs/a/../../home": 1}}, {"last_model_path": "a/../b"}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"best_k_models": {"/runs/a/../../home": 1}},
+        {"last_model_path": "a/../b"},
+        {"best_model_path": "a/../b"},
+        {"kth_best_model_path": "a/../b"},
+        {"best_model_path": "local:///home"},  # which Lightning takes for a remote file, and deletes wherever it is
+        {"best_model_path": "FILE:///home"},
+        {"best_model_path": "dir::file:///home"},
+    ],
+)
 def test_a_file_that_would_have_another_folder_deleted_is_refused(tmp_path, state):
     saved = {"state_dict": {"a": torch.ones(1)}, "pytorch-lightning_version": "2.6.6"}
     for callbacks in (
         {},
         {"ModelCheckpoint": {"best_k_models": {"/runs/a/b": 1}, "last_model_path": ""}, "Other": None},
+        {"ModelCheckpoint": {"best_model_path": "s3://bucket/run/a.ckpt", "kth_best_model_path": "local/a.ckpt"}},
     ):
         torch.save(saved | {"callbacks": callbacks}, tmp_path / "kept.ckpt")
         check_file(tmp_path / "kept.ckpt")
     torch.save(saved | {"callbacks": {"ModelCheckpoint": state}}, tmp_path / "kept.ckpt")
-    with pytest.raises(ValueError, match=r"kept\.ckpt names '.*\.\..*a run that goes on would delete"):
+    with pytest.raises(ValueError, match=r"kept\.ckpt names '.*a run that goes on would delete"):
         check_file(tmp_path / "kept.ckpt")

@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,22 @@ def test_a_place_in_a_folder_that_is_closed_to_this_user_cannot_be_written_to(tm
     monkeypatch.setattr(os, "stat", closed)
     monkeypatch.setattr(os, "lstat", closed)
     assert folder.unwritable(private / "new" / "newer") == f"{private} cannot be written to"
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_the_only_whole_one_stays_if_the_one_in_its_place_is_damaged(tmp_path, clean_up):
+    """As when a run died between two renames, and the newer one was damaged later."""
+    path = tmp_path / "last.ckpt"
+    folder.finish(folder.begin(path), files={"meta.pt": b"old"}, facts={})
+    shutil.copytree(path, tmp_path / "last.ckpt.previous")
+    (path / "meta.pt").write_bytes(b"")
+    if clean_up:
+        folder.clean(tmp_path, unchanged_s=0.0)
+    else:
+        draft = folder.begin(path)
+        assert draft.folder != path
+    assert folder.is_complete(folder.located(path))
+    assert (folder.located(path) / "meta.pt").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("name", ["notes", "notes.txt", "runs/../runs/kept.ckpt", "runs/link/notes"])

@@ -289,6 +289,9 @@ def resize(path, *names):
     marker = json.loads((path / "complete.json").read_text())
     for key in ("checksums", "checksum"):
         marker.pop(key, None)
+    if ".metadata" in names:  # which is only read if this file is missing, as in a folder that torch wrote
+        (path / "tensors.json").unlink(missing_ok=True)
+        marker["files"].pop("tensors.json", None)
     for name in names:
         marker["files"][name] = (path / name).stat().st_size
     (path / "complete.json").write_text(json.dumps(marker))
@@ -385,11 +388,103 @@ def test_metadata_that_lies(attack, name):
     attack()
 
 
-# The marker and the checksums
-
-
 def nested(depth):
     return "[" * depth + "]" * depth
+
+
+def stored(tree, **fields):
+    """Change where the first chunk of a tensor is stored, in JSON."""
+    [chunk] = tree["entries"]["state_dict.0.weight"]["chunks"]
+    for place, name in enumerate(("offsets", "sizes", "file", "offset", "length")):
+        chunk[place] = fields.get(name, chunk[place])
+
+
+def described(tree, **fields):
+    tree["entries"]["state_dict.0.weight"].update(fields)
+
+
+LIES_IN_JSON = {
+    "the parent": lambda t: stored(t, file="../other.distcp"),
+    "an absolute path": lambda t: stored(t, file="/etc/passwd"),
+    "a path with a detour": lambda t: stored(t, file="x/../../other.distcp"),
+    "a path of zeros": lambda t: stored(t, file="x\0y"),
+    "a long path": lambda t: stored(t, file="x" * 5000),
+    "no path": lambda t: stored(t, file=""),
+    "the folder": lambda t: stored(t, file="."),
+    "a path that is a number": lambda t: stored(t, file=1),
+    "a path that is a list": lambda t: stored(t, file=["x"]),
+    "a surrogate": lambda t: stored(t, file="\udcff"),
+    "a file that is not there": lambda t: stored(t, file="other.distcp"),
+    "a place before the file": lambda t: stored(t, offset=-1),
+    "a place behind the file": lambda t: stored(t, offset=2**62),
+    "a place too far for the system": lambda t: stored(t, offset=2**70),
+    "a place that is a fraction": lambda t: stored(t, offset=0.5),
+    "a place that is no number": lambda t: stored(t, offset=float("nan")),
+    "a place that is true": lambda t: stored(t, offset=True),
+    "a length of nothing": lambda t: stored(t, length=0),
+    "a negative length": lambda t: stored(t, length=-5),
+    "an endless length": lambda t: stored(t, length=2**62),
+    "a length that is text": lambda t: stored(t, length="3"),
+    "an absurd size": lambda t: described(t, size=[2**60]),
+    "a product that overflows": lambda t: described(t, size=[2**62, 2**62]),
+    "a size too large for torch": lambda t: (described(t, size=[2**70]), stored(t, offsets=[0], sizes=[2**70])),
+    "a negative size": lambda t: (described(t, size=[-1, -1]), stored(t, sizes=[-1, -1])),
+    "a size of fractions": lambda t: described(t, size=[2.5, 3]),
+    "a size of lists": lambda t: described(t, size=[[2], [3]]),
+    "a size that is text": lambda t: described(t, size="23"),
+    "a size of names": lambda t: described(t, size={"2": 3}),
+    "no parts": lambda t: described(t, chunks=[]),
+    "parts that are text": lambda t: described(t, chunks="abcde"),
+    "parts of more dimensions": lambda t: stored(t, offsets=[0, 0, 0], sizes=[2, 3, 1]),
+    "a part outside": lambda t: stored(t, offsets=[5, 0]),
+    "a part twice": lambda t: described(t, chunks=t["entries"]["state_dict.0.weight"]["chunks"] * 2),
+    "a part of too few fields": lambda t: described(t, chunks=[[[0, 0], [2, 3]]]),
+    "a part of too many fields": lambda t: t["entries"]["state_dict.0.weight"]["chunks"][0].append(["torch.save"]),
+    "a dtype that is a function": lambda t: described(t, dtype="torch.load"),
+    "a dtype to import": lambda t: described(t, dtype=f"{CANARY}.X"),
+    "a dtype that is a list": lambda t: described(t, dtype=["torch.float32"]),
+    "no dtype": lambda t: described(t, dtype=None),
+    "no names": lambda t: t.update(keys={}),
+    "names that are none": lambda t: t.update(keys=None),
+    "names that are text": lambda t: t.update(keys=dict.fromkeys(t["keys"], "optimizer_0")),
+    "names of names": lambda t: t.update(keys={key: [["a"]] for key in t["keys"]}),
+    "equal names": lambda t: t.update(keys={key: ["state_dict", "x"] for key in t["keys"]}),
+    "names many levels deep": lambda t: t["keys"].update({"state_dict.0.weight": ["state_dict"] * 50_000}),
+    "names of unknown entries": lambda t: t["keys"].update({"other": ["state_dict", "other"]}),
+    "no entries": lambda t: t.update(entries={}),
+    "entries that are a list": lambda t: t.update(entries=[1]),
+    "entries that are none": lambda t: t.update(entries=dict.fromkeys(t["entries"])),
+    "entries that are text": lambda t: t.update(entries=dict.fromkeys(t["entries"], "stored")),
+    "an entry that is a value": lambda t: described(t, stored=["__0_0.distcp", 0, 10]),
+    "a value that is nowhere": lambda t: described(t, stored=["__0_0.distcp"]),
+    "nothing": lambda t: t.clear(),
+}
+BYTES_OF_JSON = {
+    "nested": nested(100_000).encode(),
+    "nested in a field": b'{"keys": {}, "entries": {"a": ' + nested(100_000).encode() + b"}}",
+    "a list": b"[]",
+    "null": b"null",
+    "empty": b"",
+    "no text": b"\xff\xfe\x00",
+    "a pickle": pickle.PROTO + b"\x04" + globals_("builtins.exec") + EVIL + pickle.STOP,
+    "a number of many digits": b'{"keys": {}, "entries": ' + b"9" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", [*LIES_IN_JSON, *BYTES_OF_JSON])
+def test_descriptions_in_json_that_lie(attack, name):
+    file = attack.path / "tensors.json"
+    if name in BYTES_OF_JSON:
+        file.write_bytes(BYTES_OF_JSON[name])
+    else:
+        tree = json.loads(file.read_text())
+        LIES_IN_JSON[name](tree)
+        file.write_text(json.dumps(tree))
+    resize(attack.path, "tensors.json")
+    assert attack()
+
+
+# The marker and the checksums
 
 
 MARKERS = {
@@ -469,6 +564,46 @@ def test_checksums_that_no_save_writes(attack, name):
     assert len(attack()) == len(READERS) - 1, "hyperparameters are no tensors"
 
 
+def sealed(path, **checksums):
+    """Write a marker that fits the files, as an attacker would, with ``checksums`` of further files."""
+    marker = json.loads((path / "complete.json").read_text())
+    for name in marker["files"]:
+        marker["files"][name] = (path / name).stat().st_size
+    known = {name: folder.checksum_of_file(path / name) for name in marker["checksums"]}
+    marker["checksums"] = known | checksums
+    del marker["checksum"]
+    marker["checksum"] = folder._sum_of(marker)
+    (path / "complete.json").write_text(json.dumps(marker))
+
+
+def test_the_marker_does_not_name_files_outside_to_verify(attack, tmp_path):
+    (tmp_path / "outside").write_bytes(b"x")
+    sealed(attack.path)
+    assert damaged(resolve(attack.path)) == []
+    sealed(attack.path, **{"../outside": checksum(b"x")})
+    with pytest.raises(FileNotFoundError, match=r"complete\.json is damaged"):
+        damaged(resolve(attack.path))
+    assert len(attack()) == len(READERS)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/dev/zero", "..", "", "x\0y", "other.distcp"])
+def test_checksums_do_not_name_files_outside_to_verify(attack, tmp_path, name):
+    (tmp_path / "outside").write_bytes(b"x" * 9)
+    sums = json.loads((attack.path / "checksums.json").read_text())
+    (attack.path / "checksums.json").write_text(json.dumps(sums | {name: [[0, 9, 9, 0, 1, [checksum(b"x" * 9), 0]]]}))
+    sealed(attack.path)
+    with pytest.raises(ValueError, match=r"checksums\.json cannot be read"):
+        damaged(resolve(attack.path))
+    assert len(attack()) == len(READERS) - 1
+
+
+def test_checksums_of_more_bytes_than_there_are_need_no_memory(attack):
+    endless = '{"__0_0.distcp": [[0, 4611686018427387904, 4611686018427387904, 0, 1, [1, 2]]]}'
+    (attack.path / "checksums.json").write_text(endless)
+    sealed(attack.path)
+    assert damaged(resolve(attack.path)) == ["__0_0.distcp"]
+
+
 # Files that are no files
 
 
@@ -492,11 +627,11 @@ ODD = {
 
 
 @pytest.mark.parametrize(
-    "file", ["complete.json", ".metadata", "meta.pt", "apart.pt", "__0_0.distcp", "checksums.json"]
+    "file", ["complete.json", "tensors.json", ".metadata", "meta.pt", "apart.pt", "__0_0.distcp", "checksums.json"]
 )
 @pytest.mark.parametrize("name", ODD)
 def test_files_that_are_none(attack, file, name):
-    resize(attack.path)
+    resize(attack.path, *([file] if file == ".metadata" else []))
     target = attack.path / file
     target.unlink()
     ODD[name](target)
@@ -509,7 +644,7 @@ def test_files_that_are_none(attack, file, name):
 
 
 @pytest.mark.parametrize(
-    "file", [".metadata", "meta.pt", "apart.pt", "__0_0.distcp", "complete.json", "checksums.json"]
+    "file", ["tensors.json", ".metadata", "meta.pt", "apart.pt", "__0_0.distcp", "complete.json", "checksums.json"]
 )
 @pytest.mark.parametrize("kept", [0, 1, 30, 0.5, 0.99])
 def test_files_that_were_cut(attack, file, kept):
@@ -705,6 +840,9 @@ INDICES = {
     "a map that is a list": '{"weight_map": []}',
     "files that are lists": '{"weight_map": {"0.weight": ["x.safetensors"]}}',
     "files that are numbers": '{"weight_map": {"0.weight": 1}}',
+    "a file of zeros": '{"weight_map": {"0.weight": "x\\u0000y"}}',
+    "the folder itself": '{"weight_map": {"0.weight": ""}}',
+    "the folder above": '{"weight_map": {"0.weight": ".."}}',
     "a file that is not there": '{"weight_map": {"0.weight": "other.safetensors"}}',
 }
 
