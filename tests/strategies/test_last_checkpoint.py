@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from lightning_ups.transforms.checkpoint import (
 from tests.toys import Net
 
 OPERATIONS = {"fsync", "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate"}
+STARTING = threading.Lock()
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -112,9 +114,12 @@ def processes():
 def operations_of(save, path, number, death, processes):
     here, there = processes.Pipe()
     child = processes.Process(target=die_in, args=(save, path, number, death, there), daemon=True)
-    child.start()
+    with STARTING:  # which also asks all other processes how they ended, and only the first to ask is told
+        child.start()
     there.close()
-    child.join(60)
+    wait([child.sentinel], 60)
+    with STARTING:
+        child.join(0)
     assert child.exitcode == (0 if death is None else -signal.SIGKILL)
     return here.recv() if death is None else []
 
