@@ -1,0 +1,59 @@
+import json
+
+import pytest
+import torch
+
+from lightning_ups.transforms.checkpoint import Saver
+from lightning_ups.transforms.checkpoint.checksums import DamagedFileError
+from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
+
+
+@pytest.fixture
+def script(import_benchmark):
+    return import_benchmark("checkpoint_checksums")
+
+
+def test_it_measures_both_sides_in_memory_and_on_disk(run_benchmark, tmp_path):
+    words = ["--gigabytes", "0.03", "--disk-gigabytes", "0.01", "--rounds", "2", "--folder", str(tmp_path)]
+    done = run_benchmark("checkpoint_checksums", *words, "--disk", str(tmp_path), "--output", "out")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    order = [(line["place"], line["round"], line["side"]) for line in lines]
+    turns = [(0, "without"), (0, "with"), (1, "with"), (1, "without"), (2, "without"), (2, "with")]
+    assert order == [(place, *turn) for place in ("memory", "disk") for turn in turns]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["memory"]["gigabytes"] > 2 * summary["disk"]["gigabytes"] > 0.01
+    assert summary["memory"]["rounds"] == 2, "the first round is left out"
+    for figure in ("sync_s", "blocked_s", "background_s", "load_s"):
+        assert summary["disk"][figure]["with"] > 0
+        assert figure in done.stdout
+    assert not [*tmp_path.glob("tmp*")], "checkpoints are deleted"
+
+
+def test_the_ratio_of_each_round_is_compared(script):
+    rounds = [
+        {"without": dict.fromkeys(script.FIGURES, before), "with": dict.fromkeys(script.FIGURES, after)}
+        for before, after in [(1.0, 1.1), (2.0, 2.0), (4.0, 8.0)]
+    ]
+    expected = {"without": 2.0, "with": 2.0, "ratio": 1.1, "least": 1.0, "most": 2.0}
+    assert script._compared(rounds)["load_s"] == expected
+
+
+def test_without_checksums_none_are_computed_or_verified(script, tmp_path):
+    weight = torch.randn(2**18)
+
+    def saved(path):
+        Saver(asynchronous=False, threads=1).save({"state_dict": {"w": weight}}, files={}, path=path)
+        file, target = path / "__0_0.distcp", torch.zeros(2**18)
+        data = bytearray(file.read_bytes())
+        data[2**19] ^= 1
+        file.write_bytes(data)
+        read_into({"state_dict.w": target}, FolderReader(path))
+        return target
+
+    with script._without_checksums():
+        assert saved(tmp_path / "a").ne(weight).sum() == 1
+        [[*_, sums]] = json.loads((tmp_path / "a" / "checksums.json").read_text())["__0_0.distcp"]
+        assert len(sums) == 2, "of what surrounds the tensor"
+    with pytest.raises(DamagedFileError):
+        saved(tmp_path / "b")
