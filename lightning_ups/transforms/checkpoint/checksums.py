@@ -26,6 +26,7 @@ __all__ = [
     "Record",
     "RecordReader",
     "SummedRecord",
+    "Verifier",
     "as_json",
     "checksum",
     "checksum_of_file",
@@ -141,6 +142,48 @@ class SummedRecord:
         self.length += len(data)
 
 
+class Verifier:
+    """Verifies what one thread reads: chunks of one record after the other, while the next ones are read.
+
+    Args:
+        helpers: Threads that compute checksums. None: this thread does.
+    """
+
+    def __init__(self, helpers: Executor | None = None) -> None:
+        self._helpers = helpers
+        self._under_way: tuple[Future[list[int]], tuple[int, ...], str] | None = None
+
+    def verify(self, part: memoryview, record: Record, number: int, name: str) -> None:
+        """Verify the chunks of ``part``, the first of that ``number``; `wait` must follow.
+
+        Until then, or until the next call of this has ended, a helper reads ``part``.
+
+        Raises:
+            DamagedFileError: If this or the part before is not what was written.
+        """
+        expected = record.sums[number : number - (-len(part) // record.chunk)]
+        self.wait()
+        if self._helpers is None or len(part) < _WORTH:
+            _check(_sums(part, record.chunk), expected, name)
+        else:
+            self._under_way = self._helpers.submit(_sums, part, record.chunk), expected, name
+
+    def wait(self) -> None:
+        """Wait until all is verified.
+
+        Raises:
+            DamagedFileError: If something is not what was written.
+        """
+        if self._under_way is not None:
+            (found, expected, name), self._under_way = self._under_way, None
+            _check(found.result(), expected, name)
+
+
+def _check(found: Sequence[int], expected: Sequence[int], name: str) -> None:
+    if tuple(found) != tuple(expected):
+        raise DamagedFileError(damage(name))
+
+
 class RecordReader:
     """Reads the bytes of one record from ``file``, and verifies them.
 
@@ -149,15 +192,14 @@ class RecordReader:
         offset: Where the record begins in the file.
         record: Its checksums. None: there are none, and nothing is verified.
         name: Of the file, for the error.
-        helpers: Threads that verify a chunk while the next one is read.
+        verifier: Of the thread that reads; it may still be at work on the record before.
     """
 
     def __init__(
-        self, file: IO[bytes], *, offset: int, record: Record | None, name: str, helpers: Executor | None = None
+        self, file: IO[bytes], *, offset: int, record: Record | None, name: str, verifier: Verifier | None = None
     ) -> None:
         self._file, self._offset, self._record, self._name = file, offset, record, name
-        self._helpers = helpers
-        self._under_way: tuple[int, Future[list[int]]] | None = None
+        self._verifier = verifier or Verifier()
         self._kept: tuple[int, bytearray] | None = None  # the last chunk of which a part was asked for
 
     def verify(self, *, ends_only: bool = False) -> None:
@@ -172,9 +214,9 @@ class RecordReader:
                 self._fill(memoryview(bytearray(end - start)), start, number)
 
     def read(self, room: memoryview, place: int) -> None:
-        """Fill ``room`` with the bytes of the tensor from ``place`` in the record on; `finish` must follow.
+        """Fill ``room`` with the bytes of the tensor from ``place`` in the record on.
 
-        A helper may still read ``room`` until the next call of this, or of `finish`, has ended.
+        When this returns, a helper may still read ``room``, but nothing that was read before; see `Verifier.verify`.
 
         Raises:
             DamagedFileError: If they are not what was written.
@@ -191,32 +233,12 @@ class RecordReader:
             if place == start and len(room) >= size:
                 part = room if place + len(room) == end else room[: len(room) // record.chunk * record.chunk]
                 self._read(part, start)
-                self._verify(part, number + 1)
+                self._verifier.verify(part, record, number + 1, self._name)
             else:
+                self._verifier.wait()
                 part = room[: start + size - place]
                 part[:] = self._chunk(number, start, size)[place - start : place - start + len(part)]
             room, place = room[len(part) :], place + len(part)
-
-    def finish(self) -> None:
-        """Wait until all that was read is verified.
-
-        Raises:
-            DamagedFileError: If something is not what was written.
-        """
-        if self._record is not None:
-            self._verify(memoryview(b""), 0)
-
-    def _verify(self, part: memoryview, number: int) -> None:
-        """Verify the chunks of ``part``, the first of that ``number``, while the next part is read."""
-        assert self._record is not None
-        if self._under_way is not None:
-            first, found = self._under_way
-            self._under_way = None
-            self._check(first, found.result())
-        if self._helpers is None or len(part) < _WORTH:
-            self._check(number, _sums(part, self._record.chunk))
-        else:
-            self._under_way = number, self._helpers.submit(_sums, part, self._record.chunk)
 
     def _chunk(self, number: int, start: int, size: int) -> bytearray:
         if self._kept is None or self._kept[0] != number:
@@ -227,12 +249,8 @@ class RecordReader:
 
     def _fill(self, room: memoryview, place: int, number: int) -> None:
         self._read(room, place)
-        self._check(number, [checksum(room)])
-
-    def _check(self, number: int, found: Sequence[int]) -> None:
         assert self._record is not None
-        if tuple(found) != self._record.sums[number : number + len(found)]:
-            raise DamagedFileError(damage(self._name))
+        _check([checksum(room)], self._record.sums[number : number + 1], self._name)
 
     def _read(self, room: memoryview, place: int) -> None:
         self._file.seek(self._offset + place)

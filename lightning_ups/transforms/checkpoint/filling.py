@@ -25,7 +25,7 @@ def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], reader: RecordReade
         target: Of the shape of the part.
         item: Which part.
         view: What ``torch.save`` wrote of that tensor.
-        reader: Of the same bytes, which it verifies.
+        reader: Of the same bytes; its verifier may still be at work on them afterwards.
         lane: Of this thread.
 
     Raises:
@@ -50,23 +50,22 @@ def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], reader: RecordReade
 
     if start is None:
         whole = torch.empty(saved.shape, dtype=saved.dtype)
-        _fill_row(whole, read, reader, lane)
+        _fill_row(whole, read, lane)
         target.copy_(whole[_box(item)])
         return
     is_direct = target.dtype == saved.dtype and target.device.type in ("cpu", "cuda") and target.is_contiguous()
-    if is_direct and _fill_row(target, read, reader, lane):
+    if is_direct and _fill_row(target, read, lane):
         return
     part = torch.empty(target.shape, dtype=saved.dtype)
-    _fill_row(part, read, reader, lane)
+    _fill_row(part, read, lane)
     target.copy_(part)
 
 
-def _fill_row(target: Tensor, read: Callable[[memoryview, int], None], reader: RecordReader, lane: Lane) -> bool:
+def _fill_row(target: Tensor, read: Callable[[memoryview, int], None], lane: Lane) -> bool:
     row = bytes_of(target)
     if row is None:
         return False
     lane.fill(row, read)
-    reader.finish()
     return True
 
 

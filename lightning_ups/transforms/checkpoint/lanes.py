@@ -195,7 +195,7 @@ class Lane:
 
     def __init__(self, *, piece: int = PIECE) -> None:
         self.piece, self._buffers = piece, dict[torch.device, tuple[_Buffer, _Buffer]]()
-        self._stopped = False
+        self._stopped, self._filled = False, 0
 
     def stop(self) -> None:
         """Let the thread that works with it end soon; it is of no use afterwards."""
@@ -236,7 +236,8 @@ class Lane:
             if direct:
                 read(_memory(piece), number * self.piece)
                 continue
-            buffer = buffers[number % 2]
+            self._filled += 1  # of all rows: a helper may still verify the buffer that was filled last
+            buffer = buffers[self._filled % 2]
             read(buffer.room(piece.nbytes), number * self.piece)
             buffer.send(piece)
         for buffer in buffers:

@@ -8,7 +8,7 @@ DCP pickles every value that is not a tensor. They are read here by torch's rest
 import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.optional import require
 from lightning_ups.transforms.checkpoint import folder, meta
-from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, DamagedFileError, Record, RecordReader
+from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, DamagedFileError, Record, RecordReader, Verifier
 from lightning_ups.transforms.checkpoint.dcp_metadata import TENSORS, read_metadata
 from lightning_ups.transforms.checkpoint.filling import fill
 from lightning_ups.transforms.checkpoint.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
@@ -135,10 +135,12 @@ class FolderReader(FileSystemReader):
         )
 
         def work(lane: Lane, number: int, part: list[tuple[ReadItem, Tensor]]) -> None:  # noqa: ARG001
+            verifier = Verifier(helpers)
             for item, target in part:
                 lane.check()
-                with self._opened(item, helpers) as (view, reader):
+                with self._opened(item, verifier) as (view, reader):
                     fill(target, item, view=view, reader=reader, lane=lane)
+            verifier.wait()
 
         wait_for_devices(target for _, target in targets)
         try:
@@ -148,7 +150,7 @@ class FolderReader(FileSystemReader):
             lanes.close()
 
     @contextmanager
-    def _opened(self, item: ReadItem, helpers: Executor | None = None) -> Iterator[tuple[IO[bytes], RecordReader]]:
+    def _opened(self, item: ReadItem, verifier: Verifier | None = None) -> Iterator[tuple[IO[bytes], RecordReader]]:
         """Open what was saved of an item: a view of it, and what reads and verifies it."""
         place = self._place(item)
         record, name = self._record(place), str(self.fs.concat_path(self.path, place.relative_path))
@@ -156,12 +158,12 @@ class FolderReader(FileSystemReader):
             view = self._slice_file(file, place)
             if place.length > SMALL:
                 reader = RecordReader(
-                    cast("IO[bytes]", file), offset=place.offset, record=record, name=name, helpers=helpers
+                    cast("IO[bytes]", file), offset=place.offset, record=record, name=name, verifier=verifier
                 )
                 yield view, reader
             else:  # at once, since torch looks into it dozens of times
                 whole = io.BytesIO(view.read())
-                yield whole, RecordReader(whole, offset=0, record=record, name=name)
+                yield whole, RecordReader(whole, offset=0, record=record, name=name, verifier=verifier)
 
     def _record(self, place: Any) -> Record | None:
         if self._records is None:

@@ -4,6 +4,8 @@ import io
 import json
 import random
 import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +13,13 @@ import torch
 
 from lightning_ups.transforms.checkpoint import Saver, consolidated, folder, load_weights, meta, resolve
 from lightning_ups.transforms.checkpoint import checksums as sums
-from lightning_ups.transforms.checkpoint.checksums import DamagedFileError, RecordReader, SummedRecord, checksum
+from lightning_ups.transforms.checkpoint.checksums import (
+    DamagedFileError,
+    RecordReader,
+    SummedRecord,
+    Verifier,
+    checksum,
+)
 from lightning_ups.transforms.checkpoint.lanes import Lane
 from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
 
@@ -114,18 +122,12 @@ def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
             reader = RecordReader(file, offset=5, record=record, name="file")
             reader.verify(ends_only=True)
             reader.read(memoryview(room), 4 + start)
-            reader.finish()
             assert room == data[start : start + length], "other chunks can be read"
         for start, length in [(0, 1000), (0, 257), (319, 2), (256, 64), (280, 1)]:
             with pytest.raises(DamagedFileError, match="file is damaged"):
-                read_all(RecordReader(file, offset=5, record=record, name="file"), length, 4 + start)
+                RecordReader(file, offset=5, record=record, name="file").read(memoryview(bytearray(length)), 4 + start)
         with pytest.raises(DamagedFileError):
             RecordReader(file, offset=5, record=record, name="file").verify()
-
-
-def read_all(reader, length, place):
-    reader.read(memoryview(bytearray(length)), place)
-    reader.finish()
 
 
 def test_what_helpers_verify_is_refused_before_the_tensor_is_used(tmp_path):
@@ -141,6 +143,76 @@ def test_what_helpers_verify_is_refused_before_the_tensor_is_used(tmp_path):
     target = torch.zeros(30 * 2**20 // 4)
     read_into({"state_dict.w": target}, FolderReader(path))
     assert torch.equal(target, weight)
+
+
+def test_the_end_of_a_tensor_is_verified_while_the_next_one_is_read(tmp_path, monkeypatch):
+    tensors = {f"w{index}": torch.randn(2**18) for index in range(3)}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    reads, summed, stock = [], [], sums._sums
+    may_end = threading.Event()
+
+    def slow(view, chunk):
+        summed.append(len(reads))
+        assert may_end.wait(10)
+        return stock(view, chunk)
+
+    def read(self, room, place):
+        reads.append(len(room))
+        if len([size for size in reads if size >= 2**20]) > 1:
+            may_end.set()
+        plain(self, room, place)
+
+    plain = RecordReader._read
+    monkeypatch.setattr(RecordReader, "_read", read)
+    monkeypatch.setattr(sums, "_sums", slow)
+    targets = {f"state_dict.{name}": torch.zeros(2**18) for name in tensors}
+    read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    assert len(summed) == 3, "each tensor is verified"
+    for name, weight in tensors.items():
+        assert targets[f"state_dict.{name}"].equal(weight)
+
+
+def test_a_part_of_a_chunk_is_read_when_what_was_read_before_is_verified(tmp_path, monkeypatch):
+    data, path = random.Random(0).randbytes(2**20), tmp_path / "file"
+    with path.open("wb") as file, ThreadPoolExecutor(1) as helpers:
+        record = SummedRecord(file, helpers, chunk=2**19)
+        record.write_head(b"")
+        record.write_body([data])
+        record = record.write_tail(b"")
+    stock = sums._sums
+
+    def slow(view, chunk):
+        time.sleep(0.05)
+        return stock(view, chunk)
+
+    monkeypatch.setattr(sums, "_sums", slow)
+    with path.open("rb") as file, ThreadPoolExecutor(1) as helpers:
+        reader = RecordReader(file, offset=0, record=record, name="file", verifier=(verifier := Verifier(helpers)))
+        room = bytearray(2**19)
+        reader.read(memoryview(room), 0)
+        reader.read(memoryview(bytearray(10)), 3)
+        room[:] = bytes(2**19)
+        verifier.wait()
+
+
+@pytest.mark.parametrize("sizes", [[2**18, 3, 2**18], [5 * 2**19, 2**18, 2**10, 2**21, 7]])
+def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes):
+    """As those of a GPU: two buffers for all tensors of a thread, and helpers that are slower than the disk."""
+    tensors = {f"w{index}": torch.randn(size) for index, size in enumerate(sizes)}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    stock = sums._sums
+
+    def slow(view, chunk):
+        time.sleep(0.05)
+        return stock(view, chunk)
+
+    monkeypatch.setattr(sums, "_sums", slow)
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    monkeypatch.setattr(Lane.__init__, "__kwdefaults__", {"piece": 2**20})
+    targets = {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()}
+    read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    for name, weight in tensors.items():
+        assert targets[f"state_dict.{name}"].equal(weight)
 
 
 @pytest.mark.parametrize("place", [3, -3])
