@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.logged_numbers import without_waiting
 from lightning_ups._compat.logged_values import moved_if_elsewhere
+from lightning_ups._compat.profilers import not_profiled
 from lightning_ups.callbacks.late_logs import LateLogs
 from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
@@ -29,6 +30,8 @@ from lightning_ups.transforms.late_values import is_far
 
 __all__ = ["AccelerationFlags"]
 
+_BATCH_ENDS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+
 
 class AccelerationFlags(Declaration):
     """Set TF32, cuDNN, the CUDA allocator, garbage collection and the attention kernels while a run lasts.
@@ -38,7 +41,8 @@ class AccelerationFlags(Declaration):
     has no effect on the device of the run is said once and is no error, so that one configuration serves a GPU and a
     CPU. The values that took effect are read back for the report.
 
-    Beside these switches of the process, the loggers do not make the host wait for a GPU, unless ``late_logs`` is off.
+    Beside these switches of the process, the loggers do not make the host wait for a GPU, unless ``late_logs`` is off,
+    and a Trainer without a profiler no longer enters a context for each hook that it calls.
 
     Args:
         tf32: Whether float32 matrix products and convolutions may use TF32: on Ampere and later several times as
@@ -120,10 +124,12 @@ class AccelerationFlags(Declaration):
         before = self._collection, self._report, self._chosen, self._told, self._of_run, self._logs, self._looked
         with (
             accelerated(self.flags, device=context.device) as self._collection,
-            recorded_decisions() as self._chosen,
+            recorded_decisions(self._wake) as self._chosen,
             instead_of(*moved_if_elsewhere()),
             ExitStack() as self._of_run,
         ):
+            for place in not_profiled(module.trainer):
+                self._of_run.enter_context(instead_of(*place))
             try:
                 self._say(context)
                 self._report, self._told, self._logs, self._looked = context.report, 0, None, False
@@ -157,7 +163,7 @@ class AccelerationFlags(Declaration):
             or not is_far(trainer.strategy.root_device)
         ):
             return
-        self._logs = self._of_run.enter_context(LateLogs(trainer))
+        self._logs = self._of_run.enter_context(LateLogs(trainer, on_row=self._wake))
         for owner, method, filling in without_waiting(trainer):
             self._of_run.enter_context(instead_of(owner, method, filling))
         line = "late_logs: what is logged at a step reaches the loggers when the GPU has computed it, without a wait"
@@ -211,6 +217,12 @@ class AccelerationFlags(Declaration):
             self._look_at_attention(trainer, self.flags.attention, self._report)
         if self._collection is not None and not trainer.sanity_checking:
             self._collection.after_batch()
+        is_over = self._looked or not self.flags.attention or self._report is None
+        if is_over and self._collection is None and not (self._logs is not None and self._logs.is_waiting):
+            self.rest(*_BATCH_ENDS)
+
+    def _wake(self) -> None:
+        self.wake(*_BATCH_ENDS)
 
     def _look_at_attention(self, trainer: Trainer, asked: Sequence[AttentionBackend], report: Report) -> None:
         if not self._looked and attention_is_unused(asked, device=trainer.strategy.root_device):

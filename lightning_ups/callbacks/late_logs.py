@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +43,14 @@ class LateLogs(AbstractContextManager["LateLogs"]):
     Only the thread that opened the context hands rows over and waits for them, since a logger may belong to it; what
     another thread logs goes straight to the logger. The failure of a logger, or of the device, is raised once, and ends
     the rows that wait. While the run ends by an error it is only said, so that this error is the one that is seen.
+
+    Args:
+        trainer: Whose rows.
+        on_row: Called when a row begins to wait.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, *, on_row: Callable[[], None] = lambda: None) -> None:
+        self._trainer, self._on_row = trainer, on_row
         self._rows: deque[_Row] = deque()
         self._known = list[Any]()  # loggers that wait for rows before they log anything else
         self._undo = ExitStack()
@@ -77,6 +81,11 @@ class LateLogs(AbstractContextManager["LateLogs"]):
             self._rows.clear()
             self._known.clear()
             self._undo.close()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are rows to hand over."""
+        return bool(self._rows)
 
     def look(self) -> None:
         """Hand over the rows that have arrived; this does not wait."""
@@ -121,6 +130,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
                 loggers=self._loggers(),
             )
         )
+        self._on_row()
         self._hand_over_rows(all_but=_MOST)
         return True
 

@@ -160,7 +160,6 @@ class OneKernel:
         count_step(optimizer)
 
 
-@torch.no_grad()
 def one_kernel(optimizer: Optimizer, *, device: torch.device | None = None) -> list[Settings] | None:
     """Return the settings of each group of ``optimizer``, or None if one of them has to be stepped by torch.
 
@@ -168,7 +167,14 @@ def one_kernel(optimizer: Optimizer, *, device: torch.device | None = None) -> l
         optimizer: Of any class.
         device: Where its weights will be when they are stepped. None: where they are.
     """
-    settings = [settings_of(optimizer, group, device=device) for group in optimizer.param_groups]
+    # Every step asks this: first of all what most of those that torch steps do not pass.
+    if type(optimizer) not in (Adam, AdamW):
+        return None
+    first = optimizer.param_groups[0]["params"][:1]
+    if first and not _has_kernel(device or first[0].device):
+        return None
+    with torch.no_grad():
+        settings = [settings_of(optimizer, group, device=device) for group in optimizer.param_groups]
     return None if None in settings else [found for found in settings if found is not None]
 
 

@@ -8,7 +8,6 @@ parameter, a change of ours keeps it from training, which is an error. Nothing h
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,39 +66,58 @@ class _Watch:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._precision = trainer, trainer.precision_plugin
         self._watched: dict[nn.Parameter, int] = {}  # how many steps went by without a gradient
+        self._watched_then: set[nn.Parameter] = set()  # at the last look but those of epochs
         self._trainable: set[nn.Parameter] = set()
         self._epoch, self._calls = -1, 0
         self._batch: tuple[Any, ...] | None = None
         self._state: tuple[Any, ...] = ()
         self._stock_step = trainer.strategy.training_step
-        self._undo = ExitStack()
+        self._undo, self._keeping = ExitStack(), ExitStack()
         self._undo.enter_context(instead_of(*before_hooks_of_a_step(self._precision, self._check_step)))
-        self._undo.enter_context(instead_of(trainer.strategy, "training_step", partial(self._training_step)))
 
     def end(self) -> None:
         """Take off what was put in the place of methods of the precision and the strategy."""
         self._undo.close()
-        self._watched, self._batch = {}, None
+        self._watched = {}
+        self._keep_no_batch()
 
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._watched or self._epoch != self._trainer.current_epoch:
+    def _keep_batches(self) -> None:
+        """Keep the batch of each step from the next on: a decision takes that of a later one."""
+        self._keep_no_batch()
+        stock = self._stock_step = self._trainer.strategy.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
             self._batch, self._state = args, _random_state()
-        return self._stock_step(*args, **kwargs)
+            return stock(*args, **kwargs)
+
+        self._keeping.enter_context(instead_of(self._trainer.strategy, "training_step", training_step))
+
+    def _keep_no_batch(self) -> None:
+        self._keeping.close()
+        self._batch = None
 
     def _check_step(self, model: LightningModule, optimizer: Any) -> None:
-        self._look()
+        # Each step of a fit comes here, so this is as short as can be, and asks no property of the Trainer.
+        self._calls += 1
+        epoch = self._trainer.fit_loop.epoch_progress.current.completed
+        if epoch != self._epoch or not self._calls % _STEPS_BETWEEN_LOOKS:
+            self._epoch = epoch
+            self._look()
         if self._watched:
             self._check(model, optimizer)
 
     def _look(self) -> None:
         """Watch what has become trainable, at the start of an epoch and now and then."""
-        self._calls += 1
-        epoch = self._trainer.current_epoch
-        if epoch == self._epoch and self._calls % _STEPS_BETWEEN_LOOKS:
-            return
-        self._epoch = epoch
+        if not self._calls % _STEPS_BETWEEN_LOOKS:
+            # What was watched then too is stepped by none, or has been frozen again.
+            self._watched = {p: steps for p, steps in self._watched.items() if p not in self._watched_then}
+            self._watched_then = {*self._watched}
         trainable = {p for p in held_by(self._trainer.optimizers) if p.requires_grad}
-        self._watched.update(dict.fromkeys(trainable - self._trainable, 0))
+        if new := trainable - self._trainable:
+            self._watched.update(dict.fromkeys(new, 0))
+            self._keep_batches()
+        elif not self._watched:
+            self._keep_no_batch()
         self._trainable = trainable
 
     def _check(self, model: LightningModule, optimizer: Any) -> None:
@@ -111,7 +129,9 @@ class _Watch:
             # A hook after the accumulation may have taken the gradient to where an optimizer of ours keeps it.
             if parameter.grad is not None or parameter._post_accumulate_grad_hooks:
                 del self._watched[parameter]
-            elif parameter.requires_grad:
+            elif not parameter.requires_grad:
+                del self._watched[parameter]  # and a look finds it, once it is unfrozen
+            else:
                 self._watched[parameter] += 1
                 if self._watched[parameter] == _STEPS:
                     suspects.append(parameter)
@@ -119,7 +139,7 @@ class _Watch:
         if suspects:
             self._decide(model, suspects)
         if not self._watched:
-            self._batch = None
+            self._keep_no_batch()
 
     def _decide(self, model: LightningModule, suspects: Sequence[nn.Parameter]) -> None:
         parts = [*dict.fromkeys(replacing_parts(model))]

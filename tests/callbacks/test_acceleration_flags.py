@@ -167,6 +167,25 @@ def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch
         assert caplog.messages.count(f"AccelerationFlags: {part['lines'][-1]}") == 1
 
 
+def test_what_is_chosen_in_a_later_step_is_reported_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._RECORDS", [{}])  # of other tests
+    report, model, resting, callback = {}, Attention(), [], AccelerationFlags(attention="auto")
+    step = model.training_step
+
+    def of_two_heads_from_the_fourth_on(batch, batch_idx):
+        resting.append("on_train_batch_end" in vars(callback))
+        if batch_idx > 2:
+            scaled_dot_product_attention(*[torch.randn(1, 2, 8, 4)] * 3)
+        return step(batch, batch_idx)
+
+    model.training_step = of_two_heads_from_the_fourth_on
+    model.on_train_end = lambda: report.update(applied(model.trainer.strategy).report.parts)
+    trainer(tmp_path, callbacks=[callback], epochs=1).fit(model, loader(1))
+    assert [choice["heads"] for choice in report["AccelerationFlags"]["attention_chosen"]] == [1, 2]
+    assert resting == [False, *[True] * 7]
+
+
 def test_what_a_named_kernel_does_is_not_told_as_a_choice_of_an_earlier_run(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset({"fa4"}))
     monkeypatch.setattr("lightning_ups.kernels.attention.auto._RECORDS", [{}])  # of other tests

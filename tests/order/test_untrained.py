@@ -246,3 +246,20 @@ def test_what_stock_leaves_without_a_gradient_is_no_error(tmp_path, model, optio
     RUNS.clear()
     assert fitted(tmp_path, model(), *callbacks[1], ours, **options) == stock
     assert model is not Experts or len(RUNS) > 12  # it was tried without our change, and left no trace
+
+
+class NeverStepped(Adversarial):
+    def training_step(self, batch, index):
+        optimizer: Any = self.optimizers()[0]
+        optimizer.zero_grad()
+        self.manual_backward(self.head(batch).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("model", "steps"), [(Net, 4), (NeverStepped, 204)])
+def test_batches_are_kept_no_longer_than_parameters_are_watched(tmp_path, model, steps):
+    model, keeps = model(), []
+    model.on_train_batch_end = lambda *_: keeps.append("training_step" in vars(model.trainer.strategy))
+    fitted(tmp_path, model, ActivationCheckpoint(), epochs=steps // 4)
+    assert not keeps[-1]
+    assert model.__class__ is Net or keeps[50]

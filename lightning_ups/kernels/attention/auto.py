@@ -12,7 +12,7 @@ reference. The first that can do what is asked is chosen.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -117,17 +117,24 @@ def decisions() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def recorded_decisions() -> Iterator[Decisions]:
-    """Yield a record that grows by what is chosen while the context is open, whether or not it was chosen before."""
+def recorded_decisions(on_growth: Callable[[], None] = lambda: None) -> Iterator[Decisions]:
+    """Yield a record that grows by what is chosen while the context is open, whether or not it was chosen before.
+
+    Args:
+        on_growth: Called when it has grown.
+    """
     record: Decisions = {}
     _RECORDS.append(record)
+    _HEARING.append(on_growth)
     try:
         yield record
     finally:
         _RECORDS[:] = [other for other in _RECORDS if other is not record]
+        _HEARING.remove(on_growth)
 
 
 _RECORDS: list[Decisions] = [{}]  # of the process, and of each context that is open
+_HEARING: list[Callable[[], None]] = []
 
 
 def _cell(value: int, edges: Sequence[int]) -> int:
@@ -162,8 +169,11 @@ def _borders(kind: tuple[Any, ...], column: int) -> tuple[int, ...]:
 def _chosen(kind: tuple[Any, ...], column: int, cell: int) -> KernelName:
     backend = _regions_now(kind).ranges[column].backends[cell]
     decision = _decided(Kind(*kind), backend, replayed=traces_for_cuda_graphs())
-    for record in _RECORDS:
-        record.setdefault((kind, backend), decision)
+    grown = [record for record in _RECORDS if (kind, backend) not in record]
+    for record in grown:
+        record[kind, backend] = decision
+    for hear in _HEARING if grown else ():
+        hear()
     return backend
 
 
