@@ -287,7 +287,7 @@ def test_how_long_a_save_blocks_is_as_told():
         speeds = run["writing_gb_per_s"]
         assert f"| {min(speeds):.1f} to {max(speeds):.1f} GB/s |" in text
     steps = (behind["step_s_while_writing_median"], behind["step_s_median"])
-    assert "| {:.1f} ms for {:.1f} |".format(*(1000 * step for step in steps)) in text
+    assert "| {:.1f} ms instead of {:.1f} |".format(*(1000 * step for step in steps)) in text
 
 
 def test_the_losses_that_were_run_with_other_seeds_are_as_told():
