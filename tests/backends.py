@@ -7,6 +7,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo import register_backend  # noqa: TID251  (the documented way to register a backend)
 from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
+from torch._inductor import compile_fx  # noqa: TID251
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -113,18 +114,6 @@ def forget():
         kept.clear()
 
 
-def _watches(graph, inputs):
-    return make_boxed_func(_Watched(graph.forward, forward=True))
-
-
-def _watches_backward(graph, inputs):
-    return make_boxed_func(_Watched(graph.forward, forward=False))
-
-
-def _with_modes_watched(graph, inputs, *, mode=None):
-    return _BACKENDS["watched" if mode == "reduce-overhead" else "aot_as_it_is"](graph, inputs)
-
-
 SLOW_MS = 5.0
 
 
@@ -136,27 +125,50 @@ def _slow(graph, inputs):
     return make_boxed_func(run)
 
 
-def _records(graph, inputs):
-    return make_boxed_func(_Recorded(graph.forward))
+def cudagraphify(model, static_input_idxs=(), *, is_backward, records, **options):
+    """Stand for inductor's function of this name: record ``model`` by ``records``."""
+
+    def graph(*args):
+        return model([*args])
+
+    recorded = records(graph, is_backward)
+
+    def run(inputs):
+        args = [*inputs]
+        inputs.clear()
+        return recorded(*args)
+
+    run._boxed_call = True
+    return run
 
 
-def _with_modes(graph, inputs, *, mode=None):
-    return _BACKENDS["recorded" if mode == "reduce-overhead" else "aot_as_it_is"](graph, inputs)
+def _with_modes(records):
+    """Return a backend that records in its mode "reduce-overhead", where and when inductor would."""
+
+    def part(is_backward):
+        def compiled(graph, inputs):
+            on_demand = getattr(compile_fx.cudagraphify, "on_demand", None)
+            make = cudagraphify if on_demand is None else on_demand(cudagraphify)
+            return make(make_boxed_func(graph.forward), is_backward=is_backward, records=records)
+
+        return compiled
+
+    recording = aot_autograd(fw_compiler=part(False), bw_compiler=part(True))
+
+    def backend(graph, inputs, *, mode=None):
+        return (recording if mode == "reduce-overhead" else _BACKENDS["aot_as_it_is"])(graph, inputs)
+
+    return backend
 
 
-def _with_modes_but_no_recording(graph, inputs, *, mode=None):
-    if mode == "reduce-overhead":
+def _not_permitted(graph, is_backward):
+    def run(*args):
         raise RuntimeError("operation not permitted when stream is capturing")
-    return _BACKENDS["aot_as_it_is"](graph, inputs)
 
-
-def _with_modes_and_a_backward_that_dies(graph, inputs, *, mode=None):
-    return _BACKENDS["backward_dies" if mode == "reduce-overhead" else "aot_as_it_is"](graph, inputs)
+    return run
 
 
 _BACKENDS = {
-    "recorded": aot_autograd(fw_compiler=_records),
-    "watched": aot_autograd(fw_compiler=_watches, bw_compiler=_watches_backward),
     "aot_as_it_is": aot_autograd(fw_compiler=_as_it_is),
     "forward_refused": _refuses,
     "backward_refused": aot_autograd(fw_compiler=_as_it_is, bw_compiler=_refuses),
@@ -173,11 +185,13 @@ _BACKENDS = {
 
 # Inductor has modes, and of the others those that take one.
 _WITH_MODES = {
-    "modes": _with_modes,
-    "modes_watched": _with_modes_watched,
+    "modes": _with_modes(lambda graph, is_backward: _Recorded(graph)),
+    "modes_watched": _with_modes(lambda graph, is_backward: _Watched(graph, forward=not is_backward)),
     "modes_slow": lambda graph, inputs, *, mode=None: _BACKENDS["slow"](graph, inputs),
-    "modes_no_recording": _with_modes_but_no_recording,
-    "modes_backward_dies": _with_modes_and_a_backward_that_dies,
+    "modes_no_recording": _with_modes(_not_permitted),
+    "modes_backward_dies": _with_modes(
+        lambda graph, is_backward: _not_permitted(graph, True) if is_backward else graph
+    ),
 }
 FAIL_TO_RECORD = ("ups_modes_no_recording", "ups_modes_backward_dies")
 

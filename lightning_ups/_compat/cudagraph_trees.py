@@ -1,13 +1,14 @@
 """Inductor's recordings of CUDA graphs, which torch keeps as trees and does not count."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["marked_steps", "recordings"]
+__all__ = ["Demand", "marked_steps", "recorded_on_demand", "recordings"]
 
 _TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
 _LAST_MARK = 0
@@ -52,3 +53,83 @@ def recordings(device: torch.device) -> int:
 def _count(by_function: dict[Any, list[Any]]) -> int:
     nodes = [node for recorded in by_function.values() for node in recorded]
     return len(nodes) + sum(_count(node.children) for node in nodes)
+
+
+class Demand:
+    """When a compiled graph is recorded and replayed as a CUDA graph: in some calls, and else it runs as compiled.
+
+    Args:
+        wanted: Asked in each forward.
+    """
+
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        self._wanted = wanted
+        self._parts = 0  # of the backward, that can be recorded
+        self._parts_to_come = 0
+
+    def begin_backward(self) -> None:
+        """Replay the backward that comes next, that of a forward that was replayed."""
+        self._parts_to_come = self._parts
+
+    def add(self, *, is_backward: bool) -> Callable[[], bool]:
+        """Count a part of the graph that can be recorded, and return whether to replay it, to be asked in each call."""
+        self._parts += is_backward
+        return self._replays_backward if is_backward else self._replays_forward
+
+    def _replays_forward(self) -> bool:
+        return self._parts > 0 and self._wanted()
+
+    def _replays_backward(self) -> bool:
+        self._parts_to_come -= 1
+        return self._parts_to_come >= 0
+
+
+@contextmanager
+def recorded_on_demand(demand: Demand) -> Iterator[None]:
+    """Let inductor, which compiles for CUDA graphs in this context, record and replay them on ``demand`` alone.
+
+    So one compilation serves both. Inductor would record in each call.
+    """
+    from torch._inductor import compile_fx, output_code  # slow to import
+
+    make, notice = compile_fx.cudagraphify, output_code.maybe_handle_backward_generation
+
+    def on_demand(make: Callable[..., Any]) -> Callable[..., Any]:
+        def cudagraphify(model: Callable[..., Any], static_input_idxs: Sequence[int] = (), **options: Any) -> Any:
+            recorded = make(model, static_input_idxs, **options)  # which records when it is first called
+            launched = _aligned(model, static_input_idxs, options.get("mutated_input_idxs", ()))
+            replays = demand.add(is_backward=options["is_backward"])
+
+            def run(inputs: list[Any]) -> Any:
+                return recorded(inputs) if replays() else launched(inputs)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return cudagraphify
+
+    compile_fx.cudagraphify = on_demand(make)
+    compile_fx.cudagraphify.on_demand = on_demand  # type: ignore[attr-defined]
+    # It expects that the forward is recorded when the backward is compiled. Here neither is without the other.
+    output_code.maybe_handle_backward_generation = lambda *_: None
+    try:
+        yield
+    finally:
+        compile_fx.cudagraphify, output_code.maybe_handle_backward_generation = make, notice
+
+
+def _aligned(model: Callable[..., Any], static: Sequence[int], mutated: Sequence[int]) -> Callable[..., Any]:
+    """Return ``model`` with inputs copied that are not aligned, which inductor leaves to CUDA graphs."""
+    from torch._inductor.utils import align_inputs_from_check_idxs
+    from torch.utils._ordered_set import OrderedSet
+
+    aligned: Callable[..., Any] | None = None
+
+    def run(inputs: list[Any]) -> Any:
+        nonlocal aligned
+        if aligned is None:
+            check = [index for index, value in enumerate(inputs) if isinstance(value, Tensor) and index not in static]
+            aligned = align_inputs_from_check_idxs(model, check, OrderedSet(mutated))
+        return aligned(inputs)
+
+    return run

@@ -15,9 +15,10 @@ import torch
 from torch import fx, nn
 
 from lightning_ups._compat import dynamo
+from lightning_ups._compat.cudagraph_trees import Demand, recorded_on_demand
 from lightning_ups.transforms.alike_hooks import hooks_of
 from lightning_ups.transforms.compile_size import is_small
-from lightning_ups.transforms.compile_trial import Caller, with_trial
+from lightning_ups.transforms.compile_trial import Caller, Run, with_trial
 from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import outputs_owned
 from lightning_ups.transforms.forward import Forward
@@ -38,7 +39,8 @@ class Compiler:
         mode: One of inductor's modes.
         dynamic: Whether sizes may vary. None: from the second size on.
         fullgraph: Whether a graph break is an error.
-        own_outputs: Whether what a graph returns is copied out of memory that its next call writes to.
+        on_demand: Whether the CUDA graphs of the mode are replayed only where a caller ``records``. What they return
+            is then copied out of memory that the next call writes to. Other calls run as without CUDA graphs.
         leaves_small: Whether graphs that are too small to gain run as they were captured.
 
     Raises:
@@ -49,7 +51,7 @@ class Compiler:
     mode: Mode = "default"
     dynamic: bool | None = None
     fullgraph: bool = False
-    own_outputs: bool = False
+    on_demand: bool = False
     leaves_small: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class Compiler:
     @property
     def cuda_graphs(self) -> bool:
         """Whether the work of a GPU is recorded once and then replayed, in memory that the recording owns."""
-        return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
+        return not self.on_demand and (self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune"))
 
 
 class Frame:
@@ -351,28 +353,46 @@ def _ran(forward: GraphForward) -> None:
         caller.ran_forward(forward)
 
 
+def _records(demand: object) -> bool:
+    return (caller := _caller()) is not None and caller.records_graph(demand)
+
+
+def _replayed_or(launched: Run, run: Run, graph: fx.GraphModule, demand: Demand) -> Run:
+    """Return a function that runs ``launched``, or, where it is to be replayed, ``run`` with outputs of its own."""
+    replayed = with_trial(outputs_owned(run, ran=_ran, began=demand.begin_backward), graph, caller=_caller)
+
+    def replayed_or_launched(*args: Any) -> Any:
+        return replayed(*args) if _records(demand) else launched(*args)
+
+    return replayed_or_launched
+
+
 class _Backend:
     """What Dynamo calls with each graph of our frames, and of the functions that they call after a graph break."""
 
     def __init__(self, compiler: Compiler) -> None:
         self.__name__ = self.compiler_name = compiler.backend
         self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
-        self._own_outputs, self._leaves_small = compiler.own_outputs, compiler.leaves_small
-        # By which kernels of attention may be chosen. Where graphs are tried beside what runs, both have the same.
-        self.records_cuda_graphs = compiler.cuda_graphs and not compiler.own_outputs
+        self._on_demand, self._leaves_small = compiler.on_demand, compiler.leaves_small
+        self.records_cuda_graphs = compiler.cuda_graphs  # by which kernels of attention may be chosen
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self._leaves_small and is_small(graph) and (caller := _caller()) is not None:
             caller.left_small_graph()
             return graph.forward
         said = "; ".join(filter(None, [prepare(graph) for prepare in _PREPARING]))
-        # So that what fails, fails in the call of its block, however late the backward runs.
-        with dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext():
+        demand = Demand(lambda: _records(demand)) if self._on_demand else None
+        with (
+            # So that what fails, fails in the call of its block, however late the backward runs.
+            dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext(),
+            nullcontext() if demand is None else recorded_on_demand(demand),
+        ):
             hits, misses = dynamo.cache_hits()
             run = self._compile(graph, inputs)
         if caller := _caller():
             caller.made_graph(from_cache=dynamo.cache_hits() > (hits, misses) and dynamo.cache_hits()[1] == misses)
-        run = with_trial(outputs_owned(run, ran=_ran) if self._own_outputs else run, graph, caller=_caller)
+        launched = with_trial(run, graph, caller=_caller)
+        run = launched if demand is None else _replayed_or(launched, run, graph, demand)
         return _saying(run, said) if said else run
 
     def reset(self) -> None:

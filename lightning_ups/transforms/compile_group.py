@@ -33,6 +33,7 @@ class Group:
     eager: dict[Phase, str] = field(default_factory=dict)  # why
     untried: set[str] = field(default_factory=set)  # why a graph had no trial
     told: set[Hashable] = field(default_factory=set)
+    apart: list[Frame] = field(default_factory=list)  # frames for training calls beside the one that is replayed
     gain: Gain | None = None  # of one of the blocks
     measurements: int = 0
 
@@ -45,6 +46,11 @@ class Group:
         self.evaluation[block] = evaluation
         self._remember(evaluation)
 
+    def add_apart(self, frame: Frame) -> None:
+        """Take in a frame for calls beside the one that is replayed."""
+        self.apart.append(frame)
+        self._remember(frame)
+
     def _remember(self, frame: Frame) -> None:
         self._before.setdefault(frame, (frame.graphs, len(frame.recompiles)))
 
@@ -56,7 +62,7 @@ class Group:
     @property
     def frames(self) -> list[Frame]:
         """All frames in which the blocks are called."""
-        return [self.frame, *dict.fromkeys(self.evaluation.values())]
+        return [self.frame, *dict.fromkeys((*self.apart, *self.evaluation.values()))]
 
     def __str__(self) -> str:
         more = f" and {len(self.blocks) - 1} equal blocks" if len(self.blocks) > 1 else ""

@@ -6,7 +6,7 @@ for the host is busy, by events around its work, for as long as the host takes. 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from lightning_ups.transforms.compile_trial import Rehearsal
 from lightning_ups.transforms.cuda_graphs import COPIED_BYTES, owned, size
 
-__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", "paid_back"]
+__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure"]
 
 # Of the device's time. Above the one, the host is certainly too slow, since a loop does more than launch; below the
 # other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
@@ -120,20 +120,6 @@ class Choice:
 def choose(timing: Timing) -> Choice:
     """Return what suits a model whose one graph takes ``timing``."""
     return Choice(graphs=(refusal := _refusal(timing)) is None, why=refusal or _compared(timing), timing=timing)
-
-
-def paid_back(choice: Choice, steps: float, seconds: float) -> Choice:
-    """Return ``choice``, without CUDA graphs if ``steps`` cannot make up for compiling ``seconds`` once more."""
-    timing = choice.timing
-    if not choice.graphs or timing is None or timing.device_ms is None:
-        return choice
-    saved = steps * (max(timing.launch_ms, timing.step_ms or 0) - timing.device_ms) / 1e3
-    if saved >= seconds:
-        return choice
-    why = (
-        f"CUDA graphs would save {saved:.0f} s in {steps:.0f} steps, and compiling for them takes about {seconds:.0f} s"
-    )
-    return replace(choice, graphs=False, why=why)
 
 
 def is_open(timing: Timing) -> bool:

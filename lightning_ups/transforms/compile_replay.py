@@ -1,6 +1,6 @@
 """Replaying CUDA graphs of a model's one root where its first training step shows that they pay, and never otherwise.
 
-Nobody has asked for CUDA graphs here, so nothing may come of them but speed. Hence a recording stands beside what is
+Nobody has asked for CUDA graphs here, so nothing may come of them but speed. Hence a recording is made of what is
 compiled anyway, and takes only the call that it was made for: in training, with gradients, of the very sizes that were
 measured, and when the backward of the last has been, or can no longer come. All other calls, such as those of an
 evaluation or of the last batch, run as without it. What the model returns is copied out of the recording's memory, and
@@ -11,7 +11,6 @@ when no tensor lies there. After a few such recordings, a failure, or a second c
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from math import inf
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ups._compat import dynamo
-from lightning_ups.transforms.compile_frame import Compiler, Frame, calling, frame_of
-from lightning_ups.transforms.compile_mode import Choice, Clock, Pace, Timing, choose, is_open, measure, paid_back
+from lightning_ups.transforms.compile_frame import Frame, calling
+from lightning_ups.transforms.compile_mode import Choice, Clock, Pace, Timing, choose, is_open, measure
 from lightning_ups.transforms.compile_trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.cuda_graphs import begin_step
-from lightning_ups.transforms.forward import Forward
 from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["Call", "Replay", "call_of"]
@@ -81,24 +79,12 @@ class Replay:
     """The choice between a model as it is compiled and CUDA graphs of it, and the graphs.
 
     Args:
-        compiler: How the model is compiled.
         clock: The times of the host and of the device.
         recordings: Returns how many CUDA graphs are recorded by now.
         tell: Called with what the user should know.
-        steps: How many steps the run has at most. For CUDA graphs the model is compiled once more, which has to pay.
     """
 
-    def __init__(
-        self,
-        compiler: Compiler,
-        clock: Clock,
-        *,
-        recordings: Callable[[], int],
-        tell: Callable[[str], None],
-        steps: float = inf,
-    ) -> None:
-        self._steps_of_run, self._seconds = steps, 0.0
-        self._compiler = replace(compiler, mode="reduce-overhead", dynamic=False, own_outputs=True, leaves_small=False)
+    def __init__(self, clock: Clock, *, recordings: Callable[[], int], tell: Callable[[str], None]) -> None:
         self._clock, self._recordings, self._tell = clock, recordings, tell
         self.choice: Choice | None = None
         self._now: Call | None = None  # of the model, that runs
@@ -107,6 +93,7 @@ class Replay:
         self._timings: dict[Call, Timing | str] = {}
         self._pace: Pace | None = None
         self._frame: Frame | None = None
+        self._graph: object = None  # the one that is recorded
         self._recorded = 0  # for this model in this run, with the first call
         self._recorded_by_then = 0  # for whatever the device ran
         self._ran = self._tried = False
@@ -127,10 +114,7 @@ class Replay:
     @property
     def facts(self) -> dict[str, Any]:
         """What was chosen and came of it, as values that JSON knows."""
-        frame = self._frame
-        made = {}
-        if frame is not None:
-            made = {"graphs": frame.graphs, "recorded": self._recorded, "seconds": round(frame.seconds, 3)}
+        made = {} if self._frame is None else {"recorded": self._recorded}
         return {} if self.choice is None else {**self.choice.facts, **made}
 
     def begin_step(self) -> None:
@@ -164,13 +148,8 @@ class Replay:
         if self._now is not None:
             self._timings[self._now] = reason
 
-    def decide(self, *, seconds: float = 0.0) -> None:
-        """Choose by what ran in the step that ends, if that was anything and the choice is not made.
-
-        Args:
-            seconds: How long the model took to compile.
-        """
-        self._seconds = self._seconds or seconds
+    def decide(self) -> None:
+        """Choose by what ran in the step that ends, if that was anything and the choice is not made."""
         if self.choice is not None or self._pace is not None or not self._step:
             return
         choice = self._choose()
@@ -188,7 +167,7 @@ class Replay:
             self._settle(choose(replace(timing, step_ms=step_ms)))
 
     def _settle(self, choice: Choice) -> None:
-        self.choice = choice if choice.timing is None else paid_back(choice, self._steps_of_run, self._seconds)
+        self.choice = choice
         if self.active:
             # From now on the generation, as torch calls it, stays the same: what is alive is not written to again.
             begin_step()
@@ -210,6 +189,13 @@ class Replay:
 
     # Afterwards: the graphs.
 
+    def leaves(self, call: Call) -> bool:
+        """Return whether ``call`` is to run in another frame than the graph that is replayed.
+
+        In the same frame, Dynamo would compile for sizes that vary, and use that graph from then on for all sizes.
+        """
+        return self.active and self._chosen is not None and call.block == self._chosen.block and call != self._chosen
+
     def takes(self, call: Call) -> bool:
         """Return whether ``call`` is to be replayed now."""
         if not self.active or call != self._chosen:
@@ -219,12 +205,10 @@ class Replay:
             return False
         return True
 
-    def run(self, inner: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+    def run(self, frame: Frame, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
         """Return whether the graph has run, and what it returned; if it has not, it is given up."""
         assert self._chosen is not None
-        if self._frame is None:
-            self._frame = frame_of(inner, module, self._compiler, name=self._chosen.block, alone=False)
-        frame, start, self._ran = self._frame, dynamo.mark(), False
+        self._frame, start, self._ran = frame, dynamo.mark(), False
         kept, variants = None if self._tried else State(module), len(frame.askers)
         recorded_before = 0 if self._tried else self._recordings()
         try:
@@ -238,7 +222,8 @@ class Replay:
             return False, None
         self.gradients, self._waited = True, 0
         if dynamo.compiled_since(start):
-            frame.learn(start, asker=self._chosen.block, kind=None)
+            kind = (torch.is_inference_mode_enabled(), module.training)
+            frame.learn(start, asker=self._chosen.block, kind=kind)
         if self._tried and len(frame.askers) > variants:
             guard = frame.recompiles[-1] if frame.recompiles else "unknown"
             self.give_up(f"the model was compiled again, since this did not hold: {guard}")
@@ -281,6 +266,12 @@ class Replay:
         """True."""
         return True
 
+    def records_graph(self, graph: object) -> bool:
+        """Return True for the first graph that asks, which is then the one."""
+        if not self._tried:
+            self._graph = graph
+        return graph is self._graph
+
     def made_graph(self, *, from_cache: bool) -> None:
         """Count it."""
         assert self._frame is not None
@@ -288,7 +279,8 @@ class Replay:
         self._frame.cache_hits += from_cache
 
     def left_small_graph(self) -> None:
-        """Leave it: only the frame that this stands beside leaves small graphs."""
+        """Count it, though it is not recorded."""
+        self.made_graph(from_cache=False)
 
     def wants_trial(self) -> bool:
         """Return whether nothing has been recorded in this run."""

@@ -15,7 +15,7 @@ from lightning_ups._compat.dynamo import is_fake, is_static, is_written_to
 from lightning_ups.transforms.cuda_graphs import Forward
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["Caller", "GraphError", "Rehearsal", "State", "with_trial"]
+__all__ = ["Caller", "GraphError", "Rehearsal", "Run", "State", "with_trial"]
 
 Run = Callable[..., Any]
 
@@ -30,6 +30,10 @@ class Caller(Protocol):
     @property
     def records(self) -> bool:
         """Whether a trial records the graph, which then holds for buffers where they lie, and not for copies."""
+        ...
+
+    def records_graph(self, graph: object) -> bool:
+        """Return whether ``graph``, by whatever tells it from others, is to be replayed now."""
         ...
 
     def made_graph(self, *, from_cache: bool) -> None:

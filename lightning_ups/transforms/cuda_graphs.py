@@ -62,14 +62,18 @@ def owned(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Tensor]:
 class Forward:
     """A forward of a graph. It is alive as long as its backward may still come.
 
+    Args:
+        began: Called when the backward begins.
+
     Attributes:
         over: The backward has begun, and will not come again.
         stale: Another step has begun, in which graphs write to the memory that the backward reads.
     """
 
-    __slots__ = ("__weakref__", "over", "stale")
+    __slots__ = ("__weakref__", "_began", "over", "stale")
 
-    def __init__(self) -> None:
+    def __init__(self, began: Callable[[], None] = lambda: None) -> None:
+        self._began = began
         self.over = self.stale = False
 
     def begin_backward(self, *_: Any) -> None:
@@ -87,6 +91,7 @@ class Forward:
                 " which know no such limit."
             )
         self.over = not keeps_graph()
+        self._began()
 
 
 class Backwards:
@@ -132,7 +137,9 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-def outputs_owned(run: Callable[..., Any], *, ran: Callable[[Forward], None]) -> Callable[..., Any]:
+def outputs_owned(
+    run: Callable[..., Any], *, ran: Callable[[Forward], None], began: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
     """Return a function that does what the graph ``run`` does, with outputs that the next call leaves alone.
 
     What the model puts aside in attributes or lists is an output of the graph too. An output that lies in memory of an
@@ -142,6 +149,7 @@ def outputs_owned(run: Callable[..., Any], *, ran: Callable[[Forward], None]) ->
         run: The graph.
         ran: Hears of each forward, of which it should keep no more than a weak reference. Torch does not see that
             autograd holds on to what a replayed forward has saved, and would write over it.
+        began: Called when the backward of a forward begins.
     """
     positions: list[int] | None = None
 
@@ -152,7 +160,7 @@ def outputs_owned(run: Callable[..., Any], *, ran: Callable[[Forward], None]) ->
         if positions is None:  # a graph's outputs are always the same kind of thing
             ours = {id(value) for value in owned(outputs, args)}
             positions = [index for index, value in enumerate(outputs) if id(value) in ours]
-        forward = Forward()
+        forward = Forward(began)
         for index in positions:
             output = outputs[index]
             outputs[index] = _Copy.apply(output, forward) if output.requires_grad else output.clone()

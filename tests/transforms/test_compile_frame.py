@@ -238,7 +238,7 @@ def test_cuda_graphs_are_those_of_two_modes():
         ({"mode": "reduce-overhead"}, True),
         ({"backend": "cudagraphs"}, True),
         ({}, False),
-        ({"mode": "reduce-overhead", "own_outputs": True}, False),  # tried beside what runs, with the same kernels
+        ({"mode": "reduce-overhead", "on_demand": True}, False),  # tried beside what runs, with the same kernels
     ],
 )
 def test_what_is_traced_can_ask_whether_cuda_graphs_will_replay_it(options, wanted):

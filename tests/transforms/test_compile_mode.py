@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from lightning_ups.transforms.compile_mode import PACED_STEPS, Pace, Timing, choose, is_open, measure, paid_back
+from lightning_ups.transforms.compile_mode import PACED_STEPS, Pace, Timing, choose, is_open, measure
 from tests.clocks import Machine
 
 
@@ -118,18 +118,3 @@ def test_the_pace_is_the_hosts_and_not_the_devices():
         steps += 1
     assert found == pytest.approx(2 * 50 * 0.05)
     assert steps == PACED_STEPS + 1
-
-
-def test_graphs_have_to_make_up_for_compiling_once_more():
-    chosen = choose(timing(6.0, 2.0))
-    assert paid_back(chosen, 10_000, 40.0) == paid_back(chosen, 20_000, 80.0) == chosen
-    left = paid_back(chosen, 9_999, 40.0)
-    assert not left.graphs
-    assert "save 40 s in 9999 steps" in left.why
-    assert paid_back(chosen, float("inf"), 1e6) == chosen
-    paced = choose(timing(1.2, 2.0, step=4.0))
-    assert paced.graphs
-    assert paid_back(paced, 20_000, 40.0).graphs
-    assert not paid_back(paced, 19_999, 40.0).graphs
-    unchosen = choose(timing(1.0, 9.0))
-    assert paid_back(unchosen, 1, 40.0) == unchosen

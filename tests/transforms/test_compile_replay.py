@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ups._compat import dynamo
 from lightning_ups.transforms.compile import compiled
 from lightning_ups.transforms.compile_frame import Compiler
 from lightning_ups.transforms.compile_mode import PACED_STEPS
@@ -72,8 +73,8 @@ class Loop:
 
     def __init__(self, model, clock, *, recordings=backends.recordings):
         self.model, self.told = model, []
-        compiler = Compiler(backend="ups_modes")
-        self.replay = Replay(compiler, clock, recordings=recordings, tell=self.told.append)
+        compiler = Compiler(backend="ups_modes", mode="reduce-overhead", on_demand=True)
+        self.replay = Replay(clock, recordings=recordings, tell=self.told.append)
         self.gradients = OwnGradients(model)
         self.context = compiled({"": model}, compiler, replay=self.replay, trial=True)
 
@@ -168,7 +169,7 @@ def test_evaluation_and_gradients_in_another_mode_are_not_replayed():
 
 
 def test_nothing_is_decided_before_something_ran_and_nothing_twice():
-    replay = Replay(Compiler(), FixedClock(2.0, 1.0), recordings=lambda: 0, tell=print)
+    replay = Replay(FixedClock(2.0, 1.0), recordings=lambda: 0, tell=print)
     replay.begin_step()
     replay.decide()
     assert (replay.choice, replay.active, replay.idle, replay.facts) == (None, False, False, {})
@@ -262,3 +263,34 @@ def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run():
         assert len(backends.RECORDED) == ran
     (told,) = loop.told
     assert told.endswith("Set mode='default' to do without from the start.")
+
+
+def test_the_recording_is_of_what_is_compiled_and_other_sizes_leave_it_alone():
+    model, x, other = net(), torch.randn(3, 4), torch.randn(5, 4)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context as run:
+        loop.step(x)
+        start = dynamo.mark()
+        loop.step(x)
+        assert backends.RECORDED
+        assert not dynamo.compiled_since(start)
+        ran = len(backends.RECORDED)
+        for size in (other, other[:4], other[:2]):  # the second size makes a graph for any
+            torch.testing.assert_close(loop.step(size), model[2](model[1](model[0](size))))
+        assert len(backends.RECORDED) == ran
+        assert run.groups[0].frame.num_compiled == 1
+        start = dynamo.mark()
+        loop.step(x)
+        assert len(backends.RECORDED) == ran + 2
+        assert not dynamo.compiled_since(start)
+        assert run.facts["graphs"] == 3  # the recorded one, that of five rows, and that of any number
+
+
+def test_another_graph_than_the_recorded_one_is_not_replayed():
+    replay = Replay(FixedClock(2.0, 1.0), recordings=lambda: 0, tell=print)
+    first, second = object(), object()
+    assert replay.records_graph(second)
+    assert replay.records_graph(first)  # the last before it is proved to work
+    replay._tried = True
+    assert replay.records_graph(first)
+    assert not replay.records_graph(second)

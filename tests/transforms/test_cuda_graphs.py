@@ -182,12 +182,17 @@ def test_a_forward_is_alive_as_long_as_its_backward_may_come():
 
 
 def test_a_forward_whose_graph_is_kept_waits_for_more():
-    x, last = torch.ones(2, requires_grad=True), []
-    (doubled,) = outputs_owned(lambda x: x * 2, ran=lambda forward: last.append(ref(forward)))(x)
+    x, last, began = torch.ones(2, requires_grad=True), [], []
+    run = outputs_owned(
+        lambda x: x * 2, ran=lambda forward: last.append(ref(forward)), began=lambda: began.append(x.grad is None)
+    )
+    (doubled,) = run(x)
     doubled.sum().backward(retain_graph=True)
     assert last[-1]().over is False
+    assert began == [True]  # before the gradients of the graph are computed
     doubled.sum().backward()
     assert last[-1]().over is True
+    assert began == [True, False]
 
 
 def steps(*backward_in):
