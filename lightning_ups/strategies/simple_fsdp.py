@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat import overlap
-from lightning_ups._compat.dynamo import loggers_left_out
+from lightning_ups._compat.dynamo import donated_buffers_off, loggers_left_out
 from lightning_ups._compat.partitioner import gradients_apart, random_states_in_place
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
@@ -21,7 +21,7 @@ from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardS
 from lightning_ups.transforms.accumulate import Sync
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
 from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
-from lightning_ups.transforms.compile_advice import advice_for_one_graph
+from lightning_ups.transforms.compile_advice import advice_for_one_graph, advice_if_uncompiled
 from lightning_ups.transforms.compile_frame import hearing, prepared
 from lightning_ups.transforms.explained import explaining_shards_read, explaining_types, note_second_backward
 from lightning_ups.transforms.gather_graph import GatherPlan
@@ -33,6 +33,7 @@ from lightning_ups.transforms.parametrise import (
     parametrise,
     parametrised,
 )
+from lightning_ups.transforms.repeated_backward import repeated_backward
 from lightning_ups.transforms.tensor_parallel import Style, check_plan
 
 __all__ = ["SimpleFSDPStrategy"]
@@ -85,7 +86,7 @@ class _Graphs(Step):
             )
             with advice_for_one_graph(_PART), loggers_left_out(lambda: _tell_of_loggers(context.report)):
                 if self.compiles:
-                    stack.enter_context(self._compiled(module, context))
+                    stack.enter_context(self._compiled(module, context, blocks))
                 yield
 
     def _not_put_together(self, module: LightningModule) -> str | None:
@@ -95,14 +96,30 @@ class _Graphs(Step):
         return overlap.missing() if backend == "inductor" else f"the passes are inductor's, and this is {backend}"
 
     @contextmanager
-    def _compiled(self, module: LightningModule, context: Context) -> Iterator[None]:
+    def _compiled(self, module: LightningModule, context: Context, blocks: Blocks) -> Iterator[None]:
         found = Blocks(dict(roots(module)), origin="roots")
         refuse_compiled(module, found)
+        place = repeated_backward(module) if context.training else None
+        if place is not None and place.kind == "create_graph":
+            why = f"{place.where} uses {place.word}, and compiled code has no second derivatives"
+            context.report.note(_PART, f"nothing compiled, since {why}")
+            yield
+            return
         with ExitStack() as stack:
             if context.training:
                 stack.enter_context(without_kv_cache(module))
-            compiler = Compiler(fullgraph=True)
-            now = stack.enter_context(compiled(found, compiler, tell=rank_zero_warn))
+            if place is not None:
+                stack.enter_context(donated_buffers_off())
+            now = stack.enter_context(
+                compiled(
+                    found,
+                    Compiler(fullgraph=True),
+                    on_failure="eager",
+                    tell=rank_zero_warn,
+                    parts_of=lambda root: {name: each for name, each in blocks.items() if name.startswith(f"{root}.")},
+                    advice=advice_if_uncompiled(_PART),
+                )
+            )
             count = f"{len(found)} root{'' if len(found) == 1 else 's'}"
             context.report.note(_PART, f"{count} compiled whole by inductor, since no Compile is given")
             self.strategy._compiled = now
@@ -168,8 +185,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
     together by block and hides them behind the work of other blocks. The module stays as it is, and names of parameters
     do not change. Options and checkpoints are those of FSDP2Strategy: a user switches by changing the name.
 
-    A `Compile` that is given compiles each outermost submodule whole; without one, the strategy does. What cannot be
-    one graph is an error in the first step.
+    A `Compile` that is given compiles each outermost submodule whole; without one, the strategy does. If one does not
+    compile as one graph, its blocks are compiled instead, and a warning says so.
 
     Args:
         sharding: ``"full"`` shards parameters, gradients and optimizer state; ``"gradients"`` keeps parameters

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["advice_for_one_graph"]
+__all__ = ["advice_for_one_graph", "advice_if_uncompiled"]
 
 
 @contextmanager
@@ -25,3 +25,8 @@ def advice_for_one_graph(part: str) -> Iterator[None]:
             " with the gathers of parameters in it, and no part of one can be left out."
             " Change what stands in the way, or use FSDP2Strategy, under which blocks are compiled one by one."
         ) from error.__cause__
+
+
+def advice_if_uncompiled(part: str) -> str:
+    """Return what to add where a root does not compile under the strategy ``part``."""
+    return f" What is uncompiled gathers each parameter by itself under {part}: FSDP2Strategy may be faster."

@@ -143,7 +143,7 @@ def explaining_shards_read(step: str) -> Iterator[None]:
             " parameters() and named_parameters() give shards, within a step too; what is read by its name, as in"
             " self.net.weight, is gathered."
             " Read each so: getattr(module, name) for module in self.modules()"
-            " for name, _ in module.named_parameters(recurse=False)."
+            " for name, _ in module.named_parameters(recurse=False). Or use FSDP2Strategy."
         ) from error
 
 

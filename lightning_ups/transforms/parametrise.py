@@ -325,9 +325,12 @@ def parametrise(
     gathering = Gathering(data_mesh(mesh), options)
     share = _share(blocks.values(), model)
     names = {p: name for name, p in model.named_parameters()}
-    scalars = [p for p in names if p.dim() == 0]
-    _start_alike([*model.buffers(), *scalars], mesh)
-    shards = {p: _shard(p, gathering) for p in names if p.dim() > 0}
+    # A recurrent layer keeps its weights a second time, in a list that no property stands before.
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    in_lists = {p for module in recurrent for p in module.parameters()}
+    whole = [p for p in names if p.dim() == 0 or p in in_lists]
+    _start_alike([*model.buffers(), *whole], mesh)
+    shards = {p: _shard(p, gathering) for p in names if p not in {*whole}}
     classes: dict[Any, type[nn.Module]] = {}
     uncast = within(kept_in_float32(model, options.in_float32).values())
     products: dict[str, set[str]] = {}
@@ -349,7 +352,7 @@ def parametrise(
         gathering=gathering,
         replicated={name: p for name, p in model.named_parameters() if not _splits(p)},
         share_of_blocks=share,
-        _casts=_cast(blocks.values(), outermost, options, uncast=uncast),
+        _casts=_cast(blocks.values(), outermost, options, uncast=uncast, recurrent=recurrent),
     )
     remember(model, record)
     return record
@@ -378,13 +381,6 @@ def check_parametrisable(model: nn.Module) -> None:
             " Do it in on_before_optimizer_step, or use FSDP2Strategy, which calls the hook."
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            raise ValueError(
-                f"{name} is a recurrent layer, {type(module).__name__}."
-                " It keeps its weights a second time, in a list that no property stands before, and torch.compile"
-                " makes no graph of it."
-                " Use FSDP2Strategy."
-            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name} has max_norm={module.max_norm}: it scales rows of its weight down within its forward."
@@ -532,12 +528,21 @@ def _reader(name: str, gathering: Gathering, *, cast: bool, splits: bool) -> Cal
 
 
 def _cast(
-    blocks: Iterable[nn.Module], roots: list[nn.Module], options: ParametriseOptions, *, uncast: Collection[nn.Module]
+    blocks: Iterable[nn.Module],
+    roots: list[nn.Module],
+    options: ParametriseOptions,
+    *,
+    uncast: Collection[nn.Module],
+    recurrent: Iterable[nn.Module],
 ) -> ExitStack:
     stack = ExitStack()  # never closed: what is sharded stays so
     if (low := options.module_dtype) is not None:
-        roots = [root for root in roots if root in uncast or not is_wide(root)]
-        inner = [block for block in blocks if block not in roots and block not in uncast and not is_wide(block)]
+        recurrent = {module for module in recurrent if module not in uncast and not is_wide(module)}
+        for module in recurrent:  # its weights stay as they are
+            out = options.output_dtype if module in roots else low
+            stack.enter_context(cast_around([module], inputs=torch.float32, outputs=out))
+        roots = [root for root in roots if root not in recurrent and (root in uncast or not is_wide(root))]
+        inner = [block for block in blocks if block not in {*roots, *uncast, *recurrent} and not is_wide(block)]
         stack.enter_context(cast_around(inner, inputs=low, outputs=None))
         stack.enter_context(cast_around(roots, inputs=low, outputs=options.output_dtype, given_as_is=uncast))
     return stack

@@ -227,10 +227,6 @@ REFUSED = {
         run(strategy=SIMPLE, callbacks=(Compile(blocks=["layers.*"]),)),
         r"Compile\(blocks=\['layers.\*'\]\) is given under SimpleFSDPStrategy.*Leave that out",
     ),
-    "eager parts of a whole graph": (
-        run(strategy=SIMPLE, callbacks=(Compile(on_failure="eager"),)),
-        r"Compile\(on_failure='eager'\) is given under SimpleFSDPStrategy.*Leave that out",
-    ),
     "gathered in float8 in a graph": (
         run(strategy=SIMPLE, precision=Float8Precision(all_gather=True, emulate=True)),
         r"Float8Precision\(all_gather=True\) is given under SimpleFSDPStrategy.*Leave all_gather out",

@@ -47,8 +47,9 @@ def test_two_ranks_are_one_device(ranks, tmp_path, name):
 
 
 # Slow where a class is not much of another kind than one of the others.
-SIMPLY = ("Tied", "Manual", "Meta")
+SIMPLY = ("Tied", "Manual", "Meta", "Recurrent")
 SIMPLY_SLOW = (
+    "NestedRecurrent",
     "Frozen",
     "ReadOutside",
     "Gpt",

@@ -399,9 +399,7 @@ def test_a_write_in_a_compiled_forward_is_refused(ranks, how):
 
 
 def impossible(name):
-    if name == "recurrent":
-        model = nn.ModuleDict({"lstm": nn.LSTM(2, 2)})
-    elif name == "norm of rows":
+    if name == "norm of rows":
         model = nn.ModuleDict({"table": nn.Embedding(4, 2, max_norm=1.0)})
     elif name == "sparse gradients":
         model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True)})
@@ -428,7 +426,6 @@ def impossible(name):
 
 
 TEXTS = {
-    "recurrent": "lstm is a recurrent layer",
     "norm of rows": "table has max_norm=1.0: it scales rows",
     "sparse gradients": "table has sparse=True",
     "hook": "first.weight has a hook for its gradient",
