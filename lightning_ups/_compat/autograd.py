@@ -26,6 +26,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 __all__ = [
     "activation_memory_budget",
+    "changing_function_inputs",
     "dense_parts",
     "differentiated_by_torch_func",
     "has_values",
@@ -49,6 +50,23 @@ T = TypeVar("T")
 _SELECTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _BUDGETS: list[float] = []  # that are open: equal ones
 _BUDGET_BEFORE = 1.0
+
+
+@contextmanager
+def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
+    """Apply custom autograd functions to what ``change`` makes of their inputs, while the context is open."""
+    kind: Any = torch.autograd.Function
+    before = vars(kind)["apply"]
+
+    @wraps(before.__func__)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return before.__func__(cls, *change(args), **change(kwargs))
+
+    kind.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        kind.apply = before
 
 
 def in_backward() -> bool:

@@ -534,11 +534,16 @@ def _differs(held: Any, shard: Tensor) -> Tensor:
     return ((part != shard) & ~both_nan).any()
 
 
-def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:
+def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> Tensor:
     """Let ``root``, which is whole now, gather a parameter from now on in the place of its own module.
 
     Neither the sharded Parameter nor the gathered one changes, so that an optimizer and a graph that hold them stay
     right. Every rank must call it for the same parameters in the same order.
+
+    Args:
+        root: The outermost sharded module.
+        handle: Of the parameter.
+        uncast: Gather it in its own type where `gather_in` chose another, unless it has been gathered before.
 
     Returns:
         The parameter, gathered.
@@ -551,6 +556,10 @@ def gather_with_root(root: FSDPModule, handle: Any) -> Tensor:
     )
     if group._all_gather_result is not None:  # prefetched
         group.wait_for_unshard()
+    if uncast and not hasattr(handle, "_unsharded_param"):
+        for own in ("init_dtype_attrs", "init_unsharded_param"):
+            vars(handle).pop(own, None)
+        handle.init_dtype_attrs(group.mp_policy)
     target = _group_of_root(root, like=group, handle=handle)
     group.fsdp_params.remove(handle)
     if not group.fsdp_params:

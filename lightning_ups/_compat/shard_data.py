@@ -59,6 +59,8 @@ def _get(shard: Tensor) -> Tensor:
 
 
 def _set(shard: DTensor, values: Tensor) -> None:
+    if not isinstance(values, DTensor) and _is_whole_of(shard, values):
+        values = distribute_tensor(values, shard.device_mesh, shard.placements, src_data_rank=None)
     if not isinstance(values, DTensor) or _description(values) != _description(shard):
         given = _said(values)
         raise ValueError(
@@ -104,6 +106,10 @@ def _is_split(tensor: DTensor) -> bool:
 def _said(values: Tensor) -> str:
     split = f"split as {values.placements}" if isinstance(values, DTensor) else "not split"
     return f"{split}, of {values.dtype} and on {values.device}"
+
+
+def _is_whole_of(shard: DTensor, values: Tensor) -> bool:
+    return (values.shape, values.dtype, values.device) == (shard.shape, shard.dtype, shard.device)
 
 
 def _description(tensor: DTensor) -> tuple[Any, ...]:

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
+from lightning_ups._compat.autograd import changing_function_inputs
 from lightning_ups._compat.fsdp import gather_with_root, held_parameters
 from lightning_ups.transforms.compile import is_compiled
 from lightning_ups.transforms.gathered_together import sharded_in
@@ -95,6 +97,20 @@ class OutsideReads(TorchFunctionMode):
             self._paused = False
             self.__enter__()
 
+    @override
+    def __enter__(self) -> Self:
+        # Torch functions do not see what a custom autograd function is given. Its backward runs without autocast.
+        self._inputs = changing_function_inputs(
+            lambda args: self._gathered(args, uncast=True) if torch.is_grad_enabled() else args
+        )
+        self._inputs.__enter__()
+        return super().__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inputs.__exit__(None, None, None)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _asks(func):
@@ -124,13 +140,13 @@ class OutsideReads(TorchFunctionMode):
             return func(*self._gathered(args), **self._gathered(kwargs))
         return result if _copies_or_writes(func) else self._translated(result)
 
-    def _gathered(self, value: Any) -> Any:
+    def _gathered(self, value: Any, *, uncast: bool = False) -> Any:
         if isinstance(value, nn.Parameter):
-            return self._gathered_parameter(value)
+            return self._gathered_parameter(value, uncast=uncast)
         if isinstance(value, dict):
-            return {key: self._gathered(inner) for key, inner in value.items()}
+            return {key: self._gathered(inner, uncast=uncast) for key, inner in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self._gathered(inner) for inner in value)
+            return type(value)(self._gathered(inner, uncast=uncast) for inner in value)
         return value
 
     def _translated(self, value: Any) -> Any:
@@ -149,7 +165,7 @@ class OutsideReads(TorchFunctionMode):
         inner = value.values() if isinstance(value, dict) else value if type(value) in (tuple, list) else ()
         return [name for each in inner for name in self._names(each)]
 
-    def _gathered_parameter(self, parameter: nn.Parameter) -> Tensor:
+    def _gathered_parameter(self, parameter: nn.Parameter, *, uncast: bool) -> Tensor:
         if parameter not in self._homes:
             self._learn()
         home, name, handle = self._homes.get(parameter, (self._root, "", None))
@@ -157,7 +173,7 @@ class OutsideReads(TorchFunctionMode):
             # The user may have got hold of the shard before its group was gathered.
             return handle._unsharded_param if handle is not None and parameter is handle.sharded_param else parameter
         self.found.append(name)
-        whole = gather_with_root(self._root, handle)
+        whole = gather_with_root(self._root, handle, uncast=uncast)
         for alias in [p for p, (_, _, its) in self._homes.items() if its is handle]:
             self._homes[alias] = (self._root, name, handle)  # type: ignore[assignment]
         self._homes[whole] = (self._root, name, handle)  # type: ignore[assignment]

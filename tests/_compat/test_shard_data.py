@@ -13,8 +13,9 @@ def written():
     refused = []
     with shard_data_written(), shard_data_written():
         parameter.data = parameter.data * 3
+        parameter.data = torch.tensor([[3.0, 3.0], [4.0, 4.0], [5.0, 5.0], [6.0, 6.0]])
         others = (
-            torch.zeros(4, 2),
+            torch.zeros(2, 2),
             distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()]),
             parameter.detach().double(),
         )
@@ -28,7 +29,7 @@ def written():
 
 def test_values_that_are_set_are_the_shards(ranks):
     values, gradient, refused = ranks(written)
-    assert values == [[3.0, 3.0]] * 4
+    assert values == [[3.0, 3.0], [4.0, 4.0], [5.0, 5.0], [6.0, 6.0]]
     assert gradient == [[2.0, 2.0]] * 4
     assert ["is not split, of torch.float32 and on cpu." in text for text in refused] == [True, False, False]
     assert "is split as (Replicate(),), of" in refused[1]
