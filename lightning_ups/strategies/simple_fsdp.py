@@ -34,6 +34,7 @@ from lightning_ups.transforms.parametrise import (
     parametrised,
 )
 from lightning_ups.transforms.repeated_backward import repeated_backward
+from lightning_ups.transforms.shards_in_steps import plain_from_shards, refusing_gradients_of_shards
 from lightning_ups.transforms.tensor_parallel import Style, check_plan
 
 __all__ = ["SimpleFSDPStrategy"]
@@ -360,6 +361,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
             advice_for_one_graph(_PART),
             explaining_shards_read(step),
             explaining_types(step, param_dtype=gathering.options.module_dtype),
+            refusing_gradients_of_shards(step),
+            plain_from_shards(),
         ):
             yield
         assert self.lightning_module is not None
@@ -375,6 +378,7 @@ class SimpleFSDPStrategy(ShardingStrategy):
         step, gathering = "The backward of training_step", self._gathering
         with ExitStack() as stack:
             stack.enter_context(gathering.reading(whole=True))
+            stack.enter_context(refusing_gradients_of_shards(step))
             if not self._in_manual_step:  # else the step says it
                 stack.enter_context(explaining_shards_read(step))
                 stack.enter_context(explaining_types(step, param_dtype=gathering.options.module_dtype))

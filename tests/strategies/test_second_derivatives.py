@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.precision import BF16Precision
-from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from tests.strategies.cases import CASES, WIDTH, Case, on_ranks, simply_on_ranks, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -114,6 +114,17 @@ def test_callbacks_adapt_by_default(callback, plain, tmp_path):
     assert train("Physics", tmp_path, callbacks=[callback])[2]["losses"] == pytest.approx(plain)
 
 
+@pytest.mark.parametrize("name", ["Physics", "Penalty", "ByHand"])
+def test_by_tensor_code_they_are_computed_uncompiled(name, ranks, tmp_path):
+    losses = ranks(simply_on_ranks, name, tmp_path, {}, 2, {})["losses"]
+    assert losses == pytest.approx(train(name, tmp_path)[2]["losses"], rel=1e-5)
+
+
+def as_one_graph(name, tmp_path, *_):
+    callbacks = [Compile(backend="aot_eager", on_failure="raise")]
+    return on_ranks(name, tmp_path, SimpleFSDPStrategy(), 2, {"callbacks": callbacks})
+
+
 def failing(tmp_path, name, run):
     try:
         run(name, tmp_path, {}, 2, {})
@@ -121,9 +132,8 @@ def failing(tmp_path, name, run):
         return [str(error), *getattr(error, "__notes__", [])]
 
 
-@pytest.mark.parametrize("name", ["Physics", "Penalty", "ByHand"])
-def test_a_graph_knows_one_backward_and_says_so(name, ranks, tmp_path):
-    said = ranks(failing, tmp_path, name, simply_on_ranks)
+def test_a_graph_knows_one_backward_and_says_so(ranks, tmp_path):
+    said = ranks(failing, tmp_path, "Physics", as_one_graph)
     assert len(said) == 2
     assert said[-1].count("create_graph=True") == 1
     assert said[-1].endswith("Use strategy='ddp'.")

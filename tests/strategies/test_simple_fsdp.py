@@ -170,15 +170,47 @@ class Penalized(cases.Case):
         return loss
 
 
-def penalized(tmp_path, callbacks):
+def penalized(tmp_path):
     CASES["Penalized"] = Penalized
-    return on_ranks("Penalized", tmp_path, SimpleFSDPStrategy(), 2, {"callbacks": callbacks})
+    return on_ranks("Penalized", tmp_path, SimpleFSDPStrategy(), 2, {})
 
 
-@pytest.mark.parametrize("callbacks", [[], [Compile(backend="aot_eager")]])
-def test_gradients_of_gradients_train_uncompiled(ranks, tmp_path, callbacks):
+def test_gradients_of_gradients_train_uncompiled(ranks, tmp_path):
     CASES["Penalized"] = Penalized
-    check(ranks(penalized, tmp_path, callbacks), expected("Penalized", tmp_path, {}))
+    check(ranks(penalized, tmp_path), expected("Penalized", tmp_path, {}))
+
+
+class Idioms(cases.Case):
+    def run(self, x):
+        return super().run(x) + next(self.parameters()).new_zeros(len(x), 1)
+
+
+def test_what_a_parameter_makes_is_plain(ranks, tmp_path):
+    CASES["Idioms"] = Idioms
+    check(ranks(of_class, tmp_path, Idioms), expected("Idioms", tmp_path, {}))
+
+
+def of_class(tmp_path, kind):
+    CASES[kind.__name__] = kind
+    return simply_on_ranks(kind.__name__, tmp_path, {}, 2, {})
+
+
+class Inner(cases.Case):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        slopes = torch.autograd.grad(loss, [*self.parameters()], create_graph=True)
+        return loss + 0.01 * sum(slope.square().sum() for slope in slopes)
+
+
+def test_gradients_of_shards_are_refused(ranks, tmp_path):
+    with pytest.raises(AssertionError, match=r"(?s)asks torch\.autograd\.grad.*Use strategy='ddp'"):
+        ranks(of_class, tmp_path, Inner)
+    check(*(ranks(inner_under, tmp_path, strategy) for strategy in ({}, "ddp")))
+
+
+def inner_under(tmp_path, strategy):
+    CASES["Inner"] = Inner
+    return on_ranks("Inner", tmp_path, strategy, 2, {})
 
 
 def raising(tmp_path):

@@ -1,0 +1,53 @@
+"""What code of a training step does with the shards that ``parameters()`` gives it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_ups.transforms.instead import instead_of
+
+__all__ = ["plain_from_shards", "refusing_gradients_of_shards"]
+
+_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+@contextmanager
+def plain_from_shards() -> Iterator[None]:
+    """Let ``shard.new_zeros(...)`` and the like make plain tensors in the context, as a whole parameter does."""
+    with ExitStack() as stack:
+        for name in _FACTORIES:
+            stack.enter_context(instead_of(DTensor, name, _factory(name)))
+        yield
+
+
+def _factory(name: str) -> Any:
+    def make(shard: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+        return getattr(shard.to_local(), name)(*args, **kwargs)
+
+    return make
+
+
+@contextmanager
+def refusing_gradients_of_shards(step: str) -> Iterator[None]:
+    """Let ``torch.autograd.grad`` refuse to differentiate by shards, whose gradients are averages over all devices.
+
+    Args:
+        step: The name of what runs in the context.
+    """
+    before: Any = torch.autograd.grad
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = [inputs] if isinstance(inputs, Tensor) else [*inputs]
+        if any(isinstance(given, nn.Parameter) and isinstance(given, DTensor) for given in inputs):
+            raise RuntimeError(
+                f"{step} asks torch.autograd.grad for gradients of parameters. SimpleFSDPStrategy averages these over"
+                " all devices, where DDP gives those of one device's batch. Use strategy='ddp'."
+            )
+        return before(outputs, inputs, *args, **kwargs)
+
+    with instead_of(torch.autograd, "grad", grad):
+        yield
