@@ -111,8 +111,17 @@ def _tell_others(folder: Path | None, number: signal.Signals) -> None:
     assert folder is not None
     for path in folder.glob("[0-9]*"):
         if int(path.name) != os.getpid():
-            with suppress(ProcessLookupError):
-                os.kill(int(path.name), number)
+            for process in _with_children(path.name):  # a compiler's, which would take the cores of who is timed
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), number)
+
+
+def _with_children(process: str) -> Iterator[str]:
+    yield process
+    for children in Path("/proc", process).glob("task/*/children"):
+        with suppress(OSError):
+            for child in children.read_text().split():
+                yield from _with_children(child)
 
 
 def _opened(path: Path) -> int:
