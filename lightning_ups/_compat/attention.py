@@ -18,6 +18,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.backends import cuda
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_ups._compat.optional import require
@@ -30,12 +31,20 @@ __all__ = [
     "load_fa4",
     "missing_package",
     "scaled_dot_product_attention",
+    "torch_choice",
     "torch_refuses",
     "unfused_flex_allowed",
 ]
 
 _FA4 = "flash-attn-4>=4.0.0b1"
 _COMPILING = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
+
+
+def torch_choice(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, is_causal: bool, scale: float | None, grouped: bool
+) -> SDPBackend:
+    """Return the kernel that torch would choose for a call without a mask."""
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout, is_causal, scale=scale, enable_gqa=grouped))
 
 
 @cache  # kernels ask at each call, and to look up what is installed takes about half a millisecond

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
 
-from lightning_ups._compat.attention import scaled_dot_product_attention
+from lightning_ups._compat.attention import scaled_dot_product_attention, torch_choice
 from lightning_ups.kernels.attention.api import checked, dense, in_autocast_dtype
 from lightning_ups.kernels.attention.auto import choose
 from lightning_ups.kernels.attention.flex import flex
@@ -56,6 +56,7 @@ def routed_attention(backends: Backend | Sequence[Backend]) -> Iterator[None]:
     with ExitStack() as undo:
         present = getattr(F, _NAME)
         _ALLOWED.append(allowed())
+        _AS_TORCH.clear()  # so that what has_routed and the records of decisions tell is of this context
         undo.callback(_ALLOWED.pop)
         undo.callback(_put_back, replacement, present)
         for module, name in _holders(present):
@@ -72,6 +73,7 @@ def has_routed(backends: Backend | Sequence[Backend]) -> bool:
 
 
 _CALLED: dict[tuple[Backend, ...], bool] = {}  # whether by code that was traced
+_AS_TORCH: set[tuple[Any, ...]] = set()  # eager calls for which torch itself chooses the kernel that is chosen here
 _ALLOWED: list[frozenset[SDPBackend]] = []  # torch's kernels that were when each of the open contexts was entered
 
 
@@ -122,6 +124,12 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
+        # Routing takes some 0.1 ms of the host, which is in vain where it comes to what torch does by itself.
+        call = None
+        if not torch.compiler.is_compiling() and priority == ("auto",) and attn_mask is None and _dense(query):
+            call = _call_of(query, key, value, dropout_p, is_causal=is_causal, grouped=enable_gqa)
+            if call in _AS_TORCH:
+                return _by_torch(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if _torch_was_told():
             return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         _note(priority, torch.compiler.is_compiling())
@@ -135,9 +143,24 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
             is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
+            call=call,
         )
 
     return scaled_dot_product_attention
+
+
+def _dense(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.is_nested
+
+
+def _call_of(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, *, is_causal: bool, grouped: bool
+) -> tuple[Any, ...]:
+    """Return all that the choice for an eager call without a mask depends on."""
+    tensors = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (query, key, value)]
+    kind = query.device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (*tensors, dropout > 0, is_causal, grouped, cast, torch.is_grad_enabled())
 
 
 _by_torch = scaled_dot_product_attention  # whose name the replacement bears
@@ -165,6 +188,7 @@ def _routed(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    call: tuple[Any, ...] | None = None,
 ) -> Tensor:
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     named = "auto" not in priority
@@ -199,6 +223,10 @@ def _routed(
     if name == "auto":
         name = choose(kind, batch=q.shape[0], seq=q.shape[1], keys=k.shape[1])
     if name in TORCH_BACKENDS:
+        if call is not None and TORCH_BACKENDS[name] == torch_choice(
+            q_BHSD, k_BKTD, v_BKTD, dropout=dropout_p, is_causal=is_causal, scale=scale, grouped=enable_gqa
+        ):
+            _AS_TORCH.add(call)
         if name == "efficient" and enable_gqa:  # it knows no groups
             groups = q_BHSD.shape[1] // k_BKTD.shape[1]
             k_BKTD, v_BKTD = (tensor.repeat_interleave(groups, dim=1) for tensor in (k_BKTD, v_BKTD))

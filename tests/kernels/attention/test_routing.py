@@ -363,6 +363,25 @@ def by_math(*tensors):
         return model(*tensors)
 
 
+def test_an_eager_call_that_torch_would_answer_alike_is_routed_once(monkeypatch):
+    routed = []
+    monkeypatch.setattr(
+        routing, "_routed", lambda *args, _call=routing._routed, **options: routed.append(1) or _call(*args, **options)
+    )
+    q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for _ in range(2):
+        routed.clear()
+        with routed_attention("auto"):
+            found = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(3)]
+            assert len(routed) == 1
+            assert all(torch.equal(each, expected) for each in found)
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q[:, :, :8], k, v)
+            assert len(routed) == 3
+        assert routing.has_routed("auto")
+
+
 @pytest.mark.parametrize("backends", ["flash", "fa4", "auto", ["fa4", "auto"]], ids=str)
 def test_a_choice_of_torchs_own_inside_counts(fa4_on_cpu, monkeypatch, backends):
     monkeypatch.setattr(routing, "_CALLED", {})
