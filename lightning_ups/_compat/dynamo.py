@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import FunctionType, MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch._dynamo as dynamo
@@ -20,6 +20,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
@@ -68,6 +69,7 @@ __all__ = [
     "toolchain",
     "traces_for_cuda_graphs",
     "tree_map",
+    "without_disabling",
 ]
 
 BackendCompiler = Callable[[fx.GraphModule, list[Any]], Any]
@@ -173,26 +175,30 @@ class Compilation:
     no_cuda_graph: str | None
 
 
-class Mark(NamedTuple):
-    """A moment in the history of compilations of this process."""
-
-    last: Any
-    num_breaks: int
+# A moment in the history of compilations of this process: the last one, and the number of graph breaks.
+Mark = tuple[Any, int]
 
 
 def mark() -> Mark:
     """Return the present moment."""
-    return Mark(_last_metrics(), len(dynamo_utils.graph_break_reasons))
+    metrics = dynamo_utils._compilation_metrics  # taken in every call of compiled code, hence without a call
+    return (metrics[-1] if metrics else None), len(dynamo_utils.graph_break_reasons)
 
 
 def compiled_since(start: Mark) -> bool:
     """Return whether Dynamo has tried to compile anything since ``start``; cheap enough for every call."""
-    return _last_metrics() is not start.last
+    metrics = dynamo_utils._compilation_metrics
+    return (metrics[-1] if metrics else None) is not start[0]
+
+
+def without_disabling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what ``torch._dynamo.disable`` has wrapped, for a caller that Dynamo will wrap in the same way."""
+    return innermost_fn(function)
 
 
 def compilations_since(start: Mark) -> tuple[list[Compilation], list[str]]:
     """Return what was compiled since ``start``, and the reasons of the graph breaks met on the way."""
-    breaks = dynamo_utils.graph_break_reasons[start.num_breaks :]
+    breaks = dynamo_utils.graph_break_reasons[start[1] :]
     return [_compilation(metrics) for metrics in _metrics_since(start)], [_break(reason) for reason in breaks]
 
 
@@ -212,15 +218,10 @@ def is_compiler_error(error: Exception, start: Mark) -> bool:
 def _metrics_since(start: Mark) -> list[Any]:
     new: list[Any] = []
     for metrics in reversed(dynamo_utils._compilation_metrics):
-        if metrics is start.last:
+        if metrics is start[0]:
             break
         new.append(metrics)
     return new[::-1]
-
-
-def _last_metrics() -> Any:
-    metrics = dynamo_utils._compilation_metrics
-    return metrics[-1] if metrics else None
 
 
 def _compilation(metrics: Any) -> Compilation:

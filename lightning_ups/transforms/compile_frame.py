@@ -354,7 +354,7 @@ def _ran(forward: GraphForward) -> None:
 
 
 def _records(demand: object) -> bool:
-    return (caller := _caller()) is not None and caller.records_graph(demand)
+    return (caller := _caller()) is not None and not caller.is_settled and caller.records_graph(demand)
 
 
 def _replayed_or(launched: Run, run: Run, graph: fx.GraphModule, demand: Demand) -> Run:
@@ -388,7 +388,7 @@ class _Backend:
             nullcontext() if demand is None else recorded_on_demand(demand),
         ):
             hits, misses = dynamo.cache_hits()
-            run = self._compile(graph, inputs)
+            run = dynamo.without_disabling(self._compile(graph, inputs))
         if caller := _caller():
             caller.made_graph(from_cache=dynamo.cache_hits() > (hits, misses) and dynamo.cache_hits()[1] == misses)
         launched = with_trial(run, graph, caller=_caller)

@@ -112,6 +112,11 @@ class Replay:
         return self.choice is not None and not self.choice.graphs
 
     @property
+    def is_over(self) -> bool:
+        """Whether CUDA graphs have no part in steps to come."""
+        return self.idle and not self.gradients
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What was chosen and came of it, as values that JSON knows."""
         made = {} if self._frame is None else {"recorded": self._recorded}
@@ -260,6 +265,8 @@ class Replay:
         )
 
     # What compile_trial.Caller asks for, on behalf of the recording.
+
+    is_settled = False
 
     @property
     def records(self) -> bool:

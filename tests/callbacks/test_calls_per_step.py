@@ -22,10 +22,21 @@ SETTLED, COUNTED = 30, 20
 MOST = 40
 
 
+class Root(nn.Module):
+    """A class that is not torch's own, of which ``module.compile()`` compiles nothing."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(8, width)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
 class Automatic(LightningModule):
     def __init__(self):
         super().__init__()
-        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.one, self.other = Root(8), Root(1)
 
     def training_step(self, batch, batch_idx):
         loss = self.other(self.one(batch)).square().mean()
@@ -131,3 +142,16 @@ def test_a_settled_step_of_what_is_not_compiled_is_that_of_stock(kind, tmp_path)
         assert not any(forwards), side
     assert max(more.values()) <= MOST, more
     assert more["preset"] <= 0, "what it spares outweighs what it adds"
+
+
+@pytest.mark.parametrize("kind", [Automatic, TwoOptimizers])
+def test_compiled_code_is_called_as_by_torch(kind, tmp_path):
+    bare, module = kind(), kind()
+    for root in bare.children():
+        root.compile(backend="aot_eager")
+    expected = calls_of(bare, tmp_path, precision="bf16-mixed")
+    callback, compiled = Compile(scope="model", backend="aot_eager"), []
+    module.on_train_end = lambda: compiled.extend("forward" in vars(root) for root in module.children())
+    more = calls_of(module, tmp_path, precision="bf16-mixed", callbacks=[callback]) - expected
+    assert compiled == [True, True]
+    assert more <= MOST, more

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Caller:
+    is_settled = False
+
     def __init__(self, *, armed=True, again=0, repeat=0, records=False, stale=True):
         self.armed, self.again, self.repeat, self.skipped, self.runs = armed, again, repeat, [], 0
         self.records, self.stale = records, stale
