@@ -7,6 +7,10 @@ from the cache on one core of a server, as XXH3), where CRC-32 of all bytes runs
 Note [Records]. What DCP saves of one tensor is a record: a run of bytes in a ``.distcp`` file. ``torch.save`` puts a
 zip header before the tensor's bytes and a directory after them. Head and tail have a checksum each, and the bytes
 between have one for each chunk, so that a rank that needs a part of a tensor verifies the chunks that it reads.
+
+Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. For tensors on a GPU,
+the GPU computes the sums of the rows, and the host receives 8 bytes per row. It only computes CRC-32 of these sums and
+of the bytes after the last row. `is_summed_on_device` decides; the checksums are the same.
 """
 
 import json
@@ -15,29 +19,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 __all__ = [
     "CHECKSUMS",
     "CHUNK",
+    "ROW",
     "DamagedFileError",
+    "Piece",
     "Record",
     "RecordReader",
     "SummedRecord",
+    "Unverified",
     "Verifier",
     "as_json",
     "checksum",
     "checksum_of_file",
     "damage",
     "from_json",
+    "is_summed_on_device",
+    "sum_rows",
 ]
 
 CHECKSUMS = "checksums.json"
 CHUNK = 2**20  # bytes: small enough to stay in a core's cache between being summed and being copied
-_ROW = 4096
-_WORTH = 2**18  # bytes for which another thread is asked
+ROW = 4096  # bytes
+_WORTH = 2**18  # bytes for which another thread, or the GPU, is asked
 
 
 class DamagedFileError(ValueError):
@@ -52,11 +63,11 @@ def checksum(data: Any, before: int = 0) -> int:
         before: The checksum of what precedes them, if that is some rows and nothing after them.
     """
     view = memoryview(data).cast("B")
-    rows = len(view) // _ROW
+    rows = len(view) // ROW
     if rows:
-        words = np.frombuffer(view, dtype="<u8", count=rows * _ROW // 8).reshape(rows, _ROW // 8)
+        words = np.frombuffer(view, dtype="<u8", count=rows * ROW // 8).reshape(rows, ROW // 8)
         before = zlib.crc32(np.add.reduce(words, axis=1), before)
-    return zlib.crc32(view[rows * _ROW :], before)
+    return zlib.crc32(view[rows * ROW :], before)
 
 
 def checksum_of_file(path: Path) -> int:
@@ -68,18 +79,38 @@ def checksum_of_file(path: Path) -> int:
     return found
 
 
-def _sums(view: memoryview, chunk: int) -> list[int]:
+def is_summed_on_device(part: Tensor) -> bool:
+    """Return whether the device or the host adds up the rows of ``part``, contiguous bytes that pass through a lane.
+
+    The device needs 64-bit words that are aligned, and does not speed up small parts.
+    """
+    return part.nbytes >= _WORTH and part.data_ptr() % 8 == 0 and part.storage_offset() % 8 == 0
+
+
+def sum_rows(part: Tensor, out: Tensor) -> None:
+    """Add up the 64-bit words of each whole row of ``part``, on its device. Like NumPy's, the sums wrap around."""
+    rows = part.nbytes // ROW
+    torch.sum(part[: rows * ROW].view(torch.int64).view(rows, ROW // 8), 1, out=out)
+
+
+def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> list[int]:
     """Return the checksum of each ``chunk`` bytes of ``view``, of rows that are all added up at once.
 
     NumPy lets other threads run meanwhile, and many short calls would make them wait for one another.
+
+    Args:
+        view: Bytes.
+        chunk: Bytes of each chunk but the last.
+        row_sums: The sums of all whole rows of ``view``, if they are known.
     """
-    if chunk % _ROW:
+    if chunk % ROW:
         return [checksum(view[start : start + chunk]) for start in range(0, len(view), chunk)]
-    rows, each = len(view) // _ROW, chunk // _ROW
-    words = np.frombuffer(view, dtype="<u8", count=rows * _ROW // 8).reshape(rows, _ROW // 8)
-    added = memoryview(np.add.reduce(words, axis=1)).cast("B")
-    sums = [zlib.crc32(added[8 * start : 8 * (start + each)]) for start in range(0, rows, each)]
-    if rest := view[rows * _ROW :]:
+    rows, each = len(view) // ROW, chunk // ROW
+    if row_sums is None:
+        words = np.frombuffer(view, dtype="<u8", count=rows * ROW // 8).reshape(rows, ROW // 8)
+        row_sums = memoryview(np.add.reduce(words, axis=1)).cast("B")
+    sums = [zlib.crc32(row_sums[8 * start : 8 * (start + each)]) for start in range(0, rows, each)]
+    if rest := view[rows * ROW :]:
         if rows % each:
             sums[-1] = zlib.crc32(rest, sums[-1])
         else:
@@ -113,6 +144,13 @@ class Record:
         yield end, self.length
 
 
+class Piece(NamedTuple):
+    """Bytes of a tensor on the host, and the sums of their whole rows if a device has computed them."""
+
+    data: memoryview
+    row_sums: memoryview | None = None
+
+
 @dataclass
 class SummedRecord:
     """Writes one record to ``stream`` and computes its checksums, one for each ``chunk`` bytes of the tensor.
@@ -132,12 +170,11 @@ class SummedRecord:
         self._head = len(data)
         self._write(data)
 
-    def write_body(self, pieces: Iterable[Any]) -> None:
+    def write_body(self, pieces: Iterable[Piece]) -> None:
         """Write the bytes of the tensor, in pieces of whole chunks but for the last piece."""
-        for piece in pieces:
-            view = memoryview(piece)
-            if len(view) < _WORTH:
-                self._sums += _sums(view, self.chunk)
+        for view, row_sums in pieces:
+            if row_sums is not None or len(view) < _WORTH:
+                self._sums += _sums(view, self.chunk, row_sums)
                 self.stream.write(view)
             else:
                 sums = self.helpers.submit(_sums, view, self.chunk)
@@ -157,6 +194,39 @@ class SummedRecord:
         self.length += len(data)
 
 
+@dataclass(frozen=True)
+class Unverified:
+    """Chunks of one record that were read and not verified yet.
+
+    Args:
+        start: Where they begin in the memory that was filled.
+        data: Their bytes.
+        chunk: Bytes of each chunk but the last.
+        expected: The checksum of each chunk.
+        name: Of the file, for the error.
+        verifier: Of the thread that reads.
+    """
+
+    start: int
+    data: memoryview
+    chunk: int
+    expected: tuple[int, ...]
+    name: str
+    verifier: "Verifier"
+
+    def check(self, row_sums: memoryview | None = None) -> None:
+        """Verify them now, by the sums of their whole rows if these are known.
+
+        Raises:
+            DamagedFileError: If they are not what was written.
+        """
+        _check(_sums(self.data, self.chunk, row_sums), self.expected, self.name)
+
+    def check_on_host(self) -> None:
+        """Let the verifier check them, while more is read."""
+        self.verifier.verify(self)
+
+
 class Verifier:
     """Verifies what one thread reads: chunks of one record after the other, while the next ones are read.
 
@@ -166,22 +236,21 @@ class Verifier:
 
     def __init__(self, helpers: Executor | None = None) -> None:
         self._helpers = helpers
-        self._under_way: tuple[Future[list[int]], tuple[int, ...], str] | None = None
+        self._under_way: Future[None] | None = None
 
-    def verify(self, part: memoryview, record: Record, number: int, name: str) -> None:
-        """Verify the chunks of ``part``, the first of that ``number``; `wait` must follow.
+    def verify(self, chunks: Unverified) -> None:
+        """Verify ``chunks`` on the host; `wait` must follow.
 
-        Until then, or until the next call of this has ended, a helper reads ``part``.
+        Until then, or until the next call of this has ended, a helper reads their bytes.
 
         Raises:
-            DamagedFileError: If this or the part before is not what was written.
+            DamagedFileError: If these chunks or those before are not what was written.
         """
-        expected = record.sums[number : number - (-len(part) // record.chunk)]
         self.wait()
-        if self._helpers is None or len(part) < _WORTH:
-            _check(_sums(part, record.chunk), expected, name)
+        if self._helpers is None or len(chunks.data) < _WORTH:
+            chunks.check()
         else:
-            self._under_way = self._helpers.submit(_sums, part, record.chunk), expected, name
+            self._under_way = self._helpers.submit(chunks.check)
 
     def wait(self) -> None:
         """Wait until all is verified.
@@ -190,8 +259,8 @@ class Verifier:
             DamagedFileError: If something is not what was written.
         """
         if self._under_way is not None:
-            (found, expected, name), self._under_way = self._under_way, None
-            _check(found.result(), expected, name)
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
 
 
 def _check(found: Sequence[int], expected: Sequence[int], name: str) -> None:
@@ -228,19 +297,23 @@ class RecordReader:
             if not ends_only or number in (0, len(spans) - 1):
                 self._fill(memoryview(bytearray(end - start)), start, number)
 
-    def read(self, room: memoryview, place: int) -> None:
+    def read(self, room: memoryview, place: int) -> Unverified | None:
         """Fill ``room`` with the bytes of the tensor from ``place`` in the record on.
 
-        When this returns, a helper may still read ``room``, but nothing that was read before; see `Verifier.verify`.
+        When this returns, no helper still reads what was read before; see `Verifier.verify`.
+
+        Returns:
+            The chunks that the caller must verify, which are whole. Parts of chunks are verified already.
 
         Raises:
-            DamagedFileError: If they are not what was written.
+            DamagedFileError: If something read here or before is not what was written.
         """
         record = self._record
         if record is None:
             self._read(room, place)
-            return
+            return None
         end = record.head + record.body
+        unverified, done = None, 0
         while room:
             number = (place - record.head) // record.chunk
             start = record.head + number * record.chunk
@@ -248,12 +321,15 @@ class RecordReader:
             if place == start and len(room) >= size:
                 part = room if place + len(room) == end else room[: len(room) // record.chunk * record.chunk]
                 self._read(part, start)
-                self._verifier.verify(part, record, number + 1, self._name)
+                expected = record.sums[number + 1 : number + 1 - (-len(part) // record.chunk)]
+                unverified = Unverified(done, part, record.chunk, expected, self._name, self._verifier)
+                self._verifier.wait()
             else:
                 self._verifier.wait()
                 part = room[: start + size - place]
                 part[:] = self._chunk(number, start, size)[place - start : place - start + len(part)]
-            room, place = room[len(part) :], place + len(part)
+            room, place, done = room[len(part) :], place + len(part), done + len(part)
+        return unverified
 
     def _chunk(self, number: int, start: int, size: int) -> bytearray:
         if self._kept is None or self._kept[0] != number:

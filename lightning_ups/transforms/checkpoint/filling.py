@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lightning_ups._compat.tensor_files import template
-from lightning_ups.transforms.checkpoint.checksums import RecordReader
+from lightning_ups.transforms.checkpoint.checksums import RecordReader, Unverified
 from lightning_ups.transforms.checkpoint.lanes import Lane, bytes_of
 
 __all__ = ["fill"]
@@ -45,8 +45,8 @@ def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], reader: RecordReade
     saved, place = found
     start = _start_of_run(saved, item)
 
-    def read(room: memoryview, at: int) -> None:
-        reader.read(room, place + (start or 0) + at)
+    def read(room: memoryview, at: int) -> Unverified | None:
+        return reader.read(room, place + (start or 0) + at)
 
     if start is None:
         whole = torch.empty(saved.shape, dtype=saved.dtype)
@@ -61,7 +61,7 @@ def fill(target: Tensor, item: ReadItem, *, view: IO[bytes], reader: RecordReade
     target.copy_(part)
 
 
-def _fill_row(target: Tensor, read: Callable[[memoryview, int], None], lane: Lane) -> bool:
+def _fill_row(target: Tensor, read: Callable[[memoryview, int], Unverified | None], lane: Lane) -> bool:
     row = bytes_of(target)
     if row is None:
         return False

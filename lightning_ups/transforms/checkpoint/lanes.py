@@ -1,7 +1,8 @@
 """Moving the bytes of tensors between memory, of the host or of a GPU, and files: several at once.
 
 A lane is what one thread needs. From and to the host it moves the bytes as they lie. Between a GPU and a file it has
-two small pinned buffers, which take turns: while the file is written from one, the GPU fills the other.
+two small pinned buffers, which take turns: while the file is written from one, the GPU fills the other. The GPU adds up
+the rows of each piece, too, see Note [Sums on the device].
 
 Note [Who has a lane]. A lane that is at work belongs to that work alone. It is kept for the next only when all that
 worked beside it have ended well; after an error or an interrupt, wherever that came, nobody uses its buffers again. The
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ups._compat.pinned import pinned, unpin
+from lightning_ups.transforms.checkpoint.checksums import ROW, Piece, Unverified, is_summed_on_device, sum_rows
 
 __all__ = ["Lane", "Lanes", "bytes_of", "lanes_by_default", "on_this_gpu", "spread", "wait_for_devices"]
 
@@ -206,7 +208,7 @@ class Lane:
         if self._stopped:
             raise _Stopped
 
-    def pieces(self, source: Tensor) -> Iterator[memoryview]:
+    def pieces(self, source: Tensor) -> Iterator[Piece]:
         """Return the bytes of ``source``, one row of them, each piece good until the next is asked for.
 
         What is to be read must be there: the caller has waited for the device's own work.
@@ -214,7 +216,7 @@ class Lane:
         if self._direct(source):
             for piece in source.split(self.piece):
                 self.check()
-                yield _memory(piece)
+                yield Piece(_memory(piece))
             return
         buffers, fetched = self._both(source.device), list[_Buffer]()
         for number, piece in enumerate(source.split(self.piece)):
@@ -227,21 +229,29 @@ class Lane:
         for buffer in fetched:
             yield buffer.content()
 
-    def fill(self, target: Tensor, read: Callable[[memoryview, int], None]) -> None:
-        """Fill ``target``, one row of bytes, by ``read``, which fills a view with what begins at a place of the row."""
+    def fill(self, target: Tensor, read: Callable[[memoryview, int], Unverified | None]) -> None:
+        """Fill ``target``, one row of bytes, and verify it.
+
+        Args:
+            target: To be filled.
+            read: Fills a view with what begins at a place of the row, and returns the chunks that are to be verified.
+
+        Raises:
+            DamagedFileError: If something read here or before is not what was written.
+        """
         direct = self._direct(target)
         buffers = () if direct else self._both(target.device)
         for number, piece in enumerate(target.split(self.piece)):
             self.check()
             if direct:
-                read(_memory(piece), number * self.piece)
+                if (unverified := read(_memory(piece), number * self.piece)) is not None:
+                    unverified.check_on_host()
                 continue
             self._filled += 1  # of all rows: a helper may still verify the buffer that was filled last
             buffer = buffers[self._filled % 2]
-            read(buffer.room(piece.nbytes), number * self.piece)
-            buffer.send(piece)
+            buffer.send(piece, read(buffer.room(piece.nbytes), number * self.piece))
         for buffer in buffers:
-            buffer.wait()
+            buffer.verify()
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -264,32 +274,73 @@ class _Buffer:
     """Memory of the host, and the stream of a GPU that fills or reads it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._device, self._used = device, 0
+        self._device, self._used, self._rows = device, 0, nbytes // ROW
+        self._device_sums: Tensor | None = None
+        self._row_sums: memoryview | None = None  # of the piece, once the stream has been waited for
+        self._unverified: Unverified | None = None
+        start = -(-nbytes // 8) * 8
         with self._on_device():
-            self.memory = _pinned(nbytes)
+            self.memory = _pinned(start + 8 * self._rows)
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._host_sums = self.memory[start:].view(torch.int64)
 
     def fetch(self, piece: Tensor) -> None:
         self._used = piece.nbytes
+        on_device = self._can_sum(piece)
         with self._at_work():
+            self._row_sums = self._sum(piece) if on_device else None
             self.memory[: self._used].copy_(piece, non_blocking=self._stream is not None)
 
-    def content(self) -> memoryview:
+    def content(self) -> Piece:
         self.wait()
-        return _memory(self.memory[: self._used])
+        return Piece(_memory(self.memory[: self._used]), self._row_sums)
 
     def room(self, nbytes: int) -> memoryview:
-        self.wait()
+        self.verify()
         self._used = nbytes
         return _memory(self.memory[:nbytes])
 
-    def send(self, piece: Tensor) -> None:
+    def send(self, piece: Tensor, unverified: Unverified | None) -> None:
+        part = piece[:0] if unverified is None else piece[unverified.start :][: len(unverified.data)]
+        on_device = self._can_sum(part)
         with self._at_work():
             piece.copy_(self.memory[: self._used], non_blocking=self._stream is not None)
+            self._row_sums = self._sum(part) if on_device else None
+        if on_device:
+            self._unverified = unverified
+        elif unverified is not None:
+            unverified.check_on_host()
+
+    def verify(self) -> None:
+        """Wait, and verify what was sent if the device has added it up."""
+        self.wait()
+        unverified, self._unverified = self._unverified, None
+        if unverified is not None:
+            unverified.check(self._row_sums)
 
     def wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _can_sum(self, part: Tensor) -> bool:
+        if not is_summed_on_device(part):
+            return False
+        if self._device_sums is None:
+            try:
+                self._device_sums = torch.empty(self._rows, dtype=torch.int64, device=part.device)
+            except torch.OutOfMemoryError:  # the host sums instead: a full GPU can still be saved
+                self._device_sums = torch.empty(0, dtype=torch.int64)
+            if self._stream is not None:  # the memory may have been another tensor's until now
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._device_sums.numel() > 0
+
+    def _sum(self, part: Tensor) -> memoryview:
+        assert self._device_sums is not None
+        rows = part.nbytes // ROW
+        sums, found = self._device_sums[:rows], self._host_sums[:rows]
+        sum_rows(part, sums)
+        found.copy_(sums, non_blocking=self._stream is not None)
+        return _memory(found).cast("B")
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.tensor_files import around, noted
 from lightning_ups.transforms.checkpoint import folder
-from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, CHUNK, Record, SummedRecord
+from lightning_ups.transforms.checkpoint.checksums import CHECKSUMS, CHUNK, Piece, Record, SummedRecord
 from lightning_ups.transforms.checkpoint.checksums import as_json as checksums_as_json
 from lightning_ups.transforms.checkpoint.dcp_metadata import TENSORS
 from lightning_ups.transforms.checkpoint.dcp_metadata import as_json as metadata_as_json
@@ -111,7 +111,7 @@ def _write(data: Tensor | io.BytesIO, record: SummedRecord, lane: Lane) -> Recor
         data = io.BytesIO()
         torch.save(tensor, data)
     record.write_head(b"")
-    record.write_body([data.getbuffer()])
+    record.write_body([Piece(data.getbuffer())])
     return record.write_tail(b"")
 
 

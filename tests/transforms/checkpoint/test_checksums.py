@@ -1,20 +1,24 @@
 """Flipped bits in every file of a checkpoint, and what verifying reads."""
 
 import io
+import itertools
 import json
 import random
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
-from lightning_ups.transforms.checkpoint import Saver, consolidated, folder, load_weights, meta, resolve
+from lightning_ups.transforms.checkpoint import Saver, consolidated, folder, lanes, load_weights, meta, resolve
 from lightning_ups.transforms.checkpoint import checksums as sums
 from lightning_ups.transforms.checkpoint.checksums import (
     DamagedFileError,
+    Piece,
     RecordReader,
     SummedRecord,
     Verifier,
@@ -67,6 +71,11 @@ def flips(path, generator):
         yield file, {0: 0, 1: bits - 1}.get(number // len(files), generator.randrange(bits))
 
 
+def read(reader, room, place):
+    if (unverified := reader.read(room, place)) is not None:
+        unverified.check_on_host()
+
+
 def loaded(path):
     try:
         return consolidated(resolve(path))[0], None
@@ -113,7 +122,7 @@ def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
         file.write(b"other")
         record = SummedRecord(file, ThreadPoolExecutor(1), chunk=64)
         record.write_head(b"head")
-        record.write_body([data[:128], data[128:]])
+        record.write_body([Piece(memoryview(data)[:128]), Piece(memoryview(data)[128:])])
         record = record.write_tail(b"tail")
     flip(path, 8 * (5 + 4 + 300))  # in the chunk from 256 to 320
     with path.open("rb") as file:
@@ -121,11 +130,11 @@ def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
             room = bytearray(length)
             reader = RecordReader(file, offset=5, record=record, name="file")
             reader.verify(ends_only=True)
-            reader.read(memoryview(room), 4 + start)
+            read(reader, memoryview(room), 4 + start)
             assert room == data[start : start + length], "other chunks can be read"
         for start, length in [(0, 1000), (0, 257), (319, 2), (256, 64), (280, 1)]:
             with pytest.raises(DamagedFileError, match="file is damaged"):
-                RecordReader(file, offset=5, record=record, name="file").read(memoryview(bytearray(length)), 4 + start)
+                read(RecordReader(file, offset=5, record=record, name="file"), memoryview(bytearray(length)), 4 + start)
         with pytest.raises(DamagedFileError):
             RecordReader(file, offset=5, record=record, name="file").verify()
 
@@ -151,19 +160,19 @@ def test_the_end_of_a_tensor_is_verified_while_the_next_one_is_read(tmp_path, mo
     reads, summed, stock = [], [], sums._sums
     may_end = threading.Event()
 
-    def slow(view, chunk):
+    def slow(view, chunk, row_sums=None):
         summed.append(len(reads))
         assert may_end.wait(10)
-        return stock(view, chunk)
+        return stock(view, chunk, row_sums)
 
-    def read(self, room, place):
+    def noted(self, room, place):
         reads.append(len(room))
         if len([size for size in reads if size >= 2**20]) > 1:
             may_end.set()
         plain(self, room, place)
 
     plain = RecordReader._read
-    monkeypatch.setattr(RecordReader, "_read", read)
+    monkeypatch.setattr(RecordReader, "_read", noted)
     monkeypatch.setattr(sums, "_sums", slow)
     targets = {f"state_dict.{name}": torch.zeros(2**18) for name in tensors}
     read_into(targets, FolderReader(tmp_path / "a", threads=1))
@@ -177,34 +186,37 @@ def test_a_part_of_a_chunk_is_read_when_what_was_read_before_is_verified(tmp_pat
     with path.open("wb") as file, ThreadPoolExecutor(1) as helpers:
         record = SummedRecord(file, helpers, chunk=2**19)
         record.write_head(b"")
-        record.write_body([data])
+        record.write_body([Piece(memoryview(data))])
         record = record.write_tail(b"")
     stock = sums._sums
 
-    def slow(view, chunk):
+    def slow(view, chunk, row_sums=None):
         time.sleep(0.05)
-        return stock(view, chunk)
+        return stock(view, chunk, row_sums)
 
     monkeypatch.setattr(sums, "_sums", slow)
     with path.open("rb") as file, ThreadPoolExecutor(1) as helpers:
         reader = RecordReader(file, offset=0, record=record, name="file", verifier=(verifier := Verifier(helpers)))
         room = bytearray(2**19)
-        reader.read(memoryview(room), 0)
-        reader.read(memoryview(bytearray(10)), 3)
+        read(reader, memoryview(room), 0)
+        read(reader, memoryview(bytearray(10)), 3)
         room[:] = bytes(2**19)
         verifier.wait()
 
 
+@pytest.mark.parametrize("by", [[False], [True], [False, True, True], [True, False]], ids=str)
 @pytest.mark.parametrize("sizes", [[2**18, 3, 2**18], [5 * 2**19, 2**18, 2**10, 2**21, 7]])
-def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes):
+def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes, by):
     """As those of a GPU: two buffers for all tensors of a thread, and helpers that are slower than the disk."""
+    turns, stock_decision = itertools.cycle(by), lanes.is_summed_on_device
+    monkeypatch.setattr(lanes, "is_summed_on_device", lambda part: stock_decision(part) and next(turns))
     tensors = {f"w{index}": torch.randn(size) for index, size in enumerate(sizes)}
     Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
     stock = sums._sums
 
-    def slow(view, chunk):
+    def slow(view, chunk, row_sums=None):
         time.sleep(0.05)
-        return stock(view, chunk)
+        return stock(view, chunk, row_sums)
 
     monkeypatch.setattr(sums, "_sums", slow)
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
@@ -213,6 +225,126 @@ def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes):
     read_into(targets, FolderReader(tmp_path / "a", threads=1))
     for name, weight in tensors.items():
         assert targets[f"state_dict.{name}"].equal(weight)
+
+
+EDGES = [0, 1, 4095, 4096, 2**18 - 1, 2**18, 2**20 - 1, 2**20, 2**20 + 1, 8 * 2**20 + 5000]
+
+
+def save_at_edges(path, *, device="cpu", offset=0):
+    """Save bytes of sizes around rows, chunks and pieces, each a view that begins ``offset`` bytes into its memory."""
+    generator = torch.Generator().manual_seed(0)
+    memory = [torch.randint(256, (offset + size,), dtype=torch.uint8, generator=generator) for size in EDGES]
+    tensors = {f"w{each.numel()}": each.to(device)[offset:] for each in memory}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=path)
+    return {f"state_dict.{name}": tensor for name, tensor in tensors.items()}
+
+
+@contextmanager
+def device_sums(patch):
+    """Give a list of how many bytes the device has added up at once."""
+    found, stock = [], lanes.sum_rows
+    with patch.context() as inner:
+        inner.setattr(lanes, "sum_rows", lambda part, out: (found.append(part.nbytes), stock(part, out)))
+        yield found
+
+
+@pytest.mark.parametrize("offset", [0, 8, 4096, 3, 4])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
+def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypatch, device, offset):
+    """A CPU takes the part of the GPU where there is none: buffers are used, and torch adds up the rows."""
+    save_at_edges(tmp_path / "host", offset=offset)
+    if device == "cpu":
+        monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    large = [2**18, 2**20 - 1, 2**20, 2**20 + 1, 8 * 2**20] if offset % 8 == 0 else []
+    with device_sums(monkeypatch) as summed:
+        tensors = save_at_edges(tmp_path / "device", device=device, offset=offset)
+    assert sorted(summed) == large, "the others are smaller than 256 KiB, or not aligned to 8 bytes"
+    contents = [(tmp_path / name / sums.CHECKSUMS).read_bytes() for name in ("host", "device")]
+    assert contents[0] == contents[1]
+    targets = {
+        name: torch.zeros(offset + each.numel(), dtype=torch.uint8, device=device) for name, each in tensors.items()
+    }
+    targets = {name: memory[offset:] for name, memory in targets.items()}
+    with device_sums(monkeypatch) as summed:
+        read_into(targets, FolderReader(tmp_path / "host", threads=1))
+    assert sorted(summed) == large
+    assert same(targets, tensors)
+
+
+def test_sums_of_rows_wrap_around_on_the_device_as_on_the_host():
+    words = torch.full((2, 512), -1)  # 2**64 - 1 as the host reads it
+    words[1] = torch.iinfo(torch.int64).max
+    sums.sum_rows(words.view(-1).view(torch.uint8), out := torch.empty(2, dtype=torch.int64))
+    assert out.numpy().tobytes() == np.add.reduce(words.numpy().view("<u8"), axis=1).tobytes()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
+def test_flips_are_found_by_the_sums_of_the_device(tmp_path, monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    tensors = save_at_edges(tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    generator, bits = random.Random(0), 8 * file.stat().st_size
+    for _ in range(40):
+        bit, targets = (
+            generator.randrange(bits),
+            {name: torch.zeros_like(t, device=device) for name, t in tensors.items()},
+        )
+        flip(file, bit)
+        with pytest.raises(DamagedFileError, match=file.name):
+            read_into(targets, FolderReader(tmp_path / "a", threads=1))
+        flip(file, bit)
+
+
+@pytest.mark.parametrize("size", [2**20, 20 * 2**20])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
+def test_bytes_that_change_on_the_way_to_the_device_are_refused(tmp_path, monkeypatch, device, size):
+    def changed(part, out):
+        part[-4096] ^= 1
+        stock(part, out)
+
+    stock = lanes.sum_rows
+    if device == "cpu":
+        monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    Saver(asynchronous=False).save({"w": torch.randn(size // 4)}, files={}, path=tmp_path / "a")
+    monkeypatch.setattr(lanes, "sum_rows", changed)
+    with pytest.raises(DamagedFileError, match="distcp is damaged"):
+        read_into({"w": torch.zeros(size // 4, device=device)}, FolderReader(tmp_path / "a"))
+
+
+def test_a_device_without_memory_for_sums_leaves_them_to_the_host(tmp_path, monkeypatch):
+    def full(*args, dtype=None, **kwargs):
+        if dtype == torch.int64 and args != (0,):
+            refused.append(args)
+            raise torch.OutOfMemoryError("full")
+        return stock(*args, dtype=dtype, **kwargs)
+
+    refused, stock = [], torch.empty
+    save_at_edges(tmp_path / "host")
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    monkeypatch.setattr(lanes.torch, "empty", full)
+    save_at_edges(tmp_path / "device")
+    assert refused == [(2048,)], "a buffer tries once"
+    contents = [(tmp_path / name / sums.CHECKSUMS).read_bytes() for name in ("host", "device")]
+    assert contents[0] == contents[1]
+
+
+def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkeypatch):
+    """Its first and its last chunk are read in part, by the host; the whole ones between begin at an odd place."""
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    whole = torch.randint(256, (3 * 2**20 + 100,), dtype=torch.uint8)
+    with (tmp_path / "file").open("wb") as file, ThreadPoolExecutor(1) as helpers:
+        record = SummedRecord(file, helpers)
+        record.write_head(b"")
+        record.write_body(Lane().pieces(whole))
+        record = record.write_tail(b"")
+    for start, end, on_device in [(1000, 3 * 2**20 + 8, [2 * 2**20]), (1001, 3 * 2**20 + 50, []), (5, 2**20 - 1, [])]:
+        target = torch.zeros(end - start, dtype=torch.uint8)
+        with (tmp_path / "file").open("rb") as file, device_sums(monkeypatch) as summed:
+            reader = RecordReader(file, offset=0, record=record, name="file")
+            Lane().fill(target, lambda room, at: reader.read(room, start + at))  # noqa: B023
+        assert target.equal(whole[start:end])
+        assert summed == on_device
 
 
 @pytest.mark.parametrize("place", [3, -3])
@@ -309,7 +441,7 @@ def test_the_form_of_the_file_of_checksums():
     stream = io.BytesIO()
     record = SummedRecord(stream, ThreadPoolExecutor(1))
     record.write_head(b"head")
-    record.write_body([b"body"])
+    record.write_body([Piece(memoryview(b"body"))])
     record = record.write_tail(b"")
     assert stream.getvalue() == b"headbody"
     assert [*record.spans()] == [(0, 4), (4, 8), (8, 8)]

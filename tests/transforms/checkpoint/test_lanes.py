@@ -36,7 +36,7 @@ SIZES = [0, 1, 7, 8, 9, 16, 17, 40]
 @pytest.mark.parametrize("size", SIZES)
 def test_all_bytes_pass_through_two_buffers_in_order(size):
     source, lane = torch.randint(0, 256, (size,), dtype=torch.uint8), Indirect(piece=8)
-    pieces = [bytes(piece) for piece in lane.pieces(source)]
+    pieces = [bytes(piece.data) for piece in lane.pieces(source)]
     assert b"".join(pieces) == source.numpy().tobytes()
     assert all(len(piece) <= 8 for piece in pieces)
     target = torch.zeros_like(source)
@@ -56,13 +56,13 @@ def test_a_piece_stays_while_the_next_one_comes():
     first = next(pieces)
     ahead = lane._buffers[source.device][1].memory[:8].tolist()
     assert ahead == list(range(8, 16)), "the next one is under way"
-    assert bytes(first) == bytes(range(8))
+    assert bytes(first.data) == bytes(range(8))
 
 
 def test_memory_of_the_host_is_not_copied():
     source = torch.arange(100, dtype=torch.uint8)
     (piece,) = Lane().pieces(source)
-    assert torch.frombuffer(piece, dtype=torch.uint8).data_ptr() == source.data_ptr()
+    assert torch.frombuffer(piece.data, dtype=torch.uint8).data_ptr() == source.data_ptr()
     places = []
     Lane().fill(
         source, lambda room, place: places.append((torch.frombuffer(room, dtype=torch.uint8).data_ptr(), place))
@@ -75,7 +75,7 @@ def test_bytes_of_a_gpu_pass_through_pinned_memory():
     source = torch.randint(0, 256, (1000,), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     lane = Lane(piece=64)
-    content = b"".join(bytes(piece) for piece in lane.pieces(source))
+    content = b"".join(bytes(piece.data) for piece in lane.pieces(source))
     assert content == source.cpu().numpy().tobytes()
     assert all(buffer.memory.is_pinned() for buffer in lane._buffers[source.device])
     target = torch.zeros_like(source)
@@ -95,7 +95,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch):
 
     monkeypatch.setattr(lanes_module, "pinned", refuse)
     with pytest.warns(UserWarning, match="could not pin 1 MiB.*which is slower"):
-        pieces = [bytes(piece) for piece in Indirect(piece=8).pieces(torch.ones(9, dtype=torch.uint8))]
+        pieces = [bytes(piece.data) for piece in Indirect(piece=8).pieces(torch.ones(9, dtype=torch.uint8))]
     assert b"".join(pieces) == b"\1" * 9
 
 
