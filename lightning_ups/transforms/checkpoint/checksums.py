@@ -313,6 +313,8 @@ class RecordReader:
             self._read(room, place)
             return None
         end = record.head + record.body
+        if place + len(room) > end:  # only in a forged checkpoint: this would never end
+            raise DamagedFileError(damage(self._name))
         unverified, done = None, 0
         while room:
             number = (place - record.head) // record.chunk

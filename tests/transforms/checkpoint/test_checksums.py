@@ -347,6 +347,14 @@ def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkey
         assert summed == on_device
 
 
+def test_a_place_outside_of_a_record_is_refused():
+    file = io.BytesIO(bytes(2**13))
+    record = sums.Record(2**13, 0, 2**12, (0, checksum(bytes(2**12)), 0), 2**12)
+    for place, length in [(2**12, 100), (0, 2**12 + 1)]:
+        with pytest.raises(DamagedFileError, match="file is damaged"):
+            RecordReader(file, offset=0, record=record, name="file").read(memoryview(bytearray(length)), place)
+
+
 @pytest.mark.parametrize("place", [3, -3])
 def test_what_describes_a_tensor_is_verified_before_it_is_read(tmp_path, place):
     path = saved(tmp_path / "a", threads=1)
