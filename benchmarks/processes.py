@@ -61,8 +61,9 @@ def finished(
         processes: list[subprocess.Popen[bytes]] = []
         said = ""
         try:
+            port = free_port()
             for rank in range(ranks):
-                told = {**os.environ, **QUIET, **_rank(rank, ranks), **(environment or {}), _RUN: run}
+                told = {**os.environ, **QUIET, **_rank(rank, ranks, port), **(environment or {}), _RUN: run}
                 processes.append(
                     subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=told)
                 )
@@ -153,7 +154,7 @@ def portable(text: str) -> str:
     return text
 
 
-def _rank(rank: int, ranks: int) -> dict[str, str]:
+def _rank(rank: int, ranks: int, port: int) -> dict[str, str]:
     if ranks == 1:
         return {}
     return {
@@ -162,20 +163,16 @@ def _rank(rank: int, ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port() if rank == 0 else _PORTS[-1]),
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "benchmark",  # Lightning then takes the ranks as they are and starts none
     }
-
-
-_PORTS: list[int] = []
 
 
 def free_port() -> int:
     """Return a port of this machine that nobody listens to."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        _PORTS.append(free.getsockname()[1])
-    return _PORTS[-1]
+        return free.getsockname()[1]
 
 
 _RUN = "UPS_BENCHMARK_RUN"  # tells by the environment who belongs to a run

@@ -30,6 +30,11 @@ from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
 FLIPS = 240  # over all files of one folder
 
 
+@pytest.fixture(autouse=True)
+def sums_on_cuda(monkeypatch):
+    monkeypatch.setattr(sums, "SUMS_ON_CUDA", True)
+
+
 def saved(path, *, threads=2, seed=0):
     """Save weights, optimizer state, values that are no tensors, and the two files beside them."""
     torch.manual_seed(seed)
