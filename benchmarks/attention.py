@@ -53,7 +53,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from processes import finished, portable, told_to_end
 
-from lightning_ups._compat.attention import missing_package
+from lightning_ups._compat.torch.tensors.attention import missing_package
 from lightning_ups.kernels.attention import Documents, attention, reference_attention
 from lightning_ups.kernels.attention import auto as selection
 from lightning_ups.kernels.attention.expected import Expected

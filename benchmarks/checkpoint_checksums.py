@@ -84,7 +84,7 @@ def _rates() -> dict[str, dict[str, float]]:
     import hashlib
     import zlib
 
-    from lightning_ups.transforms.checkpoint.checksums import CHUNK, checksum
+    from lightning_ups.state.checkpoint.checksums import CHUNK, checksum
 
     functions = {
         "ours": checksum,
@@ -163,7 +163,7 @@ def _state(gigabytes: float, device: str) -> dict[str, Any]:
 def _rounds(
     asked: argparse.Namespace, folder: Path, tensors: dict[str, Any], end: float
 ) -> Iterator[dict[str, Folder]]:
-    from lightning_ups.transforms.checkpoint import Saver
+    from lightning_ups.state.checkpoint import Saver
 
     savers = [Saver(asynchronous=is_async, threads=asked.threads) for is_async in (False, True)]
     root = Path(tempfile.mkdtemp(dir=folder))
@@ -184,7 +184,7 @@ def _rounds(
 
 
 def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int | None, *, side: str) -> Folder:
-    from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
+    from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 
     sync, background = savers
     found = dict[str, Any]()
@@ -218,8 +218,9 @@ def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int |
 @contextmanager
 def _without_checksums() -> Iterator[None]:
     """Let checkpoints be written and read without checksums of their data."""
-    from lightning_ups.transforms.checkpoint import folder, lanes
-    from lightning_ups.transforms.checkpoint.checksums import Piece, SummedRecord
+    from lightning_ups.state.checkpoint import folder
+    from lightning_ups.state.checkpoint.checksums import Piece, SummedRecord
+    from lightning_ups.state.checkpoint.io import lanes
 
     def write_body(self: SummedRecord, pieces: Iterable[Piece]) -> None:
         for piece in pieces:

@@ -151,7 +151,7 @@ def _live(
     losses: dict[int, list[float]],
 ) -> dict[str, Any]:
     """Start the run from the newest checkpoint, kill it in ``phase``, and look at what is left."""
-    from lightning_ups.transforms.checkpoint import is_complete, newest
+    from lightning_ups.state.checkpoint import is_complete, newest
 
     whole, codes = _last(folder), list[int]()
     step = 0 if whole is None else _step_of(whole)
@@ -260,7 +260,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _newest(folder: Path) -> Path | None:
-    from lightning_ups.transforms.checkpoint import is_complete, newest, resolve
+    from lightning_ups.state.checkpoint import is_complete, newest, resolve
 
     for part in ("rolling", "last"):
         for entry in (folder / part).glob("*.ckpt"):
@@ -277,7 +277,7 @@ def _newest(folder: Path) -> Path | None:
 
 def _last(folder: Path) -> Path | None:
     """Return what ``ckpt_path="last"`` should mean."""
-    from lightning_ups.transforms.checkpoint import newest
+    from lightning_ups.state.checkpoint import newest
 
     return newest(folder / "last") or _newest(folder)
 
@@ -469,7 +469,7 @@ class _Observer:
             print(json.dumps({"phase": phase, "path": path.name, "at": time.time()}), file=file, flush=True)
 
     def _hold_within(self, target: str) -> None:
-        from lightning_ups.transforms.checkpoint import folder
+        from lightning_ups.state.checkpoint import folder
 
         observer = self
 

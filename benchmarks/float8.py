@@ -48,8 +48,8 @@ MODELS = ("1B", "150M", "vit", "mixed", "narrow")
 SEEDS = (0, 1, 2)
 SHARDS = 2  # GPUs that share the model of 8 B
 SETTINGS = {  # functions that return what holds while it is open
-    "tuned": "lightning_ups._compat.inductor.tuned_blocks",
-    "combined": "lightning_ups._compat.inductor.combined_kernels",
+    "tuned": "lightning_ups._compat.torch.compile.inductor.tuned_blocks",
+    "combined": "lightning_ups._compat.torch.compile.inductor.combined_kernels",
 }
 HYBRID = "tensorwise hybrid"  # as torchao has it: gradients in e5m2
 SETS: Mapping[str, Callable[[str], bool]] = {  # each is done in well under ten minutes of one GPU
@@ -184,7 +184,7 @@ def _left(names: Sequence[str], out: Sequence[str], lack: str, *, cure: str) -> 
 
 
 def _engine(_: str) -> Any:
-    from lightning_ups._compat.te import engine
+    from lightning_ups._compat.optional.te import engine
 
     return engine()
 
@@ -320,8 +320,8 @@ def _with_end(found: dict[str, Any]) -> dict[str, Any]:
 
 def predict(model: str, *, tiny: bool) -> dict[str, Any]:
     """Return what the advisor says of a model, before anything of it runs in float8."""
-    from lightning_ups.tools.advise import advise
-    from lightning_ups.tools.trial import Trial
+    from lightning_ups.commands.advise import advise
+    from lightning_ups.commands.trial import Trial
 
     trial: Trial = _trial(model, tiny=tiny)
     (advice,) = advise(trial, recipes=["tensorwise"], steps=8 if tiny else 25, timer=_made_up if tiny else None)
@@ -363,7 +363,7 @@ def _fit(
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
-    from lightning_ups.tools.trial import StepClock
+    from lightning_ups.commands.trial import StepClock
 
     class Losses(Callback):
         """Keeps them on the device: to read one would wait for it."""
@@ -545,9 +545,9 @@ def _trial(model: str, *, tiny: bool) -> Any:
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     from lightning_ups.callbacks import Compile
+    from lightning_ups.commands.trial import Trial
     from lightning_ups.order import Placement, Run
     from lightning_ups.precision import BF16Precision
-    from lightning_ups.tools.trial import Trial
 
     module, data = _model(model, tiny=tiny)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -562,7 +562,7 @@ def _trial(model: str, *, tiny: bool) -> Any:
 
 def _made_up(product: Any, recipe: str) -> Any:
     """Return times that follow from shapes: wide products win, narrow ones lose."""
-    from lightning_ups.transforms.advise_table import Times
+    from lightning_ups.insight.advise.table import Times
 
     third = product.flops / 1e6  # nothing on any device: large enough to decide
     if recipe != "bfloat16":

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ups.data import StdlibText
+from lightning_ups.insight.verify.rounding import rounded
 from lightning_ups.models import GPTModule
 from lightning_ups.models.gpt import Size
 from lightning_ups.precision import BF16Precision
-from lightning_ups.transforms.verify_rounding import rounded
 
 ON_GPU = torch.cuda.is_available()
 FORMATS: Mapping[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

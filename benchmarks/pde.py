@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from typing_extensions import override
 
 from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, Compile, DevicePrefetch
+from lightning_ups.commands.trial import StepClock
 from lightning_ups.precision import BF16Precision, Float8Precision
-from lightning_ups.tools.trial import StepClock
 
 sys.path.append(str(Path(__file__).parents[1]))
 from examples.pde import Forecast, VorticityData

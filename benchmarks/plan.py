@@ -165,10 +165,10 @@ def planned(config: Configuration) -> dict[str, Any]:
     """Return what the plan says of ``config``, in GiB."""
     import torch
 
+    from lightning_ups.insight.dry_run.plan import Planner
+    from lightning_ups.insight.memory.account import GIB
+    from lightning_ups.insight.memory.devices import DEVICES
     from lightning_ups.order import Placement, Run
-    from lightning_ups.order.plan import Planner
-    from lightning_ups.transforms.memory import GIB
-    from lightning_ups.transforms.memory_devices import DEVICES
 
     module = _module(config)
     with torch.device("meta"):

@@ -40,7 +40,7 @@ from lightning_ups.models.gpt import GPT, SIZES, GPTConfig
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.te import convert_to_te
+from lightning_ups.transforms.te.convert import convert_to_te
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -285,7 +285,7 @@ def _llama() -> nn.Module:
 
 def conversion() -> dict[str, Any]:
     """Logits and gradients in bfloat16 and each recipe, fused and apart, against float32."""
-    from lightning_ups._compat.te import autocast, make_recipe
+    from lightning_ups._compat.optional.te import autocast, make_recipe
 
     checks = Checks()
     for name, build in {"GPT": partial(GPT, SHAPE), "Llama": _llama}.items():
@@ -516,7 +516,7 @@ def attention() -> dict[str, Any]:
 
 
 def _attention_speed(recipe: str) -> dict[str, float]:
-    from lightning_ups._compat.te import attention_for, autocast, begin_attention_scales, make_recipe
+    from lightning_ups._compat.optional.te import attention_for, autocast, begin_attention_scales, make_recipe
 
     heads, groups, width, seq = (32, 8, 128, 4096) if CUDA else (2, 1, 16, 16)
     q, k, v = (
@@ -666,7 +666,7 @@ def without_engine(cases: Iterable[str]) -> list[str]:
     Raises:
         SystemExit: If it cannot be loaded, and nothing is left.
     """
-    from lightning_ups._compat.te import engine
+    from lightning_ups._compat.optional.te import engine
 
     try:
         engine()

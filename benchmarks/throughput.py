@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_ups.callbacks import Compile, TokenThroughput
+from lightning_ups.insight.throughput import Summary, checks, first_change, peaks_of
+from lightning_ups.insight.throughput.table import rendered
 from lightning_ups.models import GPTModule
 from lightning_ups.precision import BF16Precision
-from lightning_ups.transforms.throughput import Summary, checks, first_change, peaks_of
-from lightning_ups.transforms.throughput.table import rendered
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

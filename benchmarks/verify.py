@@ -21,15 +21,15 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups._compat.te import engine
+from lightning_ups._compat.optional.te import engine
 from lightning_ups.callbacks import Compile
+from lightning_ups.commands.trial import Trial
+from lightning_ups.commands.verify import verify
+from lightning_ups.config.asked import run_of
 from lightning_ups.data import RandomTokens
+from lightning_ups.insight.verify.faults import FAULTS
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
-from lightning_ups.tools.asked import run_of
-from lightning_ups.tools.trial import Trial
-from lightning_ups.tools.verify import verify
-from lightning_ups.transforms.verify_faults import FAULTS
 
 CUDA = torch.cuda.is_available()
 SEQ, BATCH = (512, 4) if CUDA else (32, 4)

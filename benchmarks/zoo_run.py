@@ -26,8 +26,8 @@ from zoo_modules import Line
 from zoo_modules.base import Batches, Work
 
 from lightning_ups.callbacks import AccelerationFlags
+from lightning_ups.config import presets
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from lightning_ups.tools import presets
 
 __all__ = ["ENDLESS", "SIDES", "Meter", "Side", "run"]
 

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from lightning_ups import __version__
-from lightning_ups.tools.errors import explained
-from lightning_ups.tools.spelling import suggestion
+from lightning_ups.config.errors import explained
+from lightning_ups.config.spelling import suggestion
 
 __all__ = ["main"]
 

@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups.callbacks import acceleration_flags
-from lightning_ups.transforms import late_values
+from lightning_ups.insight import late_values
 
 
 class LateDevice:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_ups._compat import te
-from lightning_ups._compat.optional import has
+from lightning_ups._compat.optional import te
+from lightning_ups._compat.optional.packages import has
 
 
 def need_engine():

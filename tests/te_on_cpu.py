@@ -22,6 +22,7 @@ import warnings
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import tests.transforms.test_te as converted
 import torch
 
 # What looks for CUDA or triton when it is imported comes before they seem to be there.
@@ -31,11 +32,10 @@ from transformers import LlamaForCausalLM  # noqa: F401
 
 import lightning_ups.precision  # noqa: F401
 import tests.precision.test_te as trained
-import tests.transforms.test_te as converted
-from lightning_ups._compat import te as compat
+from lightning_ups._compat.optional import te as compat
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.precision import BF16Precision, TEPrecision
-from lightning_ups.transforms.te import convert_to_te
+from lightning_ups.transforms.te.convert import convert_to_te
 
 SOURCE = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ["TRANSFORMER_ENGINE_SOURCE"])
 SOURCE = SOURCE.parent if SOURCE.name == "transformer_engine" else SOURCE

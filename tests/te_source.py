@@ -14,7 +14,7 @@ CLASSES = {
     "autocast": ("pytorch/quantization.py", ("__init__",)),
 }
 RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
-# Private, or of the class's inside: what lightning_ups/_compat/te.py relies on, by file.
+# Private, or of the class's inside: what lightning_ups/_compat/optional/te.py relies on, by file.
 USED = {
     "pytorch/module/base.py": (
         "self.__dict__[name] = value",
@@ -70,7 +70,7 @@ def signatures(root):
 
 
 def missing(root):
-    """Return what `_compat/te.py` relies on and the source does not say any more."""
+    """Return what `_compat/optional/te.py` relies on and the source does not say any more."""
     return [
         (file, text) for file, texts in USED.items() for text in texts if text not in (Path(root) / file).read_text()
     ]

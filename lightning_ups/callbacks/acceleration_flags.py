@@ -8,14 +8,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_ups._compat.logged_numbers import without_waiting
-from lightning_ups._compat.logged_values import moved_if_elsewhere
+from lightning_ups._compat.lightning.logging.logged_numbers import without_waiting
+from lightning_ups._compat.lightning.logging.logged_values import moved_if_elsewhere
 from lightning_ups._compat.profilers import not_profiled
-from lightning_ups.callbacks.late_logs import LateLogs
+from lightning_ups.callbacks.logs.late_logs import LateLogs
+from lightning_ups.insight.late_values import is_far
 from lightning_ups.kernels.attention import decisions, recorded_decisions
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.order.arguments import check_kind
-from lightning_ups.transforms.explained import note_no_kernel
+from lightning_ups.transforms.error_hints import note_no_kernel
 from lightning_ups.transforms.flags import (
     AttentionBackend,
     Flags,
@@ -25,8 +26,7 @@ from lightning_ups.transforms.flags import (
     current_flags,
     without_effect,
 )
-from lightning_ups.transforms.instead import instead_of
-from lightning_ups.transforms.late_values import is_far
+from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["AccelerationFlags"]
 

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups._compat.read_ahead import read_ahead, why_not
-from lightning_ups._compat.transfer import (
+from lightning_ups._compat.lightning.data.read_ahead import read_ahead, why_not
+from lightning_ups._compat.lightning.data.transfer import (
     around_transfer,
     batches_ahead,
     epoch_goes_on,

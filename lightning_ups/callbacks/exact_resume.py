@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_ups.order import Run, refuse_second
-from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
+from lightning_ups.state.resume import RESUME_KEY, Connection, OnUnreplayable
 
 __all__ = ["ExactResume"]
 

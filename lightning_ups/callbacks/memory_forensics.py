@@ -13,23 +13,23 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_ups._compat.allocator import (
+from lightning_ups._compat.lightning.trainer import trainer_of
+from lightning_ups._compat.torch.allocator import (
     allocator_counters,
     begin_history,
     device_memory,
     end_history,
     write_snapshot,
 )
-from lightning_ups._compat.lightning import trainer_of
+from lightning_ups.insight.dry_run.plan import Planner
+from lightning_ups.insight.dry_run.rehearsal import Uncountable
+from lightning_ups.insight.memory.account import GIB, Moment, readable
+from lightning_ups.insight.memory.devices import Device
+from lightning_ups.insight.memory.fake_module import fake_batch, twin
+from lightning_ups.insight.memory.owners import holders, is_out_of_memory
 from lightning_ups.order import Run, Stage
 from lightning_ups.order.arguments import check_kind, check_least, check_path
-from lightning_ups.order.plan import Planner
-from lightning_ups.order.rehearsal import Uncountable
 from lightning_ups.transforms.blocks import find_blocks
-from lightning_ups.transforms.memory import GIB, Moment, readable
-from lightning_ups.transforms.memory_devices import Device
-from lightning_ups.transforms.memory_holders import holders, is_out_of_memory
-from lightning_ups.transforms.memory_twin import fake_batch, twin
 from lightning_ups.transforms.quoted import first_line, quoted
 
 __all__ = ["MemoryForensics"]

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.after_closure import after_closure
-from lightning_ups._compat.averages import averaged_copies
-from lightning_ups._compat.optimizers import needs_closure
-from lightning_ups._compat.rollback import asked_weights_only, roll_back
-from lightning_ups._compat.skipping import clear_skip, skip_if, skips_on_device
+from lightning_ups._compat.lightning.after_closure import after_closure
+from lightning_ups._compat.lightning.averages import averaged_copies
+from lightning_ups._compat.lightning.rollback import asked_weights_only, roll_back
+from lightning_ups._compat.lightning.skipping import clear_skip, skip_if, skips_on_device
+from lightning_ups._compat.torch.optimizers import needs_closure
 from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
+from lightning_ups.state.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
 from lightning_ups.transforms.clip import gradients_of, total_norm
-from lightning_ups.transforms.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
-from lightning_ups.transforms.instead import instead_of
+from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["Action", "GuardEvent", "StepGuard"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.optional import has
+from lightning_ups._compat.optional.packages import has
 
 __all__ = ["Settings", "Step", "reference_step", "step_on"]
 

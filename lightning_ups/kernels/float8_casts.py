@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.custom_ops import define_operator
-from lightning_ups._compat.optional import has
+from lightning_ups._compat.optional.packages import has
+from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 
 __all__ = [
     "HAS_KERNELS",

@@ -14,7 +14,7 @@ Shape suffixes: M rows of K values each, R values of M rounded up to what produc
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.custom_ops import define_operator
+from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 from lightning_ups.kernels.float8_casts import LEAST, by_kernel, can_transpose, largest_of, rounded_up, transpose_into
 
 __all__ = ["PARTS", "column_maxima", "scaled_columns", "scaled_rows", "scales_of"]

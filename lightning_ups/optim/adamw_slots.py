@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_ups._compat.tensors import local_of, plain_memory
+from lightning_ups._compat.torch.tensors.tensors import local_of, plain_memory
 
 __all__ = ["Kind", "Layout", "Slots", "are_plain", "gradient_column", "local_part", "slots_of"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_ups._compat.optimizers import count_step, flag_to_skip, has_own_step
-from lightning_ups._compat.optional import has
+from lightning_ups._compat.optional.packages import has
+from lightning_ups._compat.torch.optimizers import count_step, flag_to_skip, has_own_step
 from lightning_ups.optim.adamw_slots import Kind, Layout, Slots, are_plain, gradient_column, local_part, slots_of
 
 __all__ = ["AdamWStep", "OneKernel", "Settings", "one_kernel", "reference_step", "settings_of", "suits_one_kernel"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lightning_ups._compat.tensors import local_of
+from lightning_ups._compat.torch.tensors.tensors import local_of
 
 __all__ = ["check_rounding", "innermost", "is_low_bit", "make_portable", "make_state_alone"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_ups._compat.optimizer_hooks import before_loading
+from lightning_ups._compat.torch.optimizer_hooks import before_loading
 from lightning_ups.optim.low_bit import innermost
 
 __all__ = ["check_options", "refuse_state_of_others"]
@@ -38,7 +38,7 @@ def check_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> N
             f"The checkpoint was saved by another optimizer than {name}: its groups have no {', '.join(lacking)}, which"
             f" {name} reads in every step. The state of one optimizer has no meaning for another."
             " Resume with the optimizer that saved it, or begin with its weights alone: leave out ckpt_path, and call"
-            " lightning_ups.transforms.checkpoint.load_weights in on_fit_start."
+            " lightning_ups.state.checkpoint.load_weights in on_fit_start."
         )
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 
-from lightning_ups._compat.partitioner import heeds_memory_budget
+from lightning_ups._compat.torch.compile.partitioner import heeds_memory_budget
 from lightning_ups.order.policy import STOCK_POLICIES, policy_of
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
 from lightning_ups.transforms.blocks import select_blocks
-from lightning_ups.transforms.parametrise import is_parametrised
-from lightning_ups.transforms.shard import is_sharded
+from lightning_ups.transforms.fsdp.sharding import is_sharded
+from lightning_ups.transforms.simple_fsdp.parametrize import is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
 __all__ = ["REFUSALS", "Refusal", "check", "one_graph", "refusals", "refuse_precision", "refuse_second"]
@@ -465,7 +465,7 @@ def _backends(run: Run) -> list[str]:
 
 
 def _compilation_off() -> str | None:
-    from lightning_ups._compat import dynamo  # the compiler: imported for those who need it
+    from lightning_ups._compat.torch.compile import dynamo  # the compiler: imported for those who need it
 
     return dynamo.is_off()
 

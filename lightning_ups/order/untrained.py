@@ -18,10 +18,10 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_ups._compat.after_closure import before_hooks_of_a_step
+from lightning_ups._compat.lightning.after_closure import before_hooks_of_a_step
 from lightning_ups.order.placement import Placement
 from lightning_ups.transforms.forward import original_forwards, replacing_parts
-from lightning_ups.transforms.instead import instead_of
+from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["held_by", "watch_gradients"]
 
@@ -177,7 +177,7 @@ class _Watch:
 
     def _reached(self, model: LightningModule, parameters: Sequence[nn.Parameter]) -> list[bool]:
         """Run the step's batch forward again, and return which of ``parameters`` its loss depends on."""
-        from lightning_ups.transforms.compile_trial import State  # the compiler: imported for those who need it
+        from lightning_ups.transforms.compile.trial import State  # the compiler: imported for those who need it
 
         assert self._batch is not None
         before, random_now = State(model), _random_state()

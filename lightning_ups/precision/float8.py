@@ -13,20 +13,22 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
-from lightning_ups._compat.lightning import trainer_of
+from lightning_ups._compat.lightning.trainer import trainer_of
+from lightning_ups._compat.torch.fake import fake_step, fake_twin, first_batch
+from lightning_ups.insight.advise.advice import Advice
+from lightning_ups.insight.advise.agreement import agreed
+from lightning_ups.insight.advise.shapes import check_ran, layers_of, layers_with_rows, products_of
+from lightning_ups.insight.advise.table import Timer, obtain_table
+from lightning_ups.insight.advise.timer import timer_on
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
-from lightning_ups.transforms import float8_mx
-from lightning_ups.transforms.advise import Advice
-from lightning_ups.transforms.advise_agree import agreed
-from lightning_ups.transforms.advise_shapes import check_ran, layers_of, layers_with_rows, products_of
-from lightning_ups.transforms.advise_table import Timer, obtain_table
-from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns
-from lightning_ups.transforms.float8 import (
+from lightning_ups.transforms.casting.autocast_errors import refused_autocast
+from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
+from lightning_ups.transforms.float8 import mx as float8_mx
+from lightning_ups.transforms.float8.convert import (
     Float8Conversion,
     Format,
     Recipe,
@@ -38,11 +40,9 @@ from lightning_ups.transforms.float8 import (
     float8_linears,
     why_none_fits,
 )
-from lightning_ups.transforms.float8_gather import Scales
-from lightning_ups.transforms.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.mesh import TENSOR
-from lightning_ups.transforms.refused_autocast import refused_autocast
-from lightning_ups.transforms.shard import is_sharded
+from lightning_ups.transforms.float8.gather import Scales
+from lightning_ups.transforms.fsdp.sharding import is_sharded
+from lightning_ups.transforms.sharding.mesh import TENSOR
 
 __all__ = ["Float8Precision"]
 
@@ -322,7 +322,9 @@ def _check_whole(module: nn.Module) -> None:
 
 
 def _warn_of_eager(run: Run) -> None:
-    from lightning_ups._compat.dynamo import compiled_by_itself  # the compiler, which torchao has imported by now
+    from lightning_ups._compat.torch.compile.dynamo import (
+        compiled_by_itself,  # the compiler, which torchao has imported by now
+    )
 
     compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
     if run.training and not compiled and not any(map(compiled_by_itself, run.module.modules())):

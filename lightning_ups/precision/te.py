@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.fake import fake_step, fake_twin, first_batch
-from lightning_ups._compat.lightning import trainer_of
-from lightning_ups._compat.te import (
+from lightning_ups._compat.lightning.trainer import trainer_of
+from lightning_ups._compat.optional.te import (
     autocast,
     checkpoint_by,
     engine,
@@ -27,25 +26,26 @@ from lightning_ups._compat.te import (
     why_not,
     why_not_on,
 )
+from lightning_ups._compat.torch.fake import fake_step, fake_twin, first_batch
+from lightning_ups.insight.advise.advice import Advice
+from lightning_ups.insight.advise.agreement import agreed
+from lightning_ups.insight.advise.engine import engine_layers, engine_name, modules_of, read_first
+from lightning_ups.insight.advise.shapes import Layer, check_ran, layers_of, layers_with_rows, products_of
+from lightning_ups.insight.advise.table import Timer, obtain_table
+from lightning_ups.insight.advise.timer import timer_on
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Weights
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
-from lightning_ups.transforms.advise import Advice
-from lightning_ups.transforms.advise_agree import agreed
-from lightning_ups.transforms.advise_engine import engine_layers, engine_name, modules_of, read_first
-from lightning_ups.transforms.advise_shapes import Layer, check_ran, layers_of, layers_with_rows, products_of
-from lightning_ups.transforms.advise_table import Timer, obtain_table
-from lightning_ups.transforms.advise_timer import timer_on
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
-from lightning_ups.transforms.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.mesh import DATA, TENSOR
+from lightning_ups.transforms.casting.autocast_errors import refused_autocast
+from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
+from lightning_ups.transforms.fsdp.sharding import is_sharded
 from lightning_ups.transforms.on_module import OnModule
-from lightning_ups.transforms.recompute import checkpointing_by
-from lightning_ups.transforms.refused_autocast import refused_autocast
-from lightning_ups.transforms.shard import is_sharded
-from lightning_ups.transforms.te import MULTIPLE, Fuse, TEConversion, convert_to_te
-from lightning_ups.transforms.te_attention import EngineAttention, engine_attention
-from lightning_ups.transforms.te_fusions import Fusion
+from lightning_ups.transforms.recompute.wrapping import checkpointing_by
+from lightning_ups.transforms.sharding.mesh import DATA, TENSOR
+from lightning_ups.transforms.te.attention import EngineAttention, engine_attention
+from lightning_ups.transforms.te.convert import MULTIPLE, Fuse, TEConversion, convert_to_te
+from lightning_ups.transforms.te.fusions import Fusion
 
 __all__ = ["TEPrecision"]
 
@@ -485,7 +485,7 @@ def _checked_fusions(fusions: Any) -> tuple[Fusion, ...]:
         raise TypeError(
             f"TEPrecision(fusions={fusions!r}) is no list of fusions."
             " Each says which norm is computed together with which linear layers."
-            " Use Fusion(norm=..., linears=[...]) of lightning_ups.transforms.te_fusions, or leave it out."
+            " Use Fusion(norm=..., linears=[...]) of lightning_ups.transforms.te.fusions, or leave it out."
         )
     return tuple(fusions)
 

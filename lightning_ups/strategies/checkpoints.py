@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_ups._compat.finetuning import regroup, regroups
-from lightning_ups._compat.last_checkpoints import (
+from lightning_ups._compat.lightning.finetuning import regroup, regroups
+from lightning_ups._compat.lightning.last_checkpoints import (
     ask_strategy_for_last,
     checkpoint_folders,
     kept_checkpoints,
     last_checkpoints,
 )
 from lightning_ups.order import PolicyPrecision, applied
-from lightning_ups.transforms.checkpoint import (
+from lightning_ups.state.checkpoint import (
     MODELS,
     Saver,
     claim,
@@ -50,7 +50,7 @@ from lightning_ups.transforms.checkpoint import (
     settle,
     unwritable,
 )
-from lightning_ups.transforms.resume import RESUME_KEY, Connection, OnUnreplayable
+from lightning_ups.state.resume import RESUME_KEY, Connection, OnUnreplayable
 
 __all__ = ["Checkpoints", "OnUnreplayable", "Save"]
 

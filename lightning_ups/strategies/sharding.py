@@ -23,19 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.averages import averaged_copies
-from lightning_ups._compat.evaluation import (
+from lightning_ups._compat.lightning.averages import averaged_copies
+from lightning_ups._compat.lightning.evaluation import (
     keeping_attributes,
     move_all_but_parameters,
     tied_recurrent,
     without_inference_mode,
 )
-from lightning_ups._compat.finetuning import finetuning_by_identity
-from lightning_ups._compat.nccl import destroy_at_exit, prepare_nccl
-from lightning_ups._compat.recording import Recording, recording
-from lightning_ups._compat.shard_data import check_kept, shard_data_written
-from lightning_ups._compat.shard_numbers import taken_whole
-from lightning_ups._compat.sigterm import SigtermPoll
+from lightning_ups._compat.lightning.finetuning import finetuning_by_identity
+from lightning_ups._compat.lightning.sigterm import SigtermPoll
+from lightning_ups._compat.torch.fsdp.nccl import destroy_at_exit, prepare_nccl
+from lightning_ups._compat.torch.fsdp.recording import Recording, recording
+from lightning_ups._compat.torch.fsdp.shard_data import check_kept, shard_data_written
+from lightning_ups._compat.torch.fsdp.shard_numbers import taken_whole
 from lightning_ups.order import (
     Context,
     PolicyPrecision,
@@ -51,19 +51,19 @@ from lightning_ups.order import (
 from lightning_ups.order.arguments import check_kind, check_least, check_path, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.strategies.waiting import come_together
-from lightning_ups.transforms.alike import shard_alike
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
-from lightning_ups.transforms.explained import note_shards
-from lightning_ups.transforms.instead import instead_of
-from lightning_ups.transforms.interrupts import keeping_interrupt
-from lightning_ups.transforms.materialise import Initialisation, is_on_meta, plan_initialisation
-from lightning_ups.transforms.mesh import DATA, TENSOR, MeshSizes, build_mesh, data_mesh, num_shares
-from lightning_ups.transforms.mixed_step import one_kind_at_a_time
-from lightning_ups.transforms.one_batch import check_one_batch, share_random_state
-from lightning_ups.transforms.replicated import BufferSync, average_gradients, give_first
-from lightning_ups.transforms.shard import unsharded
-from lightning_ups.transforms.sharded_before import recall
-from lightning_ups.transforms.sharded_step import explaining_shards
+from lightning_ups.transforms.error_hints import note_shards
+from lightning_ups.transforms.fsdp.interrupts import keeping_interrupt
+from lightning_ups.transforms.fsdp.shard_copy import shard_alike
+from lightning_ups.transforms.fsdp.sharding import unsharded
+from lightning_ups.transforms.patching import instead_of
+from lightning_ups.transforms.sharding.materialize import Initialisation, is_on_meta, plan_initialisation
+from lightning_ups.transforms.sharding.mesh import DATA, TENSOR, MeshSizes, build_mesh, data_mesh, num_shares
+from lightning_ups.transforms.sharding.mixed_step import one_kind_at_a_time
+from lightning_ups.transforms.sharding.one_batch import check_one_batch, share_random_state
+from lightning_ups.transforms.sharding.replicated import BufferSync, average_gradients, give_first
+from lightning_ups.transforms.sharding.sharded_before import recall
+from lightning_ups.transforms.sharding.sharded_step import explaining_shards
 
 __all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
 

@@ -12,29 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat import overlap
-from lightning_ups._compat.dynamo import donated_buffers_off, loggers_left_out
-from lightning_ups._compat.partitioner import gradients_apart, random_states_in_place
+from lightning_ups._compat.torch.compile import overlap
+from lightning_ups._compat.torch.compile.dynamo import donated_buffers_off, loggers_left_out
+from lightning_ups._compat.torch.compile.partitioner import gradients_apart, random_states_in_place
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
 from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
-from lightning_ups.transforms.accumulate import Sync
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
-from lightning_ups.transforms.compile import Compiled, Compiler, compiled, refuse_compiled
-from lightning_ups.transforms.compile_advice import advice_for_one_graph, advice_if_uncompiled
-from lightning_ups.transforms.compile_frame import hearing, prepared
-from lightning_ups.transforms.explained import explaining_shards_read, explaining_types, note_second_backward
-from lightning_ups.transforms.gather_graph import GatherPlan
+from lightning_ups.transforms.compile.advice import advice_for_one_graph, advice_if_uncompiled
+from lightning_ups.transforms.compile.backward_count import repeated_backward
+from lightning_ups.transforms.compile.compiler import Compiled, Compiler, compiled, refuse_compiled
+from lightning_ups.transforms.compile.frame import hearing, prepared
+from lightning_ups.transforms.error_hints import explaining_shards_read, explaining_types, note_second_backward
+from lightning_ups.transforms.fsdp.accumulate import Sync
 from lightning_ups.transforms.kv_cache import without_kv_cache
-from lightning_ups.transforms.parametrise import (
+from lightning_ups.transforms.shards_in_steps import plain_from_shards, refusing_gradients_of_shards
+from lightning_ups.transforms.simple_fsdp.gather_graph import GatherPlan
+from lightning_ups.transforms.simple_fsdp.parametrize import (
     Gathering,
     Parametrised,
     ParametriseOptions,
     parametrise,
     parametrised,
 )
-from lightning_ups.transforms.repeated_backward import repeated_backward
-from lightning_ups.transforms.shards_in_steps import plain_from_shards, refusing_gradients_of_shards
 from lightning_ups.transforms.tensor_parallel import Style, check_plan
 
 __all__ = ["SimpleFSDPStrategy"]

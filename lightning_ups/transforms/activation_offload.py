@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ups._compat.autograd import dense_parts, differentiated_by_torch_func, has_values
-from lightning_ups.optim.offload_layout import Form, form_of, plain_parts, view_of
-from lightning_ups.optim.offload_memory import Mark, Memory, memory_of
-from lightning_ups.transforms.explained import explaining_torch_func
+from lightning_ups._compat.torch.tensors.autograd import dense_parts, differentiated_by_torch_func, has_values
+from lightning_ups.optim.offload.layout import Form, form_of, plain_parts, view_of
+from lightning_ups.optim.offload.memory import Mark, Memory, memory_of
+from lightning_ups.transforms.error_hints import explaining_torch_func
 from lightning_ups.transforms.forward import Forward, replaced_forward
 
 __all__ = ["Offloaded", "offload_activations"]

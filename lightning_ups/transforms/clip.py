@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from lightning_ups._compat.tensors import local_of, whole_of
+from lightning_ups._compat.torch.tensors.tensors import local_of, whole_of
 
 __all__ = [
     "TakesClipCoefficient",

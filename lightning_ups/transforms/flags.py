@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_ups._compat.flags import (
+from lightning_ups._compat.torch.flags import (
     AttentionState,
     allocator_settings,
     allocator_variable,

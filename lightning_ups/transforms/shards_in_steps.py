@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_ups.transforms.instead import instead_of
+from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["plain_from_shards", "refusing_gradients_of_shards"]
 

@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from lightning_ups.transforms.checkpoint import Saver
-from lightning_ups.transforms.checkpoint.checksums import DamagedFileError
-from lightning_ups.transforms.checkpoint.reading import FolderReader, read_into
+from lightning_ups.state.checkpoint import Saver
+from lightning_ups.state.checkpoint.checksums import DamagedFileError
+from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 
 
 @pytest.fixture

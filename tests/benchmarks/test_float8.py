@@ -149,7 +149,7 @@ def lacks(why, module=""):
 
 
 def test_transformer_engine_that_cannot_be_loaded_is_left_out(float8, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lightning_ups._compat.te._required", lambda _: 1 / 0)
+    monkeypatch.setattr("lightning_ups._compat.optional.te._required", lambda _: 1 / 0)
     names = ["speed bf16", "speed tensorwise", "speed te delayed", "speed te block"]
     assert float8._possible(names, tiny=True, output=tmp_path) == names[:2]
     told = "'speed te delayed' needs transformer_engine, which cannot be loaded (ZeroDivisionError: division by zero)"

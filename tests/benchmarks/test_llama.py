@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.models.hf_names import to_hf
 from lightning_ups.strategies import fsdp2
-from lightning_ups.transforms.compile_frame import structure
+from lightning_ups.transforms.compile.frame import structure
 
 
 @pytest.fixture

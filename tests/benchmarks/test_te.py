@@ -81,7 +81,7 @@ def test_what_needs_transformer_engine_is_left_out_where_it_cannot_be_loaded(te,
         raise RuntimeError("built for CUDA 12")
 
     with monkeypatch.context() as patch:  # undone before the fixture puts back what there was before it
-        patch.setattr("lightning_ups._compat.te._required", broken)
+        patch.setattr("lightning_ups._compat.optional.te._required", broken)
         assert te.without_engine(te.CASES) == ["speed bf16", "speed bf16, compiled"]
         assert "cannot be loaded: RuntimeError: built for CUDA 12" in capsys.readouterr().out
         with pytest.raises(SystemExit, match="Install Transformer Engine"):

@@ -6,7 +6,7 @@ from jsonargparse import ArgumentParser
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_ups._compat.flags import read_attention, read_tf32
+from lightning_ups._compat.torch.flags import read_attention, read_tf32
 from lightning_ups.callbacks import AccelerationFlags, Compile
 from lightning_ups.order import applied
 from lightning_ups.transforms.flags import current_flags

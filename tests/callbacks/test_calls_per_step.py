@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ups.callbacks import AccelerationFlags, Compile
+from lightning_ups.config import presets
 from lightning_ups.precision import BF16Precision
-from lightning_ups.tools import presets
 
 SETTLED, COUNTED = 30, 20
 MOST = 40

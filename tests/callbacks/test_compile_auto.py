@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_ups.callbacks import Compile, OptimizerOffload
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
-from lightning_ups.transforms.cuda_graphs import OwnGradients
+from lightning_ups.transforms.compile.cuda_graphs import OwnGradients
 from tests import backends
 from tests.clocks import FixedClock, HostClock
 from tests.toys import trainer
@@ -319,14 +319,14 @@ def test_a_run_inside_another_leaves_its_gradients_alone(tmp_path, monkeypatch):
 
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
     expected = plain(tmp_path, monkeypatch)
-    monkeypatch.setattr("lightning_ups.transforms.compile_frame.outputs_owned", lambda run, ran, began: run)
+    monkeypatch.setattr("lightning_ups.transforms.compile.frame.outputs_owned", lambda run, ran, began: run)
     actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert actual["kept"] != expected["kept"]
 
 
 def test_without_own_gradients_accumulation_would_be_wrong(tmp_path, monkeypatch):
     expected = plain(tmp_path, monkeypatch, accumulate_grad_batches=2)
-    monkeypatch.setattr("lightning_ups.transforms.cuda_graphs.OwnGradients.take", lambda self: None)
+    monkeypatch.setattr("lightning_ups.transforms.compile.cuda_graphs.OwnGradients.take", lambda self: None)
     actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2), accumulate_grad_batches=2)
     assert actual["grads"] != expected["grads"]
 
@@ -500,7 +500,7 @@ def test_that_nothing_is_recorded_is_said(tmp_path, monkeypatch, reports):
 
 
 def test_outputs_that_are_large_forbid_graphs(tmp_path, monkeypatch, reports):
-    monkeypatch.setattr("lightning_ups.transforms.compile_mode.COPIED_BYTES", 100)
+    monkeypatch.setattr("lightning_ups.transforms.compile.mode.COPIED_BYTES", 100)
     run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert backends.RECORDED == []
     assert "default, since the model returns" in lines(reports[0])[-1]
@@ -547,7 +547,7 @@ def test_a_skipped_step_neither_decides_nor_stops_replaying(tmp_path, monkeypatc
 
 
 def test_a_forward_that_could_still_have_its_backward_is_not_written_over(tmp_path, monkeypatch, reports):
-    monkeypatch.setattr("lightning_ups.transforms.compile_replay.MOST_WAITS", 3)
+    monkeypatch.setattr("lightning_ups.transforms.compile.replay.MOST_WAITS", 3)
     expected = plain(tmp_path, monkeypatch, module=SkipsAndKeeps, **LONG)
     with pytest.warns(UserWarning, match="keeps what the model returned in a step that had no backward"):
         actual = run(tmp_path, monkeypatch, auto(), module=SkipsAndKeeps, clock=FixedClock(6.1, 5.2), **LONG)
@@ -658,7 +658,7 @@ def test_what_has_no_late_backward_is_no_error(tmp_path, monkeypatch, module):
 
 
 def test_graphs_that_are_asked_for_say_which_outputs_are_too_large_to_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_ups.transforms.compile.COPIED_BYTES", 30)
+    monkeypatch.setattr("lightning_ups.transforms.compile.compiler.COPIED_BYTES", 30)
     asked = Compile(scope="model", backend="ups_modes", mode="reduce-overhead")
     with pytest.warns(
         UserWarning, match=r"core \(Core\) returns 0 MiB in memory that CUDA graphs.*Keep copies: output"
@@ -678,7 +678,7 @@ def test_what_is_faster_uncompiled_runs_so_after_the_first_step(
     expected = run(tmp_path, monkeypatch, **options)
     monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("ups_modes_slow",))
     compile_ = Compile(scope="auto", mode=mode, backend="ups_modes_slow")
-    monkeypatch.setattr("lightning_ups.transforms.compile_frame.is_small", lambda graph: False)
+    monkeypatch.setattr("lightning_ups.transforms.compile.frame.is_small", lambda graph: False)
     with caplog.at_level("INFO"):
         actual = run(tmp_path, monkeypatch, compile_, clock=HostClock(device=100.0), **options)
     assert actual == expected
@@ -692,7 +692,7 @@ def test_what_is_faster_uncompiled_runs_so_after_the_first_step(
 
 def facts_of_group(tmp_path, monkeypatch, compile_, clock, **options):
     found = []
-    monkeypatch.setattr("lightning_ups.transforms.compile_frame.is_small", lambda graph: False)
+    monkeypatch.setattr("lightning_ups.transforms.compile.frame.is_small", lambda graph: False)
 
     class Looking(Keeper):
         def on_train_batch_end(self, outputs, batch, index):
@@ -708,7 +708,7 @@ def test_what_was_measured_is_in_the_report_and_what_gains_stays_compiled(tmp_pa
     assert slow["gain"]["compiled_ms"] > backends.SLOW_MS
     assert slow["gain"]["compiled_ms"] > slow["gain"]["eager_ms"]
     assert {*slow["eager"]} == {"training", "evaluation"}
-    monkeypatch.setattr("lightning_ups.transforms.compile_gain.Gain.is_loss", False)
+    monkeypatch.setattr("lightning_ups.transforms.compile.gain.Gain.is_loss", False)
     fast = facts_of_group(tmp_path, monkeypatch, Compile(scope="auto", backend="ups_slow"), HostClock())
     assert fast["gain"] is not None
     assert fast["eager"] == {}

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from lightning_ups.callbacks import Compile
-from lightning_ups.transforms.compile import compiled
-from lightning_ups.transforms.compile_frame import Compiler
+from lightning_ups.transforms.compile.compiler import compiled
+from lightning_ups.transforms.compile.frame import Compiler
 from tests.toys import loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ups._compat.cudagraph_trees import recordings
+from lightning_ups._compat.torch.compile.cudagraph_trees import recordings
 from lightning_ups.callbacks import Compile
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import applied

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import TokenThroughput
-from lightning_ups.callbacks.measured_run import MeasuredRun
+from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun
 from tests.callbacks.held_state import HOLDERS, Gan, Holding
 from tests.toys import Net, trainer
 

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups._compat import products
-from lightning_ups._compat.products import product
+from lightning_ups._compat.torch.tensors import products
+from lightning_ups._compat.torch.tensors.products import product
+from lightning_ups.insight.throughput.flops import count_flops
 from lightning_ups.kernels import linear_cross_entropy as module
 from lightning_ups.kernels.cross_entropy_step import reference_step
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
-from lightning_ups.transforms.flops import count_flops
 
 ROWS, DIM, VOCAB = 50, 16, 200
 OPTIONS = [

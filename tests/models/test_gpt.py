@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ups._compat.rehearsal import partitioning_backend
+from lightning_ups._compat.torch.rehearsal import partitioning_backend
 from lightning_ups.callbacks import Compile
-from lightning_ups.callbacks.progress import LeanProgressBar
+from lightning_ups.callbacks.logs.progress import LeanProgressBar
 from lightning_ups.data import RandomTokens
 from lightning_ups.models.gpt import GPT, SIZES, Block, GPTConfig, GPTModule
 from lightning_ups.order import applied
 from lightning_ups.transforms.blocks import find_blocks
-from lightning_ups.transforms.in_float32 import computing_in_float32
+from lightning_ups.transforms.casting.in_float32 import computing_in_float32
 from lightning_ups.transforms.tensor_parallel import parallelize, plan_of
 from tests.late_device import Reads
 from tests.toys import trainer

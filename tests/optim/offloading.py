@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
-from lightning_ups.optim.offload_memory import Memory
+from lightning_ups.optim.offload.memory import Memory
 
 POISON = 255  # every float type reads it as not a number
 

@@ -322,7 +322,7 @@ def test_compilation_switched_off_is_refused_where_it_is_needed(monkeypatch):
 def sharded_then_stock():
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lightning_ups.transforms.shard import ShardOptions, shard
+    from lightning_ups.transforms.fsdp.sharding import ShardOptions, shard
 
     model = Net()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))

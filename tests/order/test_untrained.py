@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_ups._compat import dynamo
+from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import Declaration, Stage
 from lightning_ups.transforms.forward import replaced_forward

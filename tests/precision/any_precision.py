@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ups._compat.log_levels import only_from
+from lightning_ups._compat.torch.log_levels import only_from
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te, foreign
 from tests.strategies import any_module

@@ -3,17 +3,17 @@ import logging
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from tests.tools.test_asked import DEFAULTS
 from torch import nn
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.config.asked import run_of
+from lightning_ups.insight.advise.table import Times
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.precision import float8 as float8_precision
 from lightning_ups.precision.float8 import _warn_of_eager
-from lightning_ups.tools.asked import run_of
-from lightning_ups.transforms.advise_table import Times
-from lightning_ups.transforms.float8 import float8_linears
-from tests.tools.test_asked import DEFAULTS
+from lightning_ups.transforms.float8.convert import float8_linears
 from tests.toys import Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -177,7 +177,7 @@ def test_bad_choices_are_refused_at_construction():
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
-    from lightning_ups._compat import optional
+    from lightning_ups._compat.optional import packages as optional
 
     monkeypatch.setattr(optional, "RequirementCache", lambda requirement: False)
     with pytest.raises(ModuleNotFoundError, match=r"Float8Precision needs torchao.*lightning-ups\[float8\]"):

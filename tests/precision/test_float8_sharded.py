@@ -11,8 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.float8 import float8_linears
-from lightning_ups.transforms.float8_gather import gathers_in_float8
+from lightning_ups.transforms.float8.convert import float8_linears
+from lightning_ups.transforms.float8.gather import gathers_in_float8
 from tests.precision import float8_cases as wide
 from tests.strategies import cases
 from tests.toys import trainer

@@ -4,19 +4,19 @@ import os
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from tests.tools.test_asked import DEFAULTS
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
+from lightning_ups.config.asked import run_of
+from lightning_ups.insight.advise.table import Times
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import Placement, Run, applied, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.tools.asked import run_of
-from lightning_ups.transforms.advise_table import Times
-from lightning_ups.transforms.te_fusions import Fusion
+from lightning_ups.transforms.te.fusions import Fusion
 from tests import fake_te
-from tests.tools.test_asked import DEFAULTS
 from tests.toys import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -617,7 +617,7 @@ class TestErrors:
             fit(tmp_path, TEPrecision(recipe="mxfp8"))
 
     def test_a_missing_package_names_the_extra(self, tmp_path, monkeypatch):
-        from lightning_ups._compat import te
+        from lightning_ups._compat.optional import te
 
         monkeypatch.setattr(
             te,

@@ -391,7 +391,7 @@ def whole(tensor):
 
 def on_ranks(name, tmp_path, strategy, size, options):
     from lightning_ups.strategies import FSDP2Strategy
-    from lightning_ups.transforms.sharded_before import recall
+    from lightning_ups.transforms.sharding.sharded_before import recall
 
     made = FSDP2Strategy(**strategy) if isinstance(strategy, dict) else strategy
     model, _, result = train(name, tmp_path, strategy=made, ranks=size, **options)

@@ -14,7 +14,7 @@ from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from lightning_ups.transforms.matmul_weights import matmul_weights
+from lightning_ups.transforms.casting.matmuls import matmul_weights
 from tests.foreign import Recurrent
 from tests.strategies.cases import losses_of, on_ranks
 from tests.toys import trainer

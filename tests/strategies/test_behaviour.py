@@ -18,7 +18,7 @@ from lightning_ups.callbacks import Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from lightning_ups.transforms.shard import unsharded
+from lightning_ups.transforms.fsdp.sharding import unsharded
 from tests.processor import needs_lstm_by_autocast
 from tests.strategies import cases
 from tests.strategies.cases import (

@@ -18,19 +18,20 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from safetensors.torch import save_file
+from tests.transforms.checkpoint.test_lanes import interrupts
+from tests.transforms.checkpoint.test_saver import by_slow_buffers, fill_disk
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ups.models.gpt import GPTModule
 from lightning_ups.order import PolicyPrecision
+from lightning_ups.state.checkpoint import consolidated, is_complete, newest
+from lightning_ups.state.checkpoint.io import lanes
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.checkpoint import consolidated, is_complete, lanes, newest
 from tests.ranks import Ranks
 from tests.strategies.cases import whole
 from tests.toys import Net, data, loader
-from tests.transforms.checkpoint.test_lanes import interrupts
-from tests.transforms.checkpoint.test_saver import by_slow_buffers, fill_disk
 
 
 def run_of(path, *, epochs=4, callbacks=(), **options):

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Partial
 
 from lightning_ups.order import PolicyPrecision
 from lightning_ups.strategies import fsdp2, sharding
-from lightning_ups.transforms import parametrise
+from lightning_ups.transforms.simple_fsdp import parametrize as parametrise
 from tests.strategies import cases
 from tests.strategies.test_parity import check, expected
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
-from lightning_ups.transforms.float8 import float8_linears
+from lightning_ups.transforms.float8.convert import float8_linears
 from tests.strategies.cases import CASES, WIDTH, Block, Case, on_ranks, simply_on_ranks, train
 
 

@@ -16,8 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.checkpoint import (
+from lightning_ups.state.checkpoint import (
     SavedWeights,
     Saver,
     claim,
@@ -28,6 +27,7 @@ from lightning_ups.transforms.checkpoint import (
     newest,
     resolve,
 )
+from lightning_ups.strategies import FSDP2Strategy
 from tests.toys import Net
 
 OPERATIONS = {"fsync", "open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate"}

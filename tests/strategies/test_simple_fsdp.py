@@ -18,13 +18,13 @@ from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_ups._compat.overlap import collectives_of
+from lightning_ups._compat.torch.compile.overlap import collectives_of
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy, simple_fsdp
-from lightning_ups.transforms.parametrise import shards_of
-from lightning_ups.transforms.shard import unsharded
+from lightning_ups.transforms.fsdp.sharding import unsharded
+from lightning_ups.transforms.simple_fsdp.parametrize import shards_of
 from tests.strategies import any_module, cases
 from tests.strategies.cases import CASES, data, losses_of, on_ranks, simply_on_ranks, weights_of
 from tests.strategies.test_behaviour import Unfreeze

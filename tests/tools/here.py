@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from lightning_ups.tools.machine import Machine, look
+from lightning_ups.commands.machine.packages import Machine, look
 
 
 @cache

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.optim.offload_memory import Memory
+from lightning_ups.optim.offload.memory import Memory
 from lightning_ups.transforms import activation_offload
 from lightning_ups.transforms.activation_offload import offload_activations
-from lightning_ups.transforms.compile import Compiler, compiled
-from lightning_ups.transforms.recompute import recompute
+from lightning_ups.transforms.compile.compiler import Compiler, compiled
+from lightning_ups.transforms.recompute.wrapping import recompute
 from tests.optim.offloading import LateMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ups import transforms
 from lightning_ups.transforms.activation_offload import offload_activations
-from lightning_ups.transforms.cast import cast_around
-from lightning_ups.transforms.compile import Compiler, compiled
-from lightning_ups.transforms.float8 import convert_to_float8
+from lightning_ups.transforms.casting.cast import cast_around
+from lightning_ups.transforms.casting.in_float32 import computing_in_float32
+from lightning_ups.transforms.compile.compiler import Compiler, compiled
+from lightning_ups.transforms.float8.convert import convert_to_float8
 from lightning_ups.transforms.forward import replaced_forward
-from lightning_ups.transforms.in_float32 import computing_in_float32
 from lightning_ups.transforms.kv_cache import without_kv_cache
-from lightning_ups.transforms.recompute import memory_budget, recompute
+from lightning_ups.transforms.recompute.wrapping import memory_budget, recompute
 from tests.transforms.contract import CLAUSES, Subject, batch
 
 # Raised while inductor's decompositions are imported, inside torch.

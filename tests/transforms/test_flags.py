@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_ups._compat.flags import allocator_settings, read_attention, settle_attention
+from lightning_ups._compat.torch.flags import allocator_settings, read_attention, settle_attention
 from lightning_ups.kernels.attention import decisions
 from lightning_ups.transforms.flags import (
     Flags,

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from lightning_ups.kernels.attention.auto import choose
+from lightning_ups.kernels.attention.backends.flex import flex
+from lightning_ups.kernels.attention.backends.reference import reference_attention
+from lightning_ups.kernels.attention.backends.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
 from lightning_ups.kernels.attention.documents import Documents
-from lightning_ups.kernels.attention.flex import flex
 from lightning_ups.kernels.attention.kind import Kind, constant, kind_of
 from lightning_ups.kernels.attention.operator import attention_forward
-from lightning_ups.kernels.attention.reference import reference_attention
-from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, TorchBackend, torch_attention
 from lightning_ups.kernels.attention.support import BACKENDS, Backend, KernelName, check
 
 __all__ = ["attention", "checked", "dense", "in_autocast_dtype"]

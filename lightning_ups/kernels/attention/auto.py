@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_ups._compat.dynamo import traces_for_cuda_graphs
+from lightning_ups._compat.torch.compile.dynamo import traces_for_cuda_graphs
 from lightning_ups.kernels.attention.expected import Expected, Point
 from lightning_ups.kernels.attention.kind import Kind
 from lightning_ups.kernels.attention.regions import Range, Regions, find_regions

@@ -15,10 +15,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_ups._compat.autograd import hidden_from_dynamo
-from lightning_ups._compat.custom_ops import define_operator, seen_by_nothing
-from lightning_ups._compat.ops import register_costly_op
-from lightning_ups.kernels.attention import eager, fa3, fa4
+from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
+from lightning_ups._compat.torch.tensors.custom_ops import define_operator, seen_by_nothing
+from lightning_ups._compat.torch.tensors.ops import register_costly_op
+from lightning_ups.kernels.attention.backends import eager, fa3, fa4
 from lightning_ups.kernels.attention.request import Request, attended_pairs
 
 __all__ = ["OperatorKernel", "attention_backward", "attention_forward"]

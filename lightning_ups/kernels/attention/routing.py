@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
 
-from lightning_ups._compat.attention import scaled_dot_product_attention, torch_choice
+from lightning_ups._compat.torch.tensors.attention import scaled_dot_product_attention, torch_choice
 from lightning_ups.kernels.attention.api import checked, dense, in_autocast_dtype
 from lightning_ups.kernels.attention.auto import choose
-from lightning_ups.kernels.attention.flex import flex
+from lightning_ups.kernels.attention.backends.flex import flex
+from lightning_ups.kernels.attention.backends.reference import reference_attention
+from lightning_ups.kernels.attention.backends.sdpa import TORCH_BACKENDS, allowed, only
 from lightning_ups.kernels.attention.kind import Kind, kind_of
 from lightning_ups.kernels.attention.operator import attention_forward
-from lightning_ups.kernels.attention.reference import reference_attention
-from lightning_ups.kernels.attention.sdpa import TORCH_BACKENDS, allowed, only
 from lightning_ups.kernels.attention.support import Backend, check, refusal
 
 __all__ = ["has_routed", "routed_attention"]

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 
-from lightning_ups._compat.attention import load_fa3, load_fa4, missing_package, torch_refuses
+from lightning_ups._compat.torch.tensors.attention import load_fa3, load_fa4, missing_package, torch_refuses
 from lightning_ups.kernels.attention.kind import Kind
 
 __all__ = ["BACKENDS", "Backend", "KernelName", "check", "refusal"]

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from lightning_ups._compat.attention import missing_package
+from lightning_ups._compat.torch.tensors.attention import missing_package
 from lightning_ups.kernels.attention import Documents, attention, auto, decisions, support
 from lightning_ups.kernels.attention.auto import choose, decide, extent
 from lightning_ups.kernels.attention.kind import Kind

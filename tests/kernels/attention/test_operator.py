@@ -4,7 +4,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ups._compat.ops import costly_ops
+from lightning_ups._compat.torch.tensors.ops import costly_ops
 from lightning_ups.kernels.attention import Documents, operator
 from lightning_ups.kernels.attention.operator import attention_backward, attention_forward
 from tests.kernels.attention.cases import BAND, CASES, Case, expected, gradients, worst

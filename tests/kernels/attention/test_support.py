@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_ups._compat import attention
+from lightning_ups._compat.torch.tensors import attention
 from lightning_ups.kernels.attention import support
 from lightning_ups.kernels.attention.kind import Kind
 from lightning_ups.kernels.attention.support import BACKENDS, check, refusal

@@ -1,0 +1,1 @@
+"""How Lightning loads and moves batches."""

@@ -1,0 +1,129 @@
+"""All ranks heed a signal at the same step, without a broadcast and a wait in every step; and learn if they go apart.
+
+Lightning 2.6.6 broadcasts rank 0's flag before each batch and reads it with ``.item()``, which waits for the device,
+and its handler broadcasts once more, from within the signal, on whatever rank got it. Here a flag on the CPU is
+reduced over gloo in the background, every few steps, and read when the next one is due, so that all ranks read the
+same at the same step. A number that must be the same on all ranks goes the same way, and so does SLURM's warning that
+the job will end: Lightning saves and requeues within the handler, while the other ranks are in another collective.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_ups._compat.lightning.fit_loop import in_accumulation
+
+__all__ = ["SigtermPoll"]
+
+_GROUPS: dict[Any, Any] = {}  # one for each process group of the world: a Trainer more need not open another
+
+
+class SigtermPoll:
+    """Polls, over all ranks, whether any of them got SIGTERM, or the signal upon which SLURM's job is requeued.
+
+    Args:
+        trainer: Whose loop and signal handler are changed.
+        every: Steps between two polls; a signal stops the run after at most twice as many.
+        mark: Returns a number that must be the same on all ranks, whenever they poll.
+        differ: Raises, on every rank, when it was not.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        every: int,
+        mark: Callable[[], int] = lambda: 0,
+        differ: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._trainer, self._every, self._mark, self._differ = trainer, every, mark, differ
+        self._asked, self._count = False, 0
+        self._to_requeue = 0  # the signal that asked this rank for it, until all know
+        self._requeues = 0  # the same when all know
+        # Asked to stop, to requeue; and of the mark the largest, and minus the smallest.
+        self._flags = torch.zeros(4, dtype=torch.int64)
+        self._pending: Any = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Stand in for Lightning's own way while the context is open; a run of one rank needs neither."""
+        if self._trainer.world_size == 1:
+            yield
+            return
+        loop, connector = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
+        loop._broadcast_sigterm_tensor = self.poll  # type: ignore[method-assign]
+        connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
+        connector._slurm_sigusr_handler_fn = self._note_requeue  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn
+            if self._pending is not None:
+                self._pending = None
+
+    def poll(self) -> None:
+        """Count a step; save, requeue or stop the run if at the last poll any rank had been asked to.
+
+        Raises:
+            SIGTERMException: On every rank, at the same step.
+        """
+        if self._trainer.world_size == 1:
+            return
+        self._count += 1
+        is_due = self._count % self._every == 0
+        stops = is_due and self._pending is not None and self._read()
+        if self._requeues and (stops or not in_accumulation(self._trainer)):  # its gradients are in no checkpoint
+            signum = self._requeues
+            self._to_requeue = self._requeues = 0  # the job got one signal, at this rank perhaps after the last poll
+            connector = self._trainer._signal_connector
+            type(connector)._slurm_sigusr_handler_fn(connector, signum, None)  # type: ignore[arg-type]
+        if stops:
+            self._trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+        if is_due:
+            self._send()
+
+    def compare(self) -> None:
+        """Wait until it is known that the mark is the same on all ranks now. Every rank must call it."""
+        if self._trainer.world_size > 1:
+            self._send()
+            self._read()
+
+    def _send(self) -> None:
+        mark = self._mark()
+        # At once, since a signal may come between any two calls. Where all know of one, another is about the same.
+        to_requeue, self._to_requeue = self._to_requeue, 0
+        to_requeue = 0 if self._requeues else to_requeue
+        self._flags = torch.tensor([int(self._asked), to_requeue, mark, -mark], dtype=torch.int64)
+        self._pending = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=_cpu_group(), async_op=True)
+
+    def _read(self) -> bool:
+        """Return whether any rank was asked to stop; it had some steps to arrive."""
+        self._pending.wait()
+        asked, requeues, largest, smallest = self._flags.tolist()  # on the CPU
+        self._requeues = self._requeues or requeues
+        if largest != -smallest:
+            self._differ()
+        return bool(asked)
+
+    def _note(self, signum: Any, _: Any) -> None:
+        # Nothing is sent from here: a signal arrives in the midst of anything. Nor is `received_sigterm` set, on which
+        # loops of this rank alone would stop.
+        if not self._asked and (launcher := self._trainer.strategy.launcher) is not None:
+            launcher.kill(signum)
+        self._asked = True
+
+    def _note_requeue(self, signum: Any, _: Any) -> None:
+        self._to_requeue = int(signum)
+
+
+def _cpu_group() -> Any:
+    world = dist.group.WORLD
+    if world not in _GROUPS:
+        _GROUPS[world] = dist.new_group(backend="gloo", group_desc="sigterm")  # its own: others wait in theirs
+    return _GROUPS[world]

@@ -1,0 +1,1 @@
+"""Optional packages and libraries."""

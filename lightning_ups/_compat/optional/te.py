@@ -1,0 +1,293 @@
+"""Transformer Engine 2: what is asked of it, and the few private names of it that are used.
+
+Read for these names: release 2.20.2.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
+
+from lightning_ups._compat.optional.cudnn import cudnn_conflict, torchs_cudnn_first
+from lightning_ups._compat.optional.packages import has, require
+from lightning_ups._compat.torch.tensors.autograd import outside_modes
+
+__all__ = [
+    "attention_for",
+    "autocast",
+    "begin_attention_scales",
+    "begin_scales",
+    "checkpoint_by",
+    "engine",
+    "forget_scales",
+    "holds_engine_modules",
+    "is_quantizing",
+    "make_recipe",
+    "mark_fsdp2",
+    "out_of_sight",
+    "scales",
+    "set_scales",
+    "why_no_attention",
+    "why_not",
+    "why_not_on",
+]
+
+REQUIREMENT, EXTRA, FEATURE = "transformer-engine>=2.20", "te", "TEPrecision"
+DEVICE = "cuda"
+_STATE = ("scale", "amax_history")  # of delayed scaling; other recipes have none
+_SIDES = ("scaling_fwd", "scaling_bwd")
+# What delayed scaling multiplies by before it has seen a maximum. Transformer Engine has 1 for all, with which most
+# gradients, and weights of wide layers, round to zero. Weights are rarely above 7 and gradients below 0.8, and values
+# that are cut off in a first step are seen in the second.
+_BEGIN = (1.0, 64.0, 1.0)  # what goes into a product, its weight, what comes out
+_BEGIN_ATTENTION = (1.0,) * 8 + (256.0,)  # the last are weights of attention, of which none is above 1
+_BEGIN_GRADIENTS = 65536.0
+
+
+def engine() -> Any:
+    """Return ``transformer_engine.pytorch``.
+
+    Raises:
+        ModuleNotFoundError: If it is missing.
+        ImportError: If it cannot be loaded here.
+    """
+    return _required("transformer_engine.pytorch")
+
+
+@cache  # each module asks at each forward, and to look up what is installed takes about half a millisecond
+def _required(module: str) -> Any:
+    try:
+        with _first_import():
+            found = require(module, requirement=REQUIREMENT, extra=EXTRA, feature=FEATURE)
+    except ImportError as error:
+        if not isinstance(error.__cause__, OSError):  # which a library that is missing or does not fit raises
+            raise
+        raise ImportError(
+            f"{FEATURE} found Transformer Engine but could not load its libraries: {str(error.__cause__).rstrip('.')}."
+            " The package has a part that is compiled against torch and CUDA."
+            f" Install it where both are: pip install --no-build-isolation 'lightning-ups[{EXTRA}]'."
+        ) from error.__cause__
+    _check_cudnn()
+    return found
+
+
+@contextmanager
+def _first_import() -> Iterator[None]:
+    # It loads the first cuDNN that it finds on the machine, for the whole process, and tells users of torch of JAX.
+    if "transformer_engine" in sys.modules or not has("transformer_engine"):
+        yield
+        return
+    with torchs_cudnn_first(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected a Jax installation", category=RuntimeWarning)
+        yield
+
+
+@cache
+def _check_cudnn() -> None:
+    if (conflict := cudnn_conflict()) is not None:
+        raise ImportError(
+            f"{FEATURE} found another cuDNN than torch's in this process: {conflict}."
+            " Transformer Engine loads the first that it finds by CUDNN_HOME, CUDNN_PATH, CUDA_HOME, LD_LIBRARY_PATH or"
+            " in the system, and with it attention and convolutions of torch break for as long as the process lives."
+            f" {FEATURE} loads torch's before: let nothing import transformer_engine earlier, take the other cuDNN out"
+            " of LD_LIBRARY_PATH and CUDNN_PATH, and start anew."
+        )
+
+
+def make_recipe(
+    name: str,
+    *,
+    number_format: str | None,
+    history: int,
+    compute: str,
+    margin: int,
+    reduce_amax: bool,
+    attention: bool,
+) -> Any:
+    """Return Transformer Engine's recipe of that name: delayed, current, block or mxfp8."""
+    recipes = _required("transformer_engine.common.recipe")
+    options: dict[str, Any] = {"fp8_dpa": attention} if attention else {}
+    if number_format is not None:
+        options["fp8_format"] = getattr(recipes.Format, number_format.upper())
+    if name == "delayed":
+        options |= {"amax_history_len": history, "amax_compute_algo": compute, "margin": margin}
+        options["reduce_amax"] = reduce_amax
+    classes = {
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+    }
+    return classes[name](**options)
+
+
+def why_not(name: str | None, device: torch.device) -> str | None:
+    """Return why the recipe cannot run on ``device``, or None if it can."""
+    te = engine()
+    if (why := why_not_on(device.type)) is not None:
+        return why
+    if name is None:
+        return None
+    checks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
+    available, reason = checks.get(name, te.is_fp8_available)(return_reason=True)
+    return None if available else reason.rstrip(".")
+
+
+def why_not_on(kind: str) -> str | None:
+    """Return why nothing of it can run on devices of this kind, or None if it may; it need not be installed."""
+    return None if kind == DEVICE else f"it runs on {DEVICE} devices alone"
+
+
+def why_no_attention(name: str, device: torch.device, *, width: int | None = None) -> str | None:
+    """Return why attention cannot train by the recipe on ``device``, with heads of this width, or None if it can.
+
+    Transformer Engine says of its kernels only that there is none. They are cuDNN's: FlashAttention 3 has float8 for
+    inference alone.
+    """
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    here = f"a GPU of capability {'.'.join(map(str, capability))}"
+    if capability < (9, 0) or capability == (12, 0):
+        return f"{here} has no float8 attention"
+    if capability < (10, 0) and name != "delayed":
+        return f"{here} has it with recipe='delayed' alone"
+    if width is None:
+        return None
+    if capability < (10, 0):
+        return None if width == 128 else f"{here} has it for heads of 128, and these are of {width}"
+    return None if width % 16 == 0 and width <= 128 else f"heads of {width} are no multiple of 16 up to 128"
+
+
+def autocast(recipe: Any, *, group: Any) -> AbstractContextManager[Any]:
+    """Return a context in which Transformer Engine's modules compute by ``recipe``."""
+    return engine().autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
+
+
+def is_quantizing() -> bool:
+    """Return whether such a context is open."""
+    return bool(_manager().is_fp8_enabled())
+
+
+def out_of_sight() -> AbstractContextManager[Any]:
+    """Return a context in which no mode of dispatch sees what is run, as Transformer Engine's own kernels are not seen.
+
+    A selective checkpoint compares the operators of both forwards, and the second copies scales that the first did not.
+    """
+    return outside_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def checkpoint_by(recipe: Any) -> Callable[..., Any]:
+    """Return Transformer Engine's checkpoint, called as torch's is: the second forward has the scales of the first.
+
+    That forward opens a context of its own, whose end would reduce the maxima of all modules once more, for each
+    recomputed block. Inside another context it does not.
+    """
+    te = engine()
+
+    def checkpoint(function: Callable[..., Any], *args: Any, context_fn: Any = noop_context_fn, **options: Any) -> Any:
+        def contexts() -> tuple[Any, Any]:
+            first, second = context_fn()
+            return first, _Together(lambda: te.autocast(enabled=False, recipe=recipe), lambda: second)
+
+        return te.checkpoint(function, *args, context_fn=contexts, **options)
+
+    return checkpoint
+
+
+class _Together:
+    """Contexts that are opened as one."""
+
+    def __init__(self, *makers: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._makers, self._stack = makers, ExitStack()
+
+    def __enter__(self) -> None:
+        for maker in self._makers:
+            self._stack.enter_context(maker())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+def mark_fsdp2(module: nn.Module) -> None:
+    """Tell a module of Transformer Engine that FSDP2 gathers its weights, so that it keeps no copies for backward.
+
+    It would look for itself in the tree of a sharded module, and a module that borrows its weights is in none.
+    """
+    if hasattr(module, "fast_setattr") and hasattr(type(module), "is_fsdp2"):
+        module.__dict__["_is_fsdp2"] = True
+
+
+def scales(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy, on the CPU, of the scales and maxima that ``module`` has gathered; empty if it has none."""
+    meta = getattr(module, "fp8_meta", {})
+    return {
+        f"{side}.{name}": getattr(meta[side], name).detach().cpu().clone()
+        for side in _SIDES
+        for name in _STATE
+        if side in meta and isinstance(getattr(meta[side], name, None), Tensor)
+    }
+
+
+def set_scales(module: nn.Module, state: Mapping[str, Tensor], *, recipe: Any, num_products: int) -> None:
+    """Put scales and maxima back into ``module``; of a history of another length, what both have."""
+    given: Any = module
+    given.fp8_meta |= {"num_gemms": num_products, "recipe": recipe}
+    # A module asks which recipe is in force. What is made while evaluating could not be changed while training.
+    with torch.inference_mode(mode=False), engine().autocast(enabled=False, recipe=recipe):
+        given.init_fp8_meta_tensors(recipe)
+    for key, value in state.items():
+        side, name = key.split(".")
+        mine = getattr(given.fp8_meta[side], name)
+        rows = min(len(mine), len(value))
+        mine[:rows].copy_(value[:rows])
+
+
+def begin_scales(module: nn.Module, *, recipe: Any, num_products: int) -> None:
+    """Let ``module``, if it has no scales of delayed scaling yet, begin with some that lose no gradients."""
+    _begin(module, _BEGIN * num_products, recipe=recipe, num_products=num_products)
+
+
+def begin_attention_scales(module: nn.Module, *, recipe: Any) -> None:
+    """Do so for a ``te.DotProductAttention``."""
+    _begin(module, _BEGIN_ATTENTION, recipe=recipe, num_products=len(_BEGIN_ATTENTION) // 3)
+
+
+def _begin(module: nn.Module, forward: Sequence[float], *, recipe: Any, num_products: int) -> None:
+    if scales(module):
+        return
+    set_scales(module, {}, recipe=recipe, num_products=num_products)
+    meta: Any = module.fp8_meta
+    meta["scaling_fwd"].scale.copy_(torch.tensor(forward))
+    meta["scaling_bwd"].scale.fill_(_BEGIN_GRADIENTS)
+
+
+def attention_for(heads: int, width: int, *, groups: int, scale: float | None) -> Any:
+    """Return a causal ``te.DotProductAttention`` over tensors [batch, seq, heads, width]."""
+    return engine().DotProductAttention(
+        heads, width, num_gqa_groups=groups, qkv_format="bshd", attn_mask_type="causal", softmax_scale=scale
+    )
+
+
+def forget_scales() -> None:
+    """Let Transformer Engine forget the modules whose maxima it reduces: it would keep and reduce them for ever."""
+    _manager().reset()
+
+
+def holds_engine_modules(module: nn.Module) -> list[str]:
+    """Return the names of modules of Transformer Engine in ``module``, without importing it."""
+    return [
+        name
+        for name, m in module.named_modules()
+        if any(base.__module__.partition(".")[0] == "transformer_engine" for base in type(m).__mro__)
+    ]
+
+
+def _manager() -> Any:
+    return _required("transformer_engine.pytorch.quantization").FP8GlobalStateManager

@@ -1,0 +1,197 @@
+"""Operators that do no more than launch a kernel of Triton, which a compiled graph launches itself.
+
+An operator is a box to inductor: its code calls torch's dispatcher, that calls Python, and that calls Triton, for 30
+to 60 microseconds each time. What the box holds takes as long as any kernel that inductor wrote.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from lightning_ups._compat.optional.triton import launching_on
+from lightning_ups._compat.torch.compile.inductor import graph_pass
+
+__all__ = ["Launch", "Operator", "launch_directly", "launched_by_graphs"]
+
+
+class Launch(NamedTuple):
+    """What Triton is told to run, in four warps.
+
+    Args:
+        kernel: As Triton launches it.
+        programs: How many there are.
+        arguments: By name; tensors are contiguous.
+        written: Names of those that the kernel writes to.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: Mapping[str, Any]
+    written: tuple[str, ...]
+
+    def run(self, device: torch.device) -> None:
+        """Launch it."""
+        with launching_on(device):
+            self.kernel[(self.programs,)](**self.arguments)
+
+
+class Operator(NamedTuple):
+    """An operator whose outputs are all written by one launch.
+
+    Args:
+        operator: As graphs have it.
+        launch: Returns the launch, given the operator's inputs and its outputs, or None where the operator does more.
+            Tensors have no values.
+    """
+
+    operator: OpOverload
+    launch: Callable[[Sequence[Any], Sequence[Tensor]], Launch | None]
+
+
+@contextmanager
+def launched_by_graphs(operators: Sequence[Operator], *, sources: Sequence[str]) -> Iterator[None]:
+    """Let graphs that are compiled while the context is open launch the kernels of ``operators`` themselves.
+
+    Shapes that are not known until a graph runs leave an operator as it is.
+
+    Args:
+        operators: Those whose calls are replaced.
+        sources: Files of what decides on a launch: inductor's caches know a graph by their content.
+    """
+
+    def change(graph: fx.Graph) -> None:
+        for each in operators:
+            launch_directly(graph, each)
+
+    with graph_pass("apart", change, sources=sources), _analysed_once():
+        yield
+
+
+@contextmanager
+def _analysed_once() -> Iterator[None]:
+    """Let torch find out once for each kind of launch what its kernel writes to, while the context is open.
+
+    It has Triton parse the kernel for that, 10 ms, and asks twice for each launch: 672 times for eight blocks with
+    casts by rows.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    # The first in torch 2.13, which also finds what is read; the second in torch 2.11.
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    name = next((name for name in names if hasattr(triton_kernel_wrap, name)), None)
+    if name is None:
+        yield
+        return
+    plain = getattr(triton_kernel_wrap, name)
+    found: dict[Any, Any] = {}
+
+    def analysed(kernel: Any, arguments: dict[str, Any], descriptors: Any) -> Any:
+        kinds = {name: _kind(value) for name, value in arguments.items()}
+        if descriptors or None in kinds.values():
+            return plain(kernel, arguments, descriptors)
+        key = kernel, *kinds.items()
+        if key not in found:
+            found[key] = plain(kernel, arguments, descriptors)
+        return found[key]
+
+    with patch.object(triton_kernel_wrap, name, analysed):
+        yield
+
+
+def _kind(value: Any) -> Any:
+    """Return all that Triton looks at of an argument while it parses a kernel, or None if that is not known."""
+    if isinstance(value, int | float | str):
+        return type(value), value
+    dtype = getattr(value, "dtype", None)  # of a tensor without values, or of what stands for one in inductor
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def launch_directly(graph: fx.Graph, known: Operator) -> None:
+    """Put its launch in the place of each call of an operator."""
+    for node in graph.find_nodes(op="call_function", target=known.operator):
+        inputs = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+        value = node.meta["val"]
+        outputs = [value] if isinstance(value, Tensor) else [*value]
+        if not all(map(_can_be_launched_on, (each for each in (*inputs, *outputs) if isinstance(each, Tensor)))):
+            continue
+        launch = known.launch(inputs, outputs)
+        if launch is not None:
+            with graph.inserting_before(node):
+                found = _launched(graph, launch, [*zip(inputs, node.args, strict=True)], outputs)
+            _replace(graph, node, found)
+
+
+def _can_be_launched_on(tensor: Tensor) -> bool:
+    is_known = all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
+    return is_known and tensor.device.type == "cuda" and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _launched(
+    graph: fx.Graph, launch: Launch, inputs: Sequence[tuple[Any, Any]], outputs: Sequence[Tensor]
+) -> list[fx.Node]:
+    """Return nodes of the outputs, of a launch that is added to ``graph``."""
+    # Inductor finds by itself that it may write to memory that nothing else has seen.
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+    from torch._inductor.lowering import needs_realized_inputs
+
+    # As for any operator: what two launches read is then written once if it is made of several, and not for each.
+    realized: Any = needs_realized_inputs
+    realized.add(torch.ops.higher_order.triton_kernel_wrapper_mutation)
+    nodes = {id(value): node for value, node in inputs} | {id(each): _empty(graph, each) for each in outputs}
+    tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in launch.arguments.items() if name not in tensors}
+    call = graph.call_function(
+        triton_kernel_wrapper_functional,
+        kwargs={
+            "kernel_idx": kernel_side_table.add_kernel(launch.kernel),
+            "constant_args_idx": kernel_side_table.add_constant_args(others),
+            "grid": [(launch.programs, 1, 1)],
+            "tma_descriptor_metadata": {},
+            "kwargs": {name: nodes[id(value)] for name, value in tensors.items()},
+            "tensors_to_clone": [*launch.written],
+        },
+    )
+    call.meta["val"] = {name: _place_of(tensors[name]) for name in launch.written}
+    names = {id(tensors[name]): name for name in launch.written}
+    return [_shown(graph, call, names[id(each)], each) for each in outputs]
+
+
+def _empty(graph: fx.Graph, value: Tensor) -> fx.Node:
+    place = _place_of(value)
+    settings = {"dtype": place.dtype, "device": place.device, "pin_memory": False}
+    node = graph.call_function(torch.ops.aten.empty.memory_format, ([*place.shape],), settings)
+    node.meta["val"] = place
+    return node
+
+
+def _place_of(value: Any) -> Tensor:
+    """Return new memory for ``value``, with a dimension: for one without, inductor writes a kernel that fills it."""
+    with value.fake_mode:
+        return value.new_empty(value.shape or (1,))
+
+
+def _shown(graph: fx.Graph, call: fx.Node, name: str, output: Tensor) -> fx.Node:
+    node = graph.call_function(operator.getitem, (call, name))
+    node.meta["val"] = call.meta["val"][name]
+    if output.dim() > 0:
+        return node
+    scalar = graph.call_function(torch.ops.aten.view.default, (node, []))
+    with output.fake_mode:  # type: ignore[attr-defined]
+        scalar.meta["val"] = node.meta["val"].view(())
+    return scalar
+
+
+def _replace(graph: fx.Graph, node: fx.Node, found: Sequence[fx.Node]) -> None:
+    if isinstance(node.meta["val"], Tensor):
+        node.replace_all_uses_with(found[0])
+    else:
+        for item in [*node.users]:
+            item.replace_all_uses_with(found[item.args[1]])  # type: ignore[index]  (what takes an output of several)
+            graph.erase_node(item)
+    graph.erase_node(node)

@@ -1,0 +1,206 @@
+"""AOTAutograd's split of a graph into forward and backward: who asks what it costs, and what it gets wrong."""
+
+import inspect
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_ups._compat.torch.log_levels import only_errors
+from lightning_ups._compat.torch.tensors.autograd import outside_modes, saves_seen_by
+
+__all__ = ["gradients_apart", "heeds_memory_budget", "random_numbers_kept", "random_states_in_place"]
+
+_NOTHING = 1e-9  # what is less keeps nothing
+_KEEPING: list[Any] = []  # what was in place of ours, once for each context that is open
+
+
+@cache
+def heeds_memory_budget(backend: str) -> bool | None:
+    """Return whether what is kept for backward by ``backend`` depends on the memory budget; None if it does not run.
+
+    A small graph is compiled to see, except by inductor, of which it is known and which takes seconds.
+    """
+    if backend == "inductor":
+        return True
+    try:
+        with only_errors():
+            return _saved_bytes(backend, budget=0.0) < _saved_bytes(backend, budget=1.0)
+    except Exception:  # noqa: BLE001  (the first step compiles too, and tells what it is)
+        return None
+
+
+def _saved_bytes(backend: str, *, budget: float) -> int:
+    from torch._functorch import config  # slow to import, and nothing that --help needs
+
+    from lightning_ups._compat.torch.compile.dynamo import backend_compiler
+
+    graph = fx.symbolic_trace(lambda x: ((x @ x).sin(),))
+    saved: list[torch.Tensor] = []
+    with (
+        config.patch(activation_memory_budget=budget),
+        outside_modes(),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        x = torch.ones(8, 8, device="cpu", requires_grad=True)
+        run = backend_compiler(backend, mode="default", dynamic=None)(graph, [x])
+        with saves_seen_by(saved.append):
+            run(x)
+    return sum(tensor.nbytes for tensor in saved)
+
+
+@contextmanager
+def gradients_apart() -> Iterator[None]:
+    """Leave each gradient memory of its own, and each collective one wait, where equal gradients are reduced once.
+
+    The partitioner lets equal nodes be one, but for what a graph returns. A reduction is within it, and the wait, which
+    is what is returned, gives the memory of what it waits for: two parameters would have one gradient, which is added
+    to, or clipped, for each of them. Inductor's passes, in turn, know one wait for each collective.
+    """
+    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
+
+    original = getattr(partitioners, "fx_graph_cse", None)
+    if original is None:
+        yield  # another torch, which may leave equal nodes alone
+        return
+
+    def fx_graph_cse(graph: fx.Graph) -> fx.Graph:
+        merged = original(graph)
+        _wait_once(merged)
+        return merged
+
+    module: Any = partitioners
+    module.fx_graph_cse = fx_graph_cse
+    try:
+        yield
+    finally:
+        module.fx_graph_cse = original
+
+
+def _wait_once(graph: fx.Graph) -> None:
+    """Let each wait but the first for a collective copy what that one gives."""
+    first: dict[Any, fx.Node] = {}
+    for wait in graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
+        if (waited := first.setdefault(wait.args[0], wait)) is not wait:
+            wait.target = torch.ops.aten.clone.default
+            wait.args = (waited,)
+
+
+@contextmanager
+def random_states_in_place() -> Iterator[None]:
+    """Let graphs draw anew, in what backward recomputes, also where they pass more than tensors and numbers.
+
+    From torch 2.13 on a graph whose parameters are sharded passes their mesh to its backward, after all tensors and
+    before numbers. The partitioner puts the states of random numbers before the numbers, as if there were no mesh, and
+    the runtime takes the mesh for a tensor. Attention counts as random on a CPU, whatever its dropout is.
+    """
+    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
+
+    original = getattr(partitioners, "functionalize_rng_ops", None)
+    is_opaque = getattr(partitioners, "is_opaque_node", None)
+    if original is None or is_opaque is None or "num_sym_nodes" not in inspect.signature(original).parameters:
+        yield  # another torch, whose own order may be right
+        return
+
+    def functionalize_rng_ops(
+        joint_module: fx.GraphModule, fw_module: fx.GraphModule, bw_module: fx.GraphModule, num_sym_nodes: int
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        saved = [p for p in bw_module.graph.find_nodes(op="placeholder") if "tangent" not in p.name]
+        opaque = [p for p in saved if is_opaque(p)]
+        forward, backward = original(joint_module, fw_module, bw_module, num_sym_nodes + len(opaque))
+        for state in backward.graph.find_nodes(op="placeholder") if opaque else ():
+            if state.name.startswith("rng_state_output"):
+                opaque[0].prepend(state)
+        backward.recompile()
+        return forward, backward
+
+    module: Any = partitioners
+    module.functionalize_rng_ops = functionalize_rng_ops
+    try:
+        yield
+    finally:
+        module.functionalize_rng_ops = original
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Let no backward draw random numbers anew for what a memory budget has it recompute, as a dropout's mask is.
+
+    By itself the partitioner draws others there: only for what the user has marked to be recomputed are the states of
+    generators kept. Inductor draws seeds, and makes numbers of these, so that seeds are all that it keeps.
+    Contexts may be closed in any order. A graph is refused, with a RuntimeError while it compiles, if a region in it
+    that compiles for itself draws.
+    """
+    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
+
+    module: Any = partitioners
+    if not _KEEPING:
+        original = module.choose_saved_values_set
+
+        @wraps(original)
+        def choose_saved_values_set(graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
+            random = [node for node in graph.nodes if node_info.is_required_fw(node) and _draws(node)]
+            random = [node for node in random if "recompute" not in node.meta]  # the user's own marks
+            for node in random:
+                _refuse_region(node, memory_budget)
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if memory_budget < _NOTHING:
+                # Torch goes by no mark then.
+                return list(dict.fromkeys([*node_info.inputs, *(leaf for node in random for leaf in _leaves(node))]))
+            saved = original(graph, node_info, memory_budget)
+            # A cut goes through the parts of a result of many; where there is no choice torch names the whole of it.
+            return list(dict.fromkeys(part for node in saved for part in (_leaves(node) if node in random else [node])))
+
+        module.choose_saved_values_set = choose_saved_values_set
+        _KEEPING.append(original)
+    else:
+        _KEEPING.append(_KEEPING[0])
+    try:
+        yield
+    finally:
+        original = _KEEPING.pop()
+        if not _KEEPING:
+            module.choose_saved_values_set = original
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return whether ``node`` draws random numbers, so that it gives others when it runs again."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        owner = node.graph.owning_module
+        names = [str(part.target) for part in node.all_input_nodes if part.op == "get_attr"]
+        inner = [getattr(owner, name, None) for name in names]
+        return any(_draws(each) for part in inner if isinstance(part, fx.GraphModule) for each in part.graph.nodes)
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    # Attention has the tag whatever its dropout is.
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    rate = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(rate != 0.0)
+
+
+def _refuse_region(node: fx.Node, budget: float) -> None:
+    """Raise if ``node`` is a region, of which inductor gives backward other numbers even if the seeds are kept."""
+    if budget < 1 and isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise RuntimeError(
+            f"Under a memory budget, {node.target.name()} draws random numbers, as dropout does."
+            " It is compiled for itself, as nested_compile_region lets it be, and backward would compute with other"
+            " numbers than forward."
+            " Take the dropout or the region out, or use ActivationCheckpoint(save=...) in place of memory_budget."
+        )
+
+
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    """Return ``node``, or what is taken out of it if it is a tuple."""
+    if not isinstance(node.meta.get("val"), tuple | list):
+        return [node]
+    return [leaf for part in node.users if part.target is operator.getitem for leaf in _leaves(part)]

@@ -1,0 +1,1 @@
+"""Private names of FSDP2 and of DTensor."""

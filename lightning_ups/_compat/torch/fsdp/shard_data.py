@@ -1,0 +1,116 @@
+"""Writing to a shard in ways which torch takes and forgets: to its data, and by index."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_ups._compat.torch.tensors.tensors import count_writes, whole_of
+
+__all__ = ["check_kept", "shard_data_written"]
+
+_gathered: list[tuple[Tensor, int, tuple[int, ...]]] = []  # what was read by index: copies, as they were, and of what
+
+
+@contextmanager
+def shard_data_written() -> Iterator[None]:
+    """Let ``shard.data = values`` and ``shard[index] = values`` write to the shard, or say why not, in the context.
+
+    Torch sets the data of the ``DTensor`` itself, which has none: those of the tensor that it wraps stay as they were,
+    and nothing is said. And what an index asks for along a dimension that is split it gathers, and writes to the copy.
+    Where that is done without an assignment, as by ``shard[0].zero_()``, `check_kept` says so.
+    """
+    kind: Any = DTensor
+    own = {"data": property(_get, _set), "__getitem__": _get_item, "__setitem__": _set_item}
+    missing = [name for name in own if name not in vars(kind)]  # else an outer context, or a torch that does it
+    for name in missing:
+        setattr(kind, name, own[name])
+    try:
+        yield
+    finally:
+        for name in missing:
+            delattr(kind, name)
+        if missing:
+            _gathered.clear()
+
+
+def check_kept() -> None:
+    """Raise if what was read from a shard by index, since the last call, was written to and is no part of it.
+
+    Raises:
+        RuntimeError: If so.
+    """
+    lost = [shape for copy, count, shape in _gathered if count_writes(copy) != count]
+    _gathered.clear()
+    if lost:
+        raise RuntimeError(
+            f"A tensor of shape {lost[0]} that is split over devices was written to by way of an index."
+            " What an index asks for is gathered from all devices, and the write would be lost with the copy."
+            " Assign to the index instead, as in weight[0] = 0 in place of weight[0].zero_()."
+        )
+
+
+def _get(shard: Tensor) -> Tensor:
+    return torch.Tensor.data.__get__(shard)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _set(shard: DTensor, values: Tensor) -> None:
+    if not isinstance(values, DTensor) and _is_whole_of(shard, values):
+        values = distribute_tensor(values, shard.device_mesh, shard.placements, src_data_rank=None)
+    if not isinstance(values, DTensor) or _description(values) != _description(shard):
+        given = _said(values)
+        raise ValueError(
+            f"The data of a parameter that is split over devices was set to a tensor that is {given}."
+            " Each device holds its part of the parameter, and would have to take that of the values."
+            " Compute the values from the parameter itself, in its type, or split them:"
+            " torch.distributed.tensor.distribute_tensor(values, parameter.device_mesh, parameter.placements)."
+        )
+    # In place: FSDP2 gathers from memory that the part is a view of. And as a change that autograd does not count.
+    shard._local_tensor.data.copy_(values._local_tensor)
+
+
+def _get_item(shard: DTensor, index: Any) -> Tensor:
+    item = torch.Tensor.__getitem__(shard, index)
+    differentiated = torch.is_grad_enabled() and item.requires_grad  # which torch lets nobody write to
+    if _has_no_values(shard) or differentiated or not (shard.is_leaf and _is_split(shard)):
+        return item
+    part = item._local_tensor if isinstance(item, DTensor) else item
+    if part.untyped_storage().data_ptr() != shard._local_tensor.untyped_storage().data_ptr():
+        item = _get(item)  # an alias: torch takes a copy for a view, whose writes it counts with those of the shard
+        _gathered.append((item, count_writes(item), tuple(shard.shape)))
+    return item
+
+
+def _has_no_values(shard: DTensor) -> bool:
+    """Return whether a graph is made; Dynamo of torch 2.11 looks at what an operator returns and does not say so."""
+    return torch.compiler.is_compiling() or is_fake(shard._local_tensor)
+
+
+def _set_item(shard: DTensor, index: Any, values: Any) -> None:
+    if not (shard.is_leaf and _is_split(shard)):
+        torch.Tensor.__setitem__(shard, index, values)
+        return
+    whole = shard.full_tensor().detach()
+    whole[index] = whole_of(values)
+    shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None))
+
+
+def _is_split(tensor: DTensor) -> bool:
+    return any(placement.is_shard() for placement in tensor.placements)
+
+
+def _said(values: Tensor) -> str:
+    split = f"split as {values.placements}" if isinstance(values, DTensor) else "not split"
+    return f"{split}, of {values.dtype} and on {values.device}"
+
+
+def _is_whole_of(shard: DTensor, values: Tensor) -> bool:
+    return (values.shape, values.dtype, values.device) == (shard.shape, shard.dtype, shard.device)
+
+
+def _description(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.dtype, tensor.device

@@ -1,0 +1,125 @@
+"""Fake tensors, the compiler's split of a graph into forward and backward, and modes, by torch's private names."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from lightning_ups._compat.torch.log_levels import only_from
+
+__all__ = [
+    "NEEDS_VALUES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "fake_mode",
+    "forget_compiled",
+    "is_fused",
+    "is_tracing",
+    "is_view",
+    "partitioning_backend",
+    "quiet_compiler",
+]
+
+# What an operation raises whose result depends on the numbers in a tensor, or for which torch has no simulation.
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+Graph = fx.GraphModule
+_FUSED = frozenset(  # what inductor makes part of a loop, though it is no pointwise operator
+    {
+        "aten._to_copy", "aten.amax", "aten.amin", "aten.any", "aten.arange", "aten.cat", "aten.clone",
+        "aten.constant_pad_nd", "aten.copy", "aten.embedding", "aten.empty", "aten.full", "aten.full_like",
+        "aten.gather", "aten.index", "aten.mean", "aten.native_dropout", "aten.ones_like", "aten.prod",
+        "aten.rand", "aten.repeat", "aten.scalar_tensor", "aten.scatter.value", "aten.select_scatter",
+        "aten.slice_scatter", "aten.sum", "aten.var_mean", "aten.zeros_like", "prims.broadcast_in_dim",
+        "prims.convert_element_type", "prims.inductor_lookup_seed", "prims.inductor_random",
+        "prims.inductor_seeds", "prims.iota", "prims.prepare_softmax_online", "prims.xor_sum",
+    }
+)  # fmt: skip
+_VIEWS = ("aten._unsafe_view", "aten._reshape_alias")
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have shapes, types and memory to account for, and no numbers."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def partitioning_backend(make: Callable[[Graph], Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., Any]:
+    """Return a backend of ``torch.compile`` that splits graphs as inductor does, and compiles nothing.
+
+    Args:
+        make: Called with each graph, forward and backward, in inductor's operators. What it returns is called with a
+            list of arguments, which it empties, and runs the graph.
+    """
+    # Imported here: inductor takes seconds.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiled(graph: Graph, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:  # noqa: ARG001
+        run = make(graph)
+
+        def boxed(args: list[Any]) -> Sequence[Any]:
+            return run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]  # so that arguments can be freed while it runs
+        return boxed
+
+    return aot_autograd(
+        fw_compiler=compiled,
+        bw_compiler=compiled,
+        inference_compiler=compiled,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+def forget_compiled() -> None:
+    """Let Dynamo forget what it has compiled: another size or another choice shall not count as a recompilation."""
+    torch.compiler.reset()
+
+
+def quiet_compiler() -> AbstractContextManager[None]:
+    """Let Dynamo warn of nothing while the context is open: what is rehearsed is not what will run."""
+    return only_from(logging.ERROR, "torch._dynamo")
+
+
+def is_tracing() -> bool:
+    """Return whether the compiler is making a graph, so that what runs now is part of no step."""
+    return CompileContext.current_compile_id() is not None
+
+
+def is_view(target: Any) -> bool:
+    """Return whether an operator's result lies in the memory of its argument."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    aliases = [value.alias_info for value in returns if value.alias_info is not None]
+    return (bool(aliases) and not any(alias.is_write for alias in aliases)) or _name(target) in _VIEWS
+
+
+def is_fused(target: Any) -> bool:
+    """Return whether inductor makes an operator part of a loop with others, so that its result may never exist."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or _name(target) in _FUSED or str(target) in _FUSED
+
+
+def _name(target: Any) -> str:
+    return f"{target.namespace}.{target._schema.name.partition('::')[2]}"

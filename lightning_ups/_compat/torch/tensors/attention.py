@@ -1,0 +1,221 @@
+"""Torch's attention below `scaled_dot_product_attention`, and the packages that bring more, by meaningful names."""
+# ruff: noqa: N803 (shape suffixes are capitals)
+
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.imports import RequirementCache
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_ups._compat.optional.packages import require
+
+__all__ = [
+    "FakeTensor",
+    "attention_operators",
+    "flash2_packed",
+    "load_fa3",
+    "load_fa4",
+    "missing_package",
+    "scaled_dot_product_attention",
+    "torch_choice",
+    "torch_refuses",
+    "unfused_flex_allowed",
+]
+
+_FA4 = "flash-attn-4>=4.0.0b1"
+_COMPILING = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
+
+
+def torch_choice(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, is_causal: bool, scale: float | None, grouped: bool
+) -> SDPBackend:
+    """Return the kernel that torch would choose for a call without a mask."""
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout, is_causal, scale=scale, enable_gqa=grouped))
+
+
+@cache  # kernels ask at each call, and to look up what is installed takes about half a millisecond
+def load_fa4(*, feature: str) -> ModuleType:
+    """Return ``flash_attn.cute.interface``; importing it takes seconds.
+
+    Where it compiles a kernel it warns of an argument that it passes itself: that is not shown once it is loaded.
+    """
+    interface = require("flash_attn.cute.interface", requirement=_FA4, extra="flash", feature=feature)
+    warnings.filterwarnings("ignore", message=_COMPILING, category=UserWarning)
+    return interface
+
+
+@cache
+def load_fa3(*, feature: str) -> Any:
+    """Return the namespace of operators, ``fwd`` and ``bwd``, that FlashAttention-3 registers.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed.
+        ImportError: If it is another version than torch's own interface to it knows.
+    """
+    if find_spec("flash_attn_interface") is None:
+        raise ModuleNotFoundError(
+            f"{feature} needs FlashAttention-3, whose module flash_attn_interface is not installed."
+            " No package index has it: it is built from the folder 'hopper' of the flash-attention repository."
+            " Build it with `python setup.py install` there, or use backend 'fa4' (pip install 'lightning-ups[flash]')."
+        )
+    __import__("flash_attn_interface")
+    operators = torch.ops.flash_attn_3
+    if not (hasattr(operators, "fwd") and hasattr(operators, "bwd")):
+        raise ImportError(
+            f"{feature} found flash_attn_interface, which registers no operators flash_attn_3::fwd and ::bwd."
+            " It is older than the interface that torch.nn.attention knows, or built without the backward pass."
+            " Rebuild it from the present flash-attention repository, or use backend 'fa4'."
+        )
+    return operators
+
+
+def missing_package(backend: str) -> str | None:
+    """Return why the package behind ``backend`` cannot be had, or None; an installed one is loaded to know."""
+    if backend == "fa4":
+        return _broken_fa4() if RequirementCache(_FA4) else f"{_FA4} is not installed"
+    if backend == "fa3":
+        return None if find_spec("flash_attn_interface") else "flash_attn_interface is not installed"
+    return None
+
+
+@cache
+def _broken_fa4() -> str | None:
+    try:
+        load_fa4(feature="Attention by backend 'fa4'")
+    except ImportError as error:
+        reason = str(error.__cause__ or error).strip().rstrip(".")
+        broken = f"{_FA4} is installed and cannot be loaded: {reason}"
+        warnings.warn(
+            f"{broken}."
+            " Attention that is chosen by 'auto' goes without it."
+            f" Reinstall it for this torch and CUDA: pip install --force-reinstall '{_FA4}'; or uninstall it.",
+            stacklevel=2,
+        )
+        return broken
+    return None
+
+
+def torch_refuses(
+    backend: Literal["cudnn", "flash", "efficient"],
+    *,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    causal: bool,
+    trains: bool,
+) -> str | None:
+    """Ask torch whether its CUDA kernel takes such tensors; return its reasons, or None if it does.
+
+    Torch's limits (the width of a head above all) change with its version, cuDNN's and the device.
+    """
+
+    def sample(num_heads: int, dim: int) -> Tensor:
+        return torch.empty(1, 128, num_heads, dim, dtype=dtype, device="cuda", requires_grad=trains).transpose(1, 2)
+
+    q, k, v = sample(heads[0], head_dims[0]), sample(heads[1], head_dims[0]), sample(heads[1], head_dims[1])
+    params = cuda.SDPAParams(q, k, v, None, 0.0, causal, heads[0] != heads[1])
+    ask = {
+        "cudnn": cuda.can_use_cudnn_attention,
+        "flash": cuda.can_use_flash_attention,
+        "efficient": cuda.can_use_efficient_attention,
+    }[backend]
+    if ask(params):
+        return None
+    with warnings.catch_warnings(record=True) as said, _written_to_stderr() as written:
+        warnings.simplefilter("always")
+        ask(params, debug=True)
+    reasons = [str(warning.message).split(" (Triggered")[0] for warning in said]
+    reasons += [match["text"] for match in _LOGGED.finditer(written[0])]
+    return "; ".join(reasons) or "torch gives no reason"
+
+
+# Outside of operators torch has no way to Python's warnings, and logs its own.
+_LOGGED = re.compile(r"Warning: (?P<text>.+?)(?: \(function \w+\))?$", re.MULTILINE)
+
+
+@contextmanager
+def _written_to_stderr() -> Iterator[list[str]]:
+    """Hold back what is written to the process's standard error meanwhile; the list has it afterwards."""
+    found = [""]
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield found
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        found[0] = file.read().decode(errors="replace")
+
+
+def flash2_packed(
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Run torch's FlashAttention-2 with a window or documents, which its public function does not offer."""
+    left = -1 if window is None else window - 1
+    right = 0 if causal else left
+    tensors = (q_BSHD, k_BSKD, v_BSKD)
+    if cu_seqlens is not None:
+        tensors = tuple(tensor.flatten(0, 1) for tensor in tensors)
+    out = torch.ops.aten._flash_attention_forward(
+        *tensors,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        0.0,
+        causal,
+        False,  # noqa: FBT003
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )[0]
+    return out.view(q_BSHD.shape)
+
+
+_FORWARD = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def attention_operators(part: Literal["forward", "backward"]) -> list[Any]:
+    """Return the operators, tensors [batch, heads, seq, dim], that `scaled_dot_product_attention` ends in."""
+    names = _FORWARD if part == "forward" else tuple(f"{name}_backward" for name in _FORWARD)
+    packets = (getattr(torch.ops.aten, name, None) for name in names)
+    return [packet for packet in packets if packet is not None]
+
+
+@contextmanager
+def unfused_flex_allowed() -> Iterator[None]:
+    """Silence the warning that FlexAttention is slow outside a compiled function."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
+        yield

@@ -1,0 +1,1 @@
+"""Callbacks that log, report and show."""

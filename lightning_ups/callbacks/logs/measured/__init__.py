@@ -1,0 +1,1 @@
+"""Measuring a run: what the callbacks that log throughput share."""

@@ -1,0 +1,263 @@
+"""How fast training is, what its time goes into, and what to change first."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ups._compat.lightning.outputs import was_skipped
+from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun, Settings
+from lightning_ups.callbacks.logs.run_manifest import RunManifest
+from lightning_ups.insight.throughput import Summary, first_change, own_peaks
+from lightning_ups.insight.throughput.table import rendered
+from lightning_ups.order import Report, Run, applied, refuse_second
+from lightning_ups.order.arguments import check_finite, check_kind, check_least
+from lightning_ups.transforms.patching import instead_of
+
+__all__ = ["TokenThroughput"]
+
+
+class TokenThroughput(Callback):
+    """Measure tokens (or samples, or what you count) per second, the split of a step, utilisation, memory, power.
+
+    Figures go to every logger at the Trainer's ``log_every_n_steps``, to the progress bar, and into a table at the end,
+    which holds them against thresholds and names the one thing to change first. They are times of the device: marks are
+    read some steps late, nothing waits in a step, and training is the same bit for bit.
+
+    Once, after ``inspect_at`` steps, a few steps are looked at closely: one for places at which the host waits for the
+    GPU, two kernel by kernel for idle time and communication that nothing hides. They do not count.
+
+    Args:
+        unit: ``"tokens"``, ``"samples"``, or a name of yours together with ``count``; ``"auto"``: tokens where the
+            batch has integers [batch, position], samples elsewhere, and batches where it holds no tensor.
+        count: What counts a batch: a function of it, or the dotted name of a tensor in it whose elements are counted.
+        warmup_steps: Steps at the beginning that do not count: they compile, allocate and fill caches.
+        inspect_at: After how many steps to look closely; None: never. On a CPU there is nothing to look at.
+        split_every: Of how many steps one is split into phases. None: every step on a CPU, every eleventh on a GPU.
+        flops_per_unit: Floating-point operations of forward and backward for one unit. None: counted on the first
+            batch, on tensors without data.
+        peak_tflops: What one device can do, in TFLOP/s, where it is not known: a figure, or one for each of ``"bf16"``,
+            ``"fp8"``, ``"tf32"``, ``"fp32"``.
+        single_device: Units per second of one device alone, for the efficiency of scaling.
+        progress_bar: Show the rate, the utilisation and the wait for data there.
+        table: Print the table at the end of fit.
+
+    Attributes:
+        summary: The figures of the last fit, after it; None before.
+
+    Raises:
+        ValueError: If a number is out of range, or if the first batch has nothing of a unit that was asked for.
+
+    Example::
+
+        Trainer(callbacks=[TokenThroughput(unit="samples", inspect_at=None)])
+    """
+
+    only_one = True  # of this class in a Trainer
+
+    def __init__(
+        self,
+        *,
+        unit: str = "auto",
+        count: str | Callable[[Any], Any] | None = None,
+        warmup_steps: int = 10,
+        inspect_at: int | None = 20,
+        split_every: int | None = None,
+        flops_per_unit: float | None = None,
+        peak_tflops: float | Mapping[str, float] | None = None,
+        single_device: float | None = None,
+        progress_bar: bool = True,
+        table: bool = True,
+    ) -> None:
+        for name, value, least in (
+            ("warmup_steps", warmup_steps, 0),
+            ("inspect_at", inspect_at, 1),
+            ("split_every", split_every, 1),
+        ):
+            optional = name != "warmup_steps"
+            check_least(name, value, least, of="TokenThroughput", why="It counts steps.", optional=optional)
+        for name, value, why in (
+            ("flops_per_unit", flops_per_unit, "It counts operations."),
+            ("single_device", single_device, "It is a speed, in units per second."),
+        ):
+            check_finite(name, value, of="TokenThroughput", why=why, above=0, optional=True)
+        for name, value in (("progress_bar", progress_bar), ("table", table)):
+            check_kind(name, value, bool, of="TokenThroughput", why="It is a switch.")
+        check_kind("unit", unit, str, of="TokenThroughput", why="It is what is counted.")
+        if count is not None and not callable(count) and not (isinstance(count, str) and count):
+            raise TypeError(
+                f"TokenThroughput(count={count!r}) is a {type(count).__name__} that names nothing."
+                " It says how much a batch holds."
+                " Use a function of the batch, the name of a tensor in it, or None."
+            )
+        if count is None and unit not in ("auto", "tokens", "samples"):
+            raise ValueError(
+                f"TokenThroughput(unit={unit!r}) does not say how to count."
+                " Tokens and samples are found in the batch; any other unit is yours."
+                " Give count as well: a function of the batch, or the name of a tensor in it."
+            )
+        own_peaks(1.0 if peak_tflops is None else peak_tflops, arithmetic="bf16")  # so that a mistake is refused here
+        self.settings = Settings(
+            unit=unit,
+            count=count,
+            warmup_steps=warmup_steps,
+            inspect_at=inspect_at,
+            split_every=split_every,
+            flops_per_unit=flops_per_unit,
+            peak_tflops=peak_tflops,
+            single_device=single_device,
+        )
+        self.progress_bar, self.table = progress_bar, table
+        self.summary: Summary | None = None
+        self._undo = ExitStack()
+        self._run: MeasuredRun | None = None
+        self._resting: MeasuredRun | None = None
+
+    # When
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_second(Run.of(trainer))
+        if stage == "fit":
+            self.summary = None  # whatever becomes of it
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fit_began = time.perf_counter()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.close()
+        if not trainer.fast_dev_run and not trainer.barebones:  # type: ignore[attr-defined]
+            self.open(trainer)
+
+    def open(self, trainer: Trainer) -> None:
+        """Begin to measure; fit does it when training starts."""
+        run = self._run = MeasuredRun(self.settings, trainer, began=getattr(self, "_fit_began", time.perf_counter()))
+        run.listen(trainer)
+        self._undo.callback(run.close, trainer)
+        bar = trainer.progress_bar_callback
+        if self.progress_bar and bar is not None:
+            stock = bar.get_metrics
+
+            def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                return {**stock(*args, **kwargs), **run.shown}
+
+            self._undo.enter_context(instead_of(bar, "get_metrics", get_metrics))
+
+    def close(self) -> None:
+        """Leave the Trainer as it was; fit does it when it ends."""
+        self._undo.close()
+        self._run = self._resting = None
+
+    def pause(self, trainer: Trainer) -> None:
+        """Measure nothing until `resume`; between two steps."""
+        if self._run is not None:
+            self._run.rest(trainer)
+            self._run, self._resting = None, self._run
+
+    def resume(self, trainer: Trainer) -> None:
+        """Go on after `pause`."""
+        if self._resting is not None:
+            self._resting.listen(trainer)
+            self._run, self._resting = self._resting, None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._run is not None:
+            self._run.begin_batch(batch)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._run is not None and not pl_module.automatic_optimization:
+            self._run.enter("backward")  # which Lightning's profiler does not hear of there
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None and not pl_module.automatic_optimization:
+            self._run.leave()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._run is not None:
+            left_out = pl_module.automatic_optimization and was_skipped(
+                pl_module, outputs, began_at=trainer.global_step
+            )
+            self._run.end_batch(batch, left_out=left_out)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.enter("validation")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.end_validation()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.end_epoch()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._conclude(trainer, alone=False)
+
+    def _conclude(self, trainer: Trainer, *, alone: bool) -> None:
+        if self._run is None:
+            return
+        self.summary = self._run.summary(alone=alone)
+        if (report := _report(trainer)) is not None:
+            report.update("TokenThroughput", **facts(self.summary))
+        if self.summary.units_per_s is None:
+            rank_zero_info(f"TokenThroughput measured nothing: {self._run.why_nothing}.")
+        elif self.table and trainer.is_global_zero:
+            sys.stdout.write(rendered(self.summary))
+            sys.stdout.flush()
+        self.close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # After an error the device may not answer, and other ranks do not come here.
+        if isinstance(exception, (KeyboardInterrupt, SIGTERMException)):
+            self._conclude(trainer, alone=True)
+        self.close()
+
+
+def _report(trainer: Trainer) -> Report | None:
+    """Return where the manifest looks for what took effect, if there is one."""
+    if (context := applied(trainer.strategy)) is not None:
+        return context.report
+    manifests = (each for each in trainer.callbacks if isinstance(each, RunManifest))  # type: ignore[attr-defined]
+    return next((manifest.report for manifest in manifests), None)
+
+
+def facts(summary: Summary) -> dict[str, Any]:
+    """Return what a manifest keeps of ``summary``, as plain values."""
+    change = first_change(summary)
+    return {
+        "unit": summary.unit,
+        "units_per_s": summary.units_per_s,
+        "units_per_s_per_device": summary.units_per_s_per_device,
+        "step_s": summary.step_s,
+        "step_p95_s": summary.step_p95_s,
+        "split": dict(summary.split),
+        "utilisation": dict(summary.utilisation),
+        "memory": dict(summary.memory),
+        "gpu": dict(summary.gpu),
+        "change_first": None if change is None else f"{change.name}: {change.what}",
+    }

@@ -1,0 +1,260 @@
+"""A page about the run at its end: curves, where the time went, memory, what took effect."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ups._compat.lightning.fit_loop import is_logging_step, logged_step
+from lightning_ups._compat.optional.packages import has
+from lightning_ups.callbacks.acceleration_flags import AccelerationFlags
+from lightning_ups.callbacks.logs.run_manifest import RunManifest
+from lightning_ups.callbacks.logs.token_throughput import TokenThroughput
+from lightning_ups.insight.report import Content, History, page, write_pictures
+from lightning_ups.insight.report.manifest import reserve
+from lightning_ups.insight.report.pictures import can_draw
+from lightning_ups.insight.throughput import Summary, checks, first_change
+from lightning_ups.insight.throughput.table import PHASE_NAMES, rows
+from lightning_ups.order.arguments import check_kind
+from lightning_ups.transforms.patching import instead_of
+from lightning_ups.transforms.quoted import quoted
+
+__all__ = ["TrainingReport"]
+
+
+class TrainingReport(Callback):
+    """Write one HTML page at the end of fit, which needs no network, and PNGs of its charts.
+
+    It has the curves of all that was logged. With `TokenThroughput` it also says where a step's time goes, which
+    thresholds are reached and what to change first, and how memory went; with `RunManifest`, what took effect. Both
+    need no setting for that. A run that fails has its report too.
+
+    The page is ``report.html`` beside the logs, or the first of ``report-2.html`` and so on that is free; the pictures
+    are in a folder of the same name.
+
+    Args:
+        pictures: Write PNGs, for which matplotlib is needed. None: where it is installed.
+
+    Attributes:
+        path: Where the last page is, on rank zero; None before.
+
+    Raises:
+        ModuleNotFoundError: If pictures are asked for and matplotlib is not installed.
+
+    Example::
+
+        Trainer(callbacks=[TokenThroughput(), RunManifest(), TrainingReport()])
+    """
+
+    def __init__(self, *, pictures: bool | None = None) -> None:
+        check_kind(
+            "pictures", pictures, bool, of="TrainingReport", why="It says whether PNGs are written.", optional=True
+        )
+        if pictures:
+            can_draw()
+        self.pictures = has("matplotlib") if pictures is None else pictures
+        self._tells = pictures is None and not self.pictures
+        self.path: Path | None = None
+        self._history = History()
+        self._folder = ""
+        self._began = datetime.now()
+        self._undo = ExitStack()
+        self._open = False
+        self._of_another_fit: tuple[Any, Any] = (None, None)
+
+    # When
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._undo.close()
+        self._open = stage == "fit" and not (trainer.fast_dev_run or trainer.barebones)  # type: ignore[attr-defined]
+        if not self._open:
+            return
+        self._folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks: every rank has to
+        self._history, self._began, self.path = History(), datetime.now(), None
+        self._of_another_fit = _kept(trainer)
+        if self._tells:  # in a run that writes a page, and not in one that only looks
+            rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
+        if trainer.is_global_zero and trainer.loggers:
+            self._listen(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # With a logger the history is what it gets. Without one nothing is read but at the steps that one would log.
+        if self._open and not trainer.loggers and trainer.is_global_zero and is_logging_step(trainer):
+            self._history.add(_values(trainer.callback_metrics), logged_step(trainer))
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._open and not trainer.loggers and trainer.is_global_zero and not trainer.sanity_checking:
+            self._history.add(_values(trainer.callback_metrics), trainer.global_step)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._write(trainer, status="finished")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        interrupted = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+        if (throughput := _found(trainer, TokenThroughput)) is not None:
+            throughput.on_exception(trainer, pl_module, exception)  # whichever of us stands first in the list
+        if (flags := _found(trainer, AccelerationFlags)) is not None:
+            flags.end_logs()  # the last rows are to be in the history
+        self._write(
+            trainer,
+            status="interrupted" if interrupted else "failed",
+            error="" if interrupted else quoted(exception),
+        )
+
+    # What
+
+    def _listen(self, trainer: Trainer) -> None:
+        logger: Any = trainer.loggers[0]  # all of them get the same
+        stock: Callable[..., None] = logger.log_metrics
+
+        def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self._history.add(metrics, trainer.global_step if step is None else step)
+            stock(metrics, step=step, **kwargs)
+
+        self._undo.enter_context(instead_of(logger, "log_metrics", log_metrics))
+
+    def _write(self, trainer: Trainer, *, status: str, error: str = "") -> None:
+        self._undo.close()
+        if not self._open or not trainer.is_global_zero:
+            return
+        self._open = False
+        content = self._content(trainer, status=status, error=error)
+        try:
+            if "://" in self._folder:
+                raise OSError("it is not a folder of this machine")
+            self.path = _written(page(content), Path(self._folder))
+            if self.pictures:
+                write_pictures(self.path.with_suffix(""), charts=content.charts, split=content.split)
+        except OSError as problem:
+            rank_zero_warn(
+                f"TrainingReport could not write to {self._folder}: {problem}."
+                " The run is not touched by that."
+                " Make room or the folder writable, or give the Trainer another default_root_dir."
+            )
+            return
+        rank_zero_info(f"TrainingReport: {self.path}")
+
+    def _content(self, trainer: Trainer, *, status: str, error: str) -> Content:
+        manifest = _found(trainer, RunManifest)
+        throughput = _found(trainer, TokenThroughput)
+        summary = throughput.summary if throughput is not None else None
+        # Where a fit fails in setup, others may not have heard of it, and have what they had.
+        if summary is self._of_another_fit[0]:
+            summary = None
+        known = manifest.manifest if manifest is not None else {}
+        if known is self._of_another_fit[1]:
+            known = {}
+        module = type(trainer.lightning_module).__name__
+        duration = datetime.now() - self._began
+        parts = [
+            status,
+            f"{trainer.global_step} steps",
+            f"begun {self._began:%Y-%m-%d %H:%M}",
+            f"took {_long(duration)}",
+        ]
+        if summary is not None:
+            parts.append(f"{summary.num_devices} x {summary.device}")
+        return Content(
+            title=f"{module}: training",
+            subtitle=", ".join(parts),
+            error=error,
+            charts=self._history.charts(),
+            left_out=self._history.left_out(),
+            manifest=_without_run(known),
+            **(_measured(summary) if summary is not None and summary.units_per_s is not None else {}),
+        )
+
+
+def _measured(summary: Summary) -> dict[str, Any]:
+    change = first_change(summary)
+    figures = rows(summary)
+    return {
+        "tiles": [*_tiles(summary)],
+        "change": None if change is None else (f"{change.name}: {change.what}", f"To do: {change.change}."),
+        "checks": [
+            (
+                check.name,
+                "not measured" if check.value is None else f"{check.value:.1%}",
+                check.wanted,
+                {True: "pass", False: "FAIL", None: "-"}[check.passed],
+                check.note,
+            )
+            for check in checks(summary)
+        ],
+        "figures": figures,
+        "split": {PHASE_NAMES[phase]: summary.split[phase] for phase in PHASE_NAMES if phase in summary.split},
+    }
+
+
+def _tiles(summary: Summary) -> list[tuple[str, str]]:
+    assert summary.units_per_s is not None
+    assert summary.step_s is not None
+    found = [
+        (
+            f"{summary.unit} per second",
+            f"{summary.units_per_s:,.0f}" if summary.units_per_s >= 100 else f"{summary.units_per_s:.3g}",
+        ),
+        ("median step", f"{summary.step_s * 1e3:.4g} ms"),
+    ]
+    if "mfu" in summary.utilisation:
+        found.append(("MFU", f"{summary.utilisation['mfu']:.1%}"))
+    if "reserved" in summary.memory:
+        found.append(("peak memory", f"{summary.memory['reserved'] / 2**30:.1f} GiB"))
+    if "data" in summary.split:
+        found.append(("waiting for data", f"{summary.split['data']:.1%}"))
+    return found
+
+
+def _found(trainer: Trainer, kind: type) -> Any:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+
+
+def _kept(trainer: Trainer) -> tuple[Any, Any]:
+    """Return what is there, before a fit, of another one: figures and a manifest."""
+    throughput, manifest = _found(trainer, TokenThroughput), _found(trainer, RunManifest)
+    known = manifest.manifest if manifest is not None else {}
+    ended = bool(known) and known["run"]["status"] != "running"
+    return (throughput.summary if throughput is not None else None), (known if ended else None)
+
+
+def _without_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in manifest.items() if name not in ("run", "schema")}
+
+
+def _values(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+
+
+def _written(text: str, folder: Path) -> Path:
+    path = reserve(folder, name="report", ending=".html")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        path.unlink(missing_ok=True)  # half a page is none
+        raise
+    return path
+
+
+def _long(duration: Any) -> str:
+    seconds = duration.total_seconds()
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 120
+        else f"{seconds / 60:.1f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,1 @@
+"""The commands beside `fit`: each parses its arguments and prints."""

@@ -1,0 +1,363 @@
+"""Whether float8 would make a configuration faster on this GPU, layer by layer, and by how much; nothing is trained."""
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from inspect import signature
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from lightning_ups._compat.optional.te import engine, why_not
+from lightning_ups._compat.torch.fake import fake_step, fake_twin
+from lightning_ups.commands.trial import Trial, WorkClock
+from lightning_ups.insight.advise.advice import Advice, best_recipe
+from lightning_ups.insight.advise.engine import ENGINE, engine_layers, engine_recipe, is_engine, read_first
+from lightning_ups.insight.advise.shapes import Layer, check_ran, layers_of, layers_with_rows, names_of, products_of
+from lightning_ups.insight.advise.table import Table, Timer, cache_path, obtain_table, where
+from lightning_ups.insight.advise.timer import timer_on
+from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
+from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
+from lightning_ups.precision.arguments import check_head, check_tokens
+from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
+from lightning_ups.transforms.float8 import mx as float8_mx
+from lightning_ups.transforms.float8.convert import Recipe, fitting_linears, why_left
+from lightning_ups.transforms.te.convert import TEConversion
+
+__all__ = ["TRIES", "advise", "own_options", "show"]
+
+TRIES = True
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+WARMUP, STEPS = 5, 15
+
+
+def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return what `advise` is told beside the options of fit, and the rest of the command line."""
+    parser = ArgumentParser(
+        prog="python -m lightning_ups advise",
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="All options of fit are taken as well, such as --config run.yaml.",
+    )
+    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="float8 recipes, such as rowwise or te-current")
+    parser.add_argument("--steps", type=int, help=f"steps in bfloat16 to time a whole one by; {STEPS} on a GPU")
+    parser.add_argument("--table", type=Path, help="a file of times from another run, instead of timing anything")
+    parser.add_argument("--head", action="store_true", help="consider layers outside the blocks too")
+    parser.add_argument("--tokens", type=int, help="how many rows linear layers get; what a step with a batch shows")
+    parser.add_argument("--dry", action="store_true", help="only list the products that a step has, on any machine")
+    own, rest = parser.parse_known_args(argv)
+    return vars(own), rest
+
+
+def show(trial: Trial, **asked: Any) -> int:
+    """Print the products of a step, their times by each recipe, and what to do; ``asked`` is what `advise` takes."""
+    choices = advise(trial, **asked)
+    if not choices:
+        return 0
+    best = best_recipe(choices)
+    for family in _families(choices):
+        _print_table([*best_recipe(family).rows([advice.recipe for advice in family])])
+        print()
+    print("forward + gradient of the input + gradient of the weight, casts included; x: times as fast as bfloat16")
+    if best.step_ms is not None:
+        share = best.products_ms / best.step_ms
+        print(f"a step in bfloat16 takes {best.step_ms:.1f} ms, and these products {share:.0%} of it")
+    if best.idle is not None:
+        print(
+            f"the device does something in {best.busy_ms:.1f} ms of it and waits for the host in the rest:"
+            " less work for it changes little; larger batches do, quicker data, Compile, and its mode auto"
+        )
+    for advice in choices:
+        print(f"{advice.recipe:20} {advice.verdict()}")
+    print(*_cure(best, _settings(trial, best, head=asked.get("head", False), tokens=asked.get("tokens"))), sep="\n")
+    return 0
+
+
+def _families(choices: Sequence[Advice]) -> list[list[Advice]]:
+    """Return those of torchao and those of Transformer Engine, which computes other products as one."""
+    families = ([c for c in choices if not is_engine(c.recipe)], [c for c in choices if is_engine(c.recipe)])
+    return [family for family in families if family]
+
+
+def advise(
+    trial: Trial,
+    *,
+    recipes: Sequence[str] | None = None,
+    steps: int | None = None,
+    table: Path | None = None,
+    head: bool = False,
+    tokens: int | None = None,
+    dry: bool = False,
+    timer: Timer | None = None,
+) -> list[Advice]:
+    """Return what each recipe would do to a trial's module.
+
+    Args:
+        trial: What is asked for.
+        recipes: Float8 recipes, Transformer Engine's with ``te-`` in front. None: all of torchao's that the device
+            knows, and Transformer Engine's where the run has its precision.
+        steps: For how many steps to train in bfloat16, to time a whole one. None: some on a GPU, else none.
+        table: A file of times. None: the user's cache, and what it lacks is timed.
+        head: Consider layers outside the blocks too.
+        tokens: How many rows linear layers get. None: as the run's precision says, or what a step with the first batch
+            shows.
+        dry: Print the products, and time none.
+        timer: Times a product. None: on the device.
+
+    Raises:
+        RuntimeError: If there is no GPU, and neither a table nor ``dry``.
+        ValueError: If no layer fits, the step cannot run without values, ``steps`` are too few, or ``dry`` is asked
+            for beside what it would not look at.
+    """
+    if steps is not None and steps != 0 and steps <= WARMUP:
+        raise ValueError(
+            f"advise was told to time a step by {steps} steps."
+            f" The first {WARMUP} compile, and are not timed."
+            f" Give --steps {STEPS} or so, or --steps 0 to do without the time of a whole step."
+        )
+    if dry and (idle := "table" if table else "steps" if steps else None):
+        raise ValueError(
+            f"--dry would not look at --{idle}."
+            " It lists the products of a step, and neither times them nor asks what a step takes."
+            " Leave one of the two out."
+        )
+    check_tokens(tokens, said=f"--tokens {tokens}")
+    device = torch.device("cuda", 0) if trial.run.accelerator == "cuda" else torch.device("cpu")
+    can_time = device.type == "cuda" and torch.cuda.is_available()
+    if not (dry or table or timer or can_time):
+        raise RuntimeError(
+            "advise finds no GPU here."
+            " Whether float8 is faster is a matter of the GPU, so it is measured on the one that will train."
+            " Run it there; or bring the times from there by --table FILE; or see the products alone by --dry."
+        )
+    check_head(type(trial.precision).__name__, head=head, include=getattr(trial.precision, "include", None))
+    steps = 0 if dry else steps if steps is not None else STEPS if can_time else 0
+    if steps:
+        trial.check_fits_one_device()
+    names = [*_possible(trial, recipes or _wanted(trial, device), device=device, here=can_time)]
+    considered = _layers(trial, names, head=head, tokens=_rows(trial, tokens))
+    if not considered:
+        raise ValueError(
+            f"No linear layer of {type(trial.module).__name__} can compute in float8."
+            " Layers outside the blocks that repeat are left out, and so are dimensions that are no multiples of 16"
+            f"{_reasons(trial, names, head=head)}."
+            f" {'Name' if head else 'Try --head, or name'} layers by include=[...] in the precision, or keep"
+            " BF16Precision."
+        )
+    if dry:
+        for name in _one_of_each(considered):
+            _print_table([*_shares(considered[name])])
+        return []
+    if timer is None and can_time:
+        timer = timer_on(device)
+    times = Table(where(device))
+    for name, layers in considered.items():
+        times = times.joined(obtain_table(products_of(layers), [name], device=device, path=table, timer=timer))
+    if table is None:
+        print(f"times are kept in {cache_path(where(device))}")
+    clock = _step(trial, steps) if steps > WARMUP else None
+    known = {} if clock is None else {"step_ms": clock.step_ms, "busy_ms": clock.busy_ms}
+    microbatches = trial.settings.get("accumulate_grad_batches") or 1
+    return [
+        Advice(recipe=name, layers=layers, table=times, microbatches=microbatches, **known)
+        for name, layers in considered.items()
+    ]
+
+
+def _reasons(trial: Trial, names: Iterable[str], *, head: bool) -> str:
+    """Return why layers are left out, for the first recipe of torchao's among ``names``."""
+    recipe = next((name for name in names if not is_engine(name)), None)
+    if recipe is None:
+        return ""
+    reasons = why_left(trial.module, **_selection(trial, recipe, head=head))
+    return ": " + "; ".join(f"{name}, {why}" for name, why in [*reasons.items()][:4]) if reasons else ""
+
+
+def _rows(trial: Trial, tokens: int | None) -> int | None:
+    return tokens if tokens is not None else getattr(trial.precision, "tokens", None)
+
+
+def _one_of_each(names: Iterable[str]) -> list[str]:
+    return [*{is_engine(name): name for name in reversed([*names])}.values()][::-1]
+
+
+def _wanted(trial: Trial, device: torch.device) -> Sequence[str]:
+    return (*_known(device), *(ENGINE if isinstance(trial.precision, TEPrecision) else ()))
+
+
+def _possible(trial: Trial, names: Sequence[str], *, device: torch.device, here: bool) -> Iterator[str]:
+    """Yield the recipes that can run, and print in a line why the others cannot; raise if none can."""
+    known = (*RECIPES, "mxfp8", *ENGINE)
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(
+            f"advise knows no recipe {wrong[0]!r}."
+            " Its recipes are torchao's, and with te- in front those of Transformer Engine."
+            f" Use some of {', '.join(known)}."
+        )
+    reasons: dict[str, Exception | str | None] = {
+        name: _why_not(trial, engine_recipe(name), device if here else None) if is_engine(name) else None
+        for name in names
+    }
+    left_out = {name: why for name, why in reasons.items() if why is not None}
+    if len(left_out) == len(names) and isinstance(error := next(iter(left_out.values())), Exception):
+        raise error
+    said = {name: _in_a_line(why) for name, why in left_out.items()}
+    for why in dict.fromkeys(said.values()):
+        print(f"left out: {', '.join(name for name, other in said.items() if other == why)}, since {why}")
+    yield from (name for name in names if name not in left_out)
+
+
+def _in_a_line(why: Exception | str) -> str:
+    if isinstance(why, ModuleNotFoundError):
+        return "Transformer Engine is not installed here"
+    return str(why).splitlines()[0].partition(". ")[0].rstrip(".")
+
+
+def _why_not(trial: Trial, recipe: str, device: torch.device | None) -> Exception | str | None:
+    try:
+        engine()
+    except ImportError as error:
+        return error
+    run = trial.run
+    compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
+    if recipe == "delayed" and compiled:
+        return "it cannot run with Compile"
+    return why_not(recipe, device) if device is not None else None
+
+
+def _known(device: torch.device) -> Sequence[str]:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= float8_mx.CAPABILITY:
+        return (*RECIPES, "mxfp8")
+    return RECIPES
+
+
+def _layers(trial: Trial, names: Sequence[str], *, head: bool, tokens: int | None) -> dict[str, list[Layer]]:
+    """Return what a step multiplies in the layers that each recipe would compute; those that have none are left out."""
+    batch = trial.batch()  # which builds the module, too
+    plans = {name: _engine_plan(trial, name, head=head) for name in names if is_engine(name)}
+    precise = _in_float32(trial)
+    fitting = {
+        name: [*read_first(plans[name]).values()]
+        if is_engine(name)
+        else [n for n in fitting_linears(trial.module, **_selection(trial, name, head=head)) if n not in precise]
+        for name in names
+    }
+    linears = dict.fromkeys(linear for found in fitting.values() for linear in found)
+    if not linears:
+        return {}
+    called = _called(trial, linears, batch) if tokens is None else _given(trial, linears, tokens)
+    trial.module.trainer = None
+    check_ran(called, linears=linears, of=type(trial.module).__name__, tokens="--tokens 16384")
+    layers = {name: [layer for layer in called if layer.name in fitting[name]] for name in names}
+    for name, plan in plans.items():
+        layers[name], others = engine_layers(plan, called)
+        for why in dict.fromkeys(others.values()):
+            which = [unit for unit, other in others.items() if other == why]
+            print(f"{name} leaves out {which[0]}{f' and {len(which) - 1} more' if which[1:] else ''}: {why}")
+    return {name: found for name, found in layers.items() if found}
+
+
+def _called(trial: Trial, linears: Iterable[str], batch: Any) -> list[Layer]:
+    with fake_twin(trial.module) as twin:
+        fakes: dict[str, Any] = {name: twin.get_submodule(name) for name in linears}
+        return layers_of(fakes, lambda: fake_step(twin, batch))
+
+
+def _given(trial: Trial, linears: Iterable[str], tokens: int) -> list[Layer]:
+    modules: dict[str, Any] = {name: trial.module.get_submodule(name) for name in linears}
+    return layers_with_rows(modules, tokens)
+
+
+def _engine_plan(trial: Trial, recipe: str, *, head: bool) -> TEConversion:
+    asked = trial.precision
+    chosen = copy(asked) if isinstance(asked, TEPrecision) else TEPrecision()
+    chosen.recipe, chosen.head = cast("Any", engine_recipe(recipe)), head or chosen.head
+    return chosen.planned(trial.module)
+
+
+def _in_float32(trial: Trial) -> set[str]:
+    policy = policy_of(trial.precision)
+    kept = kept_in_float32(trial.module, policy.in_float32) if policy is not None and policy.in_float32 else {}
+    parts = within(kept.values())
+    return {name for name, module in trial.module.named_modules() if module in parts}
+
+
+def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:
+    asked = trial.precision
+    selection: dict[str, Any] = {"recipe": cast("Recipe", recipe), "head": head}
+    if isinstance(asked, Float8Precision):
+        selection |= {"include": asked.include, "exclude": asked.exclude, "head": head or asked.head}
+    return selection
+
+
+def _step(trial: Trial, steps: int) -> WorkClock:
+    """Return the clock that saw some steps in bfloat16."""
+    clock, policy = WorkClock(warmup=WARMUP, steps=steps), policy_of(trial.precision)
+    precision = BF16Precision(weights=_weights(trial), in_float32=() if policy is None else policy.in_float32)
+    trial.fit(clock, steps=clock.steps, precision=precision)
+    return clock
+
+
+def _shares(layers: Sequence[Layer]) -> Iterator[dict[str, str]]:
+    products = products_of(layers)
+    total = sum(product.flops * n for product, n in products.items())
+    for product, n in products.items():
+        share = f"{product.flops * n / total:.0%}"
+        yield {"rows x in x out": str(product), "a step": str(n), "share": share, "in": names_of(layers, product)}
+
+
+def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    columns = [*rows[0]]
+    widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in columns}
+    for row in ({column: column for column in columns}, *rows):
+        print("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip())
+
+
+def _settings(trial: Trial, best: Advice, *, head: bool, tokens: int | None) -> dict[str, Any]:
+    """Return the arguments of a precision that converts what ``best`` would, and leaves the rest as it is asked for."""
+    asked, kind = trial.precision, _kind(best)
+    found: dict[str, Any] = {"recipe": engine_recipe(best.recipe)}
+    if head or (isinstance(asked, kind) and asked.head):
+        found["head"] = True
+    if (weights := _weights(trial)) != signature(kind).parameters["weights"].default:
+        found["weights"] = weights
+    alike = isinstance(asked, kind) and getattr(asked, "recipe", None) == found["recipe"]
+    for name in ("include", "exclude", "norms", "fuse", *(["all_gather"] if alike else [])):
+        parameter = signature(kind).parameters.get(name)
+        if parameter is None or not isinstance(asked, kind):
+            continue
+        value = getattr(asked, name)
+        if value != parameter.default:
+            found[name] = value
+    policy = policy_of(asked)
+    if policy is not None and policy.in_float32:
+        found["in_float32"] = policy.in_float32
+    if len(best.winners) < len(best.layers):
+        found["filter"] = "auto"
+        if (rows := _rows(trial, tokens)) is not None:
+            found["tokens"] = rows
+    return found
+
+
+def _weights(trial: Trial) -> Weights:
+    """Return how the run that is asked for has weights of low precision, if its precision asks for one of the two."""
+    asked = trial.precision
+    if isinstance(asked, PolicyPrecision) and "weights" in signature(type(asked)).parameters:
+        return asked.weights
+    return "autocast"
+
+
+def _kind(best: Advice) -> type[Float8Precision] | type[TEPrecision]:
+    return TEPrecision if is_engine(best.recipe) else Float8Precision
+
+
+def _cure(best: Advice, settings: Mapping[str, Any]) -> Iterator[str]:
+    if not best.winners:
+        yield "\nTo do: keep BF16Precision."
+        return
+    yield f"\nTo do:\ntrainer:\n  plugins:\n    - class_path: {_kind(best).__name__}"
+    said = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items())
+    yield f"      init_args: {{{', '.join(said)}}}"

@@ -1,0 +1,245 @@
+"""``python -m lightning_ups doctor``: the machine, its packages, and what can run here and why not."""
+
+import argparse
+import atexit
+import gc
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from lightning_ups.config.spelling import parsed, suggestion
+
+if TYPE_CHECKING:  # these import torch, and that it does not load is for this command to say
+    from lightning_ups.commands.machine.hardware import Finding
+    from lightning_ups.commands.machine.packages import Machine
+
+__all__ = ["examination", "main"]
+
+SCHEMA = 1
+_STYLES = {"runs": "green", "limited": "yellow", "no": "red"}
+_MARKS = {"runs": "yes", "limited": "limited", "no": "no"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what this machine can do.
+
+    Returns:
+        0, or 2 if torch does not load or something that ``--require`` names does not run here.
+    """
+    asked = parsed(_parser(), argv)
+    with _uncollected():
+        return _answer(asked)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Import without the collector of garbage, which looks in vain through ever more modules.
+
+    That takes a quarter of the time, and as the interpreter ends, when it looks once more, half a second.
+    """
+    atexit.register(gc.freeze)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _answer(asked: argparse.Namespace) -> int:
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        print(
+            f"torch does not load: {error}. Nothing else can be looked at without it."
+            " Install it anew, as pytorch.org/get-started says for this machine.",
+            file=sys.stderr,
+        )
+        return 2
+    if asked.require:
+        _check_names(asked.require)
+    report = examination()
+    missing = [row for row in report["techniques"] if row["name"] in asked.require and row["verdict"] == "no"]
+    if asked.json:
+        print(json.dumps(report, indent=2, default=str))
+    else:
+        _print(report, Console(highlight=False, soft_wrap=True))
+    for row in missing:
+        cure = f" To change that: {row['cure']}." if row["cure"] else ""
+        print(f"{row['name']} is required and does not run here: {row['why']}.{cure}", file=sys.stderr)
+    return 2 if missing else 0
+
+
+def examination() -> dict[str, Any]:
+    """Return everything that ``--json`` prints; its keys stay, and new ones may join them."""
+    # First, since it imports much of torch, which the processes that import packages then have.
+    from lightning_ups.commands.machine.hardware import TECHNIQUES, examine
+    from lightning_ups.commands.machine.hazards import warnings_for
+    from lightning_ups.commands.machine.packages import look
+
+    machine = look()
+    # Before the packages, which are being imported meanwhile: few techniques wait for one.
+    techniques = [
+        {"name": technique.name, "title": technique.title, "group": technique.group}
+        | _finding(examine(technique, machine))
+        for technique in TECHNIQUES
+    ]
+    return {
+        "schema": SCHEMA,
+        "machine": _machine(machine),
+        "packages": _packages(machine),
+        "techniques": techniques,
+        "warnings": [asdict(advice) for advice in warnings_for(machine)],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ups doctor", description="Show the machine, its packages, and what can run here."
+    )
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument(
+        "--require",
+        metavar="NAME",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="exit with 2 unless these run here, such as: --require bf16 float8-tensorwise",
+    )
+    return parser
+
+
+def _check_names(required: Sequence[str]) -> None:
+    from lightning_ups.commands.machine.hardware import TECHNIQUES
+
+    names = [technique.name for technique in TECHNIQUES]
+    for name in required:
+        if name not in names:
+            raise ValueError(
+                f"--require {name} names no technique. It takes the names in the first column of doctor's table."
+                f" {suggestion(name, names, most=len(names))}"
+            )
+
+
+def _machine(machine: "Machine") -> dict[str, Any]:
+    from lightning_ups._compat.environment import versions
+
+    found = versions()
+    return {
+        "host": dict(machine.host),
+        "gpus": [dict(gpu) for gpu in machine.gpus],
+        "unlinked_gpus": [list(pair) for pair in machine.unlinked],
+        "threads": machine.threads,
+        "versions": {name: found.get(name) for name in ("python", "torch", "cuda", "cudnn", "nccl", "driver")},
+        "environment": dict(machine.environment),
+    }
+
+
+def _packages(machine: "Machine") -> dict[str, Any]:
+    from lightning_ups.commands.machine.packages import KNOWN
+
+    cures = {known.name: known.cure for known in KNOWN}
+    names = dict.fromkeys([*machine.packages, *cures])
+    found = {}
+    for name in names:
+        package = machine.packages.get(name)
+        installed = package is not None and package.version is not None
+        found[name] = {
+            "version": package.version if package is not None else None,
+            "loads": installed and package is not None and package.loads,
+            "error": package.error if package is not None and installed else None,
+            "cure": "" if installed and package is not None and package.loads else cures.get(name, ""),
+        }
+    return found
+
+
+def _finding(finding: "Finding") -> dict[str, str]:
+    return {"verdict": finding.verdict, "why": finding.why, "cure": finding.cure}
+
+
+# For people
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    for title, lines in (
+        ("machine", _machine_lines(report["machine"])),
+        ("packages", _package_lines(report["packages"])),
+        *_technique_sections(report["techniques"]),
+        ("warnings", _warning_lines(report["warnings"])),
+    ):
+        console.print(Text(title, style="bold"))
+        for line in lines:
+            console.print(line)
+        console.print()
+
+
+def _machine_lines(machine: dict[str, Any]) -> Iterator[Text]:
+    host, versions = machine["host"], machine["versions"]
+    memory = min(host["memory"], host["memory_limit"] or host["memory"])
+    yield Text(f"  {host['processor']}, {host['usable_cores']} of {host['cores']} cores usable, {_gib(memory)} GiB")
+    for gpu in machine["gpus"]:
+        yield Text(f"  GPU {gpu['index']}: {', '.join(_gpu(gpu))}")
+    if not machine["gpus"]:
+        yield Text("  no GPU that torch can use")
+    yield Text(f"  {', '.join(f'{name} {number}' for name, number in versions.items() if number)}")
+
+
+def _gpu(gpu: dict[str, Any]) -> Iterator[str]:
+    yield gpu["name"]
+    yield f"compute capability {gpu['capability'][0]}.{gpu['capability'][1]}"
+    yield f"{_gib(gpu['memory'])} GiB"
+    if "power_limit_w" in gpu:
+        yield f"limited to {gpu['power_limit_w']:.0f} W"
+    if "clock_mhz" in gpu and "max_clock_mhz" in gpu:
+        yield f"{gpu['clock_mhz']} of {gpu['max_clock_mhz']} MHz now"
+    if gpu.get("nvlinks"):
+        yield f"{gpu['nvlinks']} NVLinks"
+    if gpu.get("slowed_by"):
+        yield f"slowed: {' and '.join(gpu['slowed_by'])}"
+
+
+def _package_lines(packages: dict[str, Any]) -> Iterator[Text]:
+    width = max(map(len, packages))
+    for name, package in packages.items():
+        if package["loads"]:
+            yield _row(name, width, "green", package["version"])
+        elif package["version"] is None:
+            yield _row(name, width, "dim", "not installed", package["cure"])
+        else:
+            yield _row(name, width, "red", f"{package['version']} does not load: {package['error']}", package["cure"])
+
+
+def _technique_sections(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[Text]]]:
+    width = max(len(row["name"]) for row in rows)
+    for group in dict.fromkeys(row["group"] for row in rows):
+        yield group, [_technique(row, width) for row in rows if row["group"] == group]
+
+
+def _technique(row: dict[str, Any], width: int) -> Text:
+    mark = f"{_MARKS[row['verdict']]:8}"
+    said = f"{row['title']}{': ' if row['why'] else ''}{row['why']}"
+    return _row(row["name"], width, _STYLES[row["verdict"]], mark + said, row["cure"], styled=len(mark))
+
+
+def _warning_lines(warnings: Sequence[dict[str, str]]) -> Iterator[Text]:
+    if not warnings:
+        yield Text("  none")
+    for advice in warnings:
+        yield Text.assemble("  ", (advice["what"], "yellow"), f" {advice['why']} {advice['cure']}")
+
+
+def _row(name: str, width: int, style: str, said: str, cure: str = "", *, styled: int | None = None) -> Text:
+    head = said if styled is None else said[:styled]
+    rest = "" if styled is None else said[styled:]
+    return Text.assemble(f"  {name:{width}}  ", (head, style), rest, (f" -> {cure}" if cure else "", "cyan"))
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.0f}"

@@ -1,0 +1,286 @@
+"""``python -m lightning_ups export``: one file, or Hugging Face's safetensors, of a checkpoint."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ups.config.spelling import parsed
+from lightning_ups.models.gpt import SIZES, GPTConfig
+from lightning_ups.models.hf_names import hf_config, to_hf
+from lightning_ups.state.checkpoint import (
+    MODELS,
+    SavedWeights,
+    consolidated,
+    damage_told,
+    damaged,
+    resolve,
+    rest_of,
+    write_safetensors,
+)
+
+__all__ = ["main"]
+
+_GPT = "layers.0.attention.qkv.weight"  # names that only one family has
+_LLAMA = "model.embed_tokens.weight"
+_SHARD_SIZE = "5GB"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export a checkpoint, and say what was written.
+
+    Raises:
+        ValueError: If it cannot be exported so.
+        FileNotFoundError: If there is no whole checkpoint.
+    """
+    asked = parsed(_parser(), argv)
+    path = resolve(asked.checkpoint)
+    if asked.check:
+        return _check(path)
+    if asked.output is None:
+        raise ValueError(
+            "--output is missing: it names a new folder to write to. To verify checksums alone, add --check."
+        )
+    output = _empty(asked.output)
+    export = _as_one_file if asked.format == "torch" else _as_safetensors
+    for file in export(path, output, asked):
+        print(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ups export", description="Write a checkpoint as one file, or as safetensors."
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a checkpoint folder, or a .ckpt file")
+    parser.add_argument("--output", type=Path, help="a folder, new or empty")
+    parser.add_argument("--check", action="store_true", help="verify the checksums of all files, and write nothing")
+    parser.add_argument(
+        "--format",
+        choices=("torch", "safetensors"),
+        default="safetensors",
+        help="torch: one checkpoint.ckpt that a single device resumes from; safetensors, the default: the weights",
+    )
+    parser.add_argument(
+        "--names",
+        choices=("plain", "hf", "hf-llama"),
+        default="plain",
+        help="plain, the default: as in the checkpoint; hf: as transformers names them, with a config.json",
+    )
+    parser.add_argument("--max-shard-size", help=f"of one file of safetensors; default {_SHARD_SIZE}")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
+    parser.add_argument("--config", type=Path, help="a config.json to put beside the weights")
+    parser.add_argument(
+        "--trust", action="store_true", help="build objects of any class, which runs what the checkpoint names"
+    )
+    return parser
+
+
+def _check(path: Path) -> int:
+    names = damaged(path)
+    if names:
+        raise ValueError(
+            f"{path} is damaged: {', '.join(names)} {'does' if len(names) == 1 else 'do'} not hold what was saved."
+            " Resume from an earlier checkpoint, and check the disk."
+        )
+    files = [path] if path.is_file() else [*path.iterdir()]
+    print(f"{path}: {sum(file.stat().st_size for file in files) / 1e6:.1f} MB in {len(files)} files, all as saved.")
+    return 0
+
+
+def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
+    if path.is_file():
+        raise ValueError(
+            f"{path} is one file already."
+            " --format torch makes one file of a checkpoint folder."
+            " Use the file as it is, or choose --format safetensors."
+        )
+    options = {
+        "names": None if asked.names == "plain" else asked.names,
+        "dtype": asked.dtype,
+        "max-shard-size": asked.max_shard_size,
+        "config": asked.config,
+    }
+    if given := [f"--{name}={value}" for name, value in options.items() if value is not None]:
+        raise ValueError(
+            f"--format torch was asked for with {' and '.join(given)}."
+            " One file is for resuming, which needs the names and types of the run, and it is never parted."
+            f" Leave {'it' if len(given) == 1 else 'them'} out, or choose --format safetensors."
+        )
+    file = output / "checkpoint.ckpt"
+    checkpoint, left = consolidated(path, weights_only=not asked.trust)
+    torch.save(checkpoint, file)
+    if left:
+        print(
+            "Left out, since their classes are not trusted:"
+            f" {', '.join(f'{place} ({name})' for place, name in left.items())}. --trust keeps them."
+        )
+    return [file]
+
+
+def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
+    weights: Mapping[str, Tensor] = SavedWeights(path)
+    limit, config = _bytes(asked.max_shard_size or _SHARD_SIZE), None
+    if asked.config is not None and not asked.config.is_file():
+        raise ValueError(
+            f"--config {asked.config} is no file."
+            " It is copied beside the weights, for transformers to build the model from."
+            " Name a config.json that is there."
+        )
+    if asked.names != "plain":
+        with damage_told(path):
+            weights, config = _named_for_hf(SavedWeights(path), rest_of(path, weights_only=not asked.trust)[0], path)
+    cast = _Cast(weights, getattr(torch, asked.dtype) if asked.dtype else None)
+    written = write_safetensors(output, cast, sizes=cast.sizes(), max_shard_bytes=limit)
+    _let_read(written)
+    if asked.config is not None:
+        shutil.copyfile(asked.config, output / "config.json")
+    elif config is not None:
+        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    elif asked.names != "plain":
+        print("No config.json: this checkpoint does not hold the model's config. Give one with --config.")
+    extra = [output / name for name in ("config.json", "model.safetensors.index.json") if (output / name).exists()]
+    return written + extra
+
+
+def _let_read(files: Sequence[Path]) -> None:
+    """Give files the mode that any new one has: safetensors makes them for their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for file in files:
+        file.chmod(0o666 & ~mask)
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """Weights under other names, each read when it is asked for."""
+
+    def __init__(self, weights: SavedWeights, names: Mapping[str, str]) -> None:
+        self._weights, self._names = weights, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._names[name]]
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor without memory, of the shape and type of a weight; nothing is read."""
+        return self._weights.like(self._names[name])
+
+
+class _Cast(Mapping[str, Tensor]):
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+        self._weights, self._dtype = weights, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._cast(self._weights[name])
+
+    def __iter__(self) -> Any:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each, without reading it."""
+        like = getattr(self._weights, "like", self._weights.__getitem__)
+        return {name: self._cast(like(name)).nbytes for name in self}
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _named_for_hf(
+    weights: SavedWeights, rest: Mapping[str, Any], path: Path
+) -> tuple[Mapping[str, Tensor], dict[str, Any] | None]:
+    for end in (_GPT, _LLAMA):
+        for name in weights:
+            if name == end or name.endswith("." + end):
+                prefix = name.removesuffix(end)
+                return _gpt(weights, prefix, rest, path) if end == _GPT else _stripped(weights, prefix, rest)
+    models = rest.get(MODELS, {})
+    if len(models) == 1:  # some other model of transformers
+        return _stripped(weights, next(iter(models)) + ".", rest)
+    raise ValueError(
+        f"--names hf does not know the model in {path}, whose weights are {', '.join(list(weights)[:3])}, ..."
+        " It knows GPT of this package, and models of transformers that are an attribute of the LightningModule."
+        " Use --names plain."
+    )
+
+
+def _stripped(weights: SavedWeights, prefix: str, rest: Mapping[str, Any]) -> tuple[_Renamed, dict[str, Any] | None]:
+    described = rest.get(MODELS, {}).get(prefix.removesuffix("."))
+    config = json.loads(described["config"]) if described else None
+    if config is not None:
+        config.setdefault("architectures", [described["class"].rpartition(".")[2]])
+        if not config["architectures"]:
+            config["architectures"] = [described["class"].rpartition(".")[2]]
+    names = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
+    if config is not None and config.get("tie_word_embeddings"):
+        names.pop("lm_head.weight", None)  # the embedding's, under another name
+    return _Renamed(weights, names), config
+
+
+def _gpt(
+    weights: SavedWeights, prefix: str, rest: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    config = _gpt_config(prefix.removesuffix("."), rest, path)
+    state = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+    return to_hf(state, config), hf_config(config)
+
+
+def _gpt_config(name: str, rest: Mapping[str, Any], path: Path) -> GPTConfig:
+    if (described := rest.get(MODELS, {}).get(name)) is not None:
+        return GPTConfig(**json.loads(described["config"]))
+    hparams = rest.get("hyper_parameters", {})
+    if (size := hparams.get("size")) in SIZES:
+        given = {field: hparams.get(field) for field in ("vocab_size", "max_seq_len", "qk_norm", "tie", "rope_theta")}
+        changed = {field: value for field, value in given.items() if value is not None}
+        return GPTConfig(**{field: getattr(SIZES[size], field) for field in GPTConfig.__slots__} | changed)
+    raise ValueError(
+        f"{path} does not say which shape its GPT has."
+        " The number of heads cannot be seen from the weights; it is in the hyperparameters, or in what"
+        " FSDP2Strategy adds to a checkpoint."
+        " Save the checkpoint from GPTModule, or by FSDP2Strategy."
+    )
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
+    unit = match.group(2) if match else None
+    if match is None or unit not in _UNITS or not float(match.group(1)):
+        raise ValueError(
+            f"--max-shard-size {text} is not a size."
+            " It is a number and a unit, and limits the bytes of one file."
+            " Write it like 5GB or 500MB."
+        )
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+def _empty(path: Path) -> Path:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(
+            f"--output {path} exists and is not an empty folder."
+            " Files of an earlier export would mix with the new ones."
+            " Name a new folder."
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output {path} cannot be made: {error.strerror}."
+            " What is exported is written into a folder of its own."
+            " Name one in a folder that can be written."
+        ) from error
+    return path

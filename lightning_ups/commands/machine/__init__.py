@@ -1,0 +1,1 @@
+"""What a machine has: its packages, its speed, and known hazards."""

@@ -1,0 +1,376 @@
+"""What torch and its companions can do on a machine: the table behind ``doctor``, a row for each technique.
+
+A row says what a technique needs; where all of it is there, a probe runs the thing itself. Rows speak of torch, the
+hardware and packages, not of parts of this suite. A new part appends a row.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ups._compat.torch import probes
+from lightning_ups.commands.machine.packages import KNOWN, Machine
+from lightning_ups.transforms.flags import AttentionBackend, attention_kernel_error
+from lightning_ups.transforms.quoted import first_line
+
+__all__ = ["TECHNIQUES", "Finding", "Technique", "Verdict", "examine"]
+
+Verdict = Literal["runs", "limited", "no"]
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Whether something runs here, why, and what would change it; ``limited`` runs, at a price."""
+
+    verdict: Verdict
+    why: str = ""
+    cure: str = ""
+
+
+Check = Callable[[Machine], "Finding | None"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Technique:
+    """One row.
+
+    Args:
+        name: What ``--require`` takes.
+        title: What people call it.
+        group: The section it is shown in.
+        gpus: How many GPUs it takes; with fewer it does not run.
+        capability: The least compute capability of each GPU.
+        below: The capability from which on it no longer runs.
+        packages: Distributions that must be there and load.
+        check: Runs where all the above holds: a probe that raises, or that returns what it found. None: it runs.
+    """
+
+    name: str
+    title: str
+    group: str
+    gpus: int = 0
+    capability: Capability = (0, 0)
+    below: Capability | None = None
+    packages: Sequence[str] = ()
+    check: Check = lambda _: None
+
+
+def examine(technique: Technique, machine: Machine) -> Finding:
+    """Return whether ``technique`` runs on ``machine``."""
+    lacks = _lacks_hardware(technique, machine) or _lacks_package(technique, machine)
+    if lacks is not None:
+        return lacks
+    try:
+        return technique.check(machine) or Finding(verdict="runs")
+    except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, OSError) as error:
+        return Finding(
+            verdict="no", why=f"tried, and it failed: {first_line(error)}", cure=_CURES.get(technique.name, "")
+        )
+
+
+def _lacks_hardware(technique: Technique, machine: Machine) -> Finding | None:
+    if technique.gpus and machine.capability is None:
+        return Finding(verdict="no", why=f"needs {_gpus(technique.gpus)}", cure=_cure_for_no_gpu(machine))
+    if machine.capability is None or not technique.gpus:
+        return None
+    if len(machine.gpus) < technique.gpus:
+        return Finding(verdict="no", why=f"needs {_gpus(technique.gpus)}, and {len(machine.gpus)} is visible")
+    have = machine.capability
+    if have < technique.capability or (technique.below is not None and have >= technique.below):
+        limit = f"at least {_dotted(technique.capability)}"
+        if technique.below is not None:
+            limit += f" and below {_dotted(technique.below)}"
+        return Finding(verdict="no", why=f"needs compute capability {limit}; this GPU has {_dotted(have)}")
+    return None
+
+
+def _lacks_package(technique: Technique, machine: Machine) -> Finding | None:
+    for name in technique.packages:
+        package = machine.packages.get(name)
+        if package is None or package.version is None:
+            return Finding(verdict="no", why=f"{name} is not installed", cure=_CURE_OF_PACKAGE[name])
+        if not package.loads:
+            cure = f"reinstall it for torch {machine.packages['torch'].version}: {_CURE_OF_PACKAGE[name]}"
+            return Finding(verdict="no", why=f"{name} {package.version} does not load: {package.error}", cure=cure)
+    return None
+
+
+def _cure_for_no_gpu(machine: Machine) -> str:
+    if not machine.has_nvidia:
+        return ""
+    if machine.cuda is None:
+        return "this torch is a CPU build: install one for CUDA"
+    return "torch sees none of this machine's: look at the driver and CUDA_VISIBLE_DEVICES"
+
+
+def _gpus(count: int) -> str:
+    return "a GPU" if count == 1 else f"{count} GPUs"
+
+
+def _dotted(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+_CURE_OF_PACKAGE = {known.name: known.cure for known in KNOWN}
+_COMPILER = "install a C++ compiler and Python's headers: apt install g++ python3-dev"
+_CURES = {"compile-cpu": _COMPILER, "compile-gpu": _COMPILER, "flex-attention": _COMPILER}
+
+
+# Checks that are more than a probe
+
+
+def _compile_cpu(_: Machine) -> None:
+    _compile_cpp_once()
+
+
+@cache
+def _compile_cpp_once() -> None:
+    probes.compile_cpp()  # three rows build on it; what it raises is not kept
+
+
+def _compile_gpu(machine: Machine) -> None:
+    probes.triton_kernel(machine.device)
+
+
+def _flex_attention(machine: Machine) -> Finding | None:
+    importlib.import_module("torch.nn.attention.flex_attention")
+    if machine.gpus:
+        return examine(_BY_NAME["compile-gpu"], machine)
+    compiler = examine(_BY_NAME["compile-cpu"], machine)
+    if compiler.verdict == "no":
+        return compiler
+    return Finding(verdict="limited", why="a CPU has the forward only: no training")
+
+
+def _bfloat16(machine: Machine) -> Finding | None:
+    probes.bfloat16_matmul(machine.device)
+    if machine.capability is None:
+        if not probes.cpu_computes_bfloat16():
+            return Finding(
+                verdict="limited", why="this processor computes in float32 and converts: slower than float32"
+            )
+    elif machine.capability < (8, 0):
+        return Finding(verdict="limited", why=f"GPUs of capability {_dotted(machine.capability)} emulate it: slow")
+    return None
+
+
+def _mxfp8(machine: Machine) -> None:
+    if not hasattr(torch, "float8_e8m0fnu"):
+        raise RuntimeError("this torch has no scales of type float8_e8m0fnu")
+    probes.mxfp8_matmul(machine.device)
+
+
+def _attention(name: AttentionBackend) -> Check:
+    def check(machine: Machine) -> Finding | None:
+        if error := attention_kernel_error(name, device=machine.device):
+            return Finding(verdict="no", why=error)
+        if not machine.gpus:
+            return Finding(verdict="limited", why="torch's own kernel for CPUs, of the same algorithm")
+        return None
+
+    return check
+
+
+def _distributed(*modules: str, gpus: int = 2, alone: str) -> Check:
+    """Return a check that the modules import, and that as many GPUs are there as make sense."""
+
+    def check(machine: Machine) -> Finding | None:
+        if not torch.distributed.is_available():
+            return Finding(verdict="no", why="this torch is built without torch.distributed")
+        for module in modules:
+            importlib.import_module(module)
+        if not machine.gpus:
+            return Finding(verdict="limited", why="CPU processes over gloo: correct, and fast enough for tests only")
+        if len(machine.gpus) < gpus:
+            return Finding(verdict="limited", why=f"{len(machine.gpus)} GPU is visible: {alone}")
+        return None
+
+    return check
+
+
+def _simple_fsdp(machine: Machine) -> Finding | None:
+    compiler = examine(_BY_NAME["compile-gpu" if machine.gpus else "compile-cpu"], machine)
+    if compiler.verdict == "no":
+        return Finding(verdict="no", why=f"is nothing without torch.compile: {compiler.why}", cure=compiler.cure)
+    modules = ("torch.distributed.tensor", "torch.nn.utils.parametrize")
+    return _distributed(*modules, alone="there is nothing to shard over")(machine)
+
+
+def _nccl(machine: Machine) -> Finding | None:
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return Finding(verdict="no", why="this torch is built without NCCL", cure="install a build of torch for CUDA")
+    if machine.unlinked:
+        pairs = ", ".join(f"{a}-{b}" for a, b in machine.unlinked[:4])
+        return Finding(verdict="limited", why=f"GPUs {pairs} reach each other through the host only")
+    return None
+
+
+def _async_checkpoint(_: Machine) -> Finding | None:
+    if not hasattr(importlib.import_module("torch.distributed.checkpoint"), "async_save"):
+        return Finding(verdict="no", why="this torch has no torch.distributed.checkpoint.async_save")
+    return None
+
+
+def _activation_checkpointing(machine: Machine) -> None:
+    calls: list[int] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin()
+
+    x = torch.ones(2, device=machine.device, requires_grad=True)
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2, "the block was not run again in backward"
+
+
+def _serving_only(_: Machine) -> Finding:
+    return Finding(verdict="no", why="manages the cache of a server that generates text: nothing for training")
+
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Technique(
+        name="compile-cpu", title="torch.compile on the CPU (Inductor, C++)", group="compilation", check=_compile_cpu
+    ),
+    Technique(
+        name="compile-gpu",
+        title="torch.compile on a GPU (Inductor, Triton)",
+        group="compilation",
+        gpus=1,
+        capability=(7, 0),
+        packages=["triton"],
+        check=_compile_gpu,
+    ),
+    Technique(
+        name="cuda-graphs",
+        title="CUDA graphs (mode reduce-overhead)",
+        group="compilation",
+        gpus=1,
+        check=lambda machine: probes.cuda_graph(machine.device),
+    ),
+    Technique(name="bf16", title="bfloat16", group="precision", check=_bfloat16),
+    Technique(name="tf32", title="TF32", group="precision", gpus=1, capability=(8, 0)),
+    Technique(
+        name="float8-tensorwise",
+        title="float8, tensorwise scales (torchao)",
+        group="precision",
+        gpus=1,
+        capability=(8, 9),
+        packages=["torchao"],
+        check=lambda machine: probes.float8_matmul(machine.device, rowwise=False),
+    ),
+    Technique(
+        name="float8-rowwise",
+        title="float8, rowwise scales (torchao)",
+        group="precision",
+        gpus=1,
+        capability=(8, 9),
+        packages=["torchao"],
+        check=lambda machine: probes.float8_matmul(machine.device, rowwise=True),
+    ),
+    Technique(
+        name="mxfp8",
+        title="MXFP8 (torchao)",
+        group="precision",
+        gpus=1,
+        capability=(10, 0),
+        packages=["torchao"],
+        check=_mxfp8,
+    ),
+    Technique(
+        name="te-fp8",
+        title="FP8 (Transformer Engine)",
+        group="precision",
+        gpus=1,
+        capability=(8, 9),
+        packages=["transformer-engine"],
+    ),
+    Technique(
+        name="flash-attention-2", title="FlashAttention-2 in torch", group="attention", check=_attention("flash")
+    ),
+    Technique(
+        name="cudnn-attention",
+        title="cuDNN attention in torch",
+        group="attention",
+        gpus=1,
+        capability=(8, 0),
+        check=_attention("cudnn"),
+    ),
+    Technique(
+        name="flash-attention-3",
+        title="FlashAttention-3",
+        group="attention",
+        gpus=1,
+        capability=(9, 0),
+        below=(10, 0),
+        packages=["flash-attn-3"],
+    ),
+    Technique(
+        name="flash-attention-4",
+        title="FlashAttention-4 (CuTe)",
+        group="attention",
+        gpus=1,
+        capability=(9, 0),
+        packages=["flash-attn-4"],
+    ),
+    Technique(name="flex-attention", title="FlexAttention", group="attention", check=_flex_attention),
+    Technique(name="paged-attention", title="PagedAttention (vLLM)", group="attention", check=_serving_only),
+    Technique(
+        name="ddp",
+        title="DDP",
+        group="several devices",
+        check=_distributed("torch.nn.parallel", alone="there is nothing to average over"),
+    ),
+    Technique(
+        name="fsdp2",
+        title="FSDP2 (fully_shard)",
+        group="several devices",
+        check=_distributed("torch.distributed.fsdp", alone="there is nothing to shard over"),
+    ),
+    Technique(name="simple-fsdp", title="SimpleFSDP (DTensor, compiled)", group="several devices", check=_simple_fsdp),
+    Technique(
+        name="hsdp",
+        title="HSDP (shard and replicate)",
+        group="several devices",
+        check=_distributed("torch.distributed.fsdp", gpus=4, alone="shards and replicas take four, or two nodes"),
+    ),
+    Technique(
+        name="tensor-parallel",
+        title="tensor parallelism (DTensor)",
+        group="several devices",
+        check=_distributed("torch.distributed.tensor.parallel", alone="there is nothing to split over"),
+    ),
+    Technique(name="nccl", title="NCCL", group="several devices", gpus=1, check=_nccl),
+    Technique(
+        name="activation-checkpointing",
+        title="activation checkpointing",
+        group="memory",
+        check=_activation_checkpointing,
+    ),
+    Technique(
+        name="optimizer-offload",
+        title="optimizer state in host memory",
+        group="memory",
+        gpus=1,
+        check=lambda machine: probes.pinned_copy(machine.device),
+    ),
+    Technique(
+        name="async-checkpoint",
+        title="checkpoints in the background (DCP)",
+        group="output",
+        check=_async_checkpoint,
+    ),
+    Technique(
+        name="hf-export",
+        title="Hugging Face checkpoints",
+        group="output",
+        packages=["transformers", "safetensors"],
+    ),
+    Technique(name="tensorboard", title="TensorBoard logs", group="output", packages=["tensorboard"]),
+)
+_BY_NAME = {technique.name: technique for technique in TECHNIQUES}

@@ -1,0 +1,410 @@
+"""What a run will take of a GPU's memory, what fits, and what to write instead; no GPU is needed."""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_ups.config.asked import Asked, counted
+from lightning_ups.insight.dry_run.plan import MOST, Planner, Variant
+from lightning_ups.insight.dry_run.rehearsal import Uncountable
+from lightning_ups.insight.memory.account import GIB, Moment, readable
+from lightning_ups.insight.memory.devices import DEVICES, Device, device_of, textbook
+from lightning_ups.order import policy_of, refusals
+from lightning_ups.transforms.quoted import quoted
+
+__all__ = ["OPTIONS", "main", "own_options", "read_batch", "show"]
+
+OPTIONS = ("batch", "devices", "gpu", "json", "nodes", "textbook")  # as typed
+_GB = 1e9
+_WIDTH = 110
+
+
+class _Row(NamedTuple):
+    variant: Variant
+    moment: Moment | None
+    batch: int | None
+    sequence: int | None
+    why: str = ""
+
+
+def own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of ``plan``, and the words that are options of ``fit``."""
+    own, rest = _parser().parse_known_args([*words])
+    for option, key in (("devices", "trainer.devices"), ("nodes", "trainer.num_nodes")):
+        if getattr(own, option) is not None:
+            rest += [f"--{key}", str(getattr(own, option))]
+    return {"gpu": own.gpu, "batch": own.batch, "as_json": own.json}, rest
+
+
+def main(words: Sequence[str]) -> int | None:
+    """Print the textbook's table or the list of GPUs, if one is asked for; None: a configuration is needed."""
+    own, _ = _parser().parse_known_args([*words])
+    if own.textbook:
+        print("\n".join(_textbook()))
+        return 0
+    if own.gpu == "list":
+        print("\n".join(f"{key:16}{device.gib:7.1f} GiB  {device.name}" for key, device in DEVICES.items()))
+        return 0
+    return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_ups plan",
+        description="Predict the memory of a configuration, without a GPU: what fits, and what to change.",
+        epilog="All options of fit are taken as well, such as --config run.yaml.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="a name of the table, or GiB; 'list' prints the table")
+    parser.add_argument("--devices", metavar="N", help="GPUs in each node, in place of trainer.devices")
+    parser.add_argument("--nodes", metavar="M", help="nodes, in place of trainer.num_nodes")
+    parser.add_argument(
+        "--batch", metavar="SHAPES", help="what training_step gets, where the data is elsewhere, as in 4x4097:int64"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--textbook", action="store_true", help="print the ZeRO table of the textbooks, and no more")
+    return parser
+
+
+def _textbook() -> Iterator[str]:
+    yield "Model states of 7 B parameters on 8 GPUs, mixed precision with Adam, GB of each GPU (10^9 bytes):"
+    yield ""
+    yield f"{'':8}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>9}"
+    for stage, parts in textbook().items():
+        sizes = {name: f"{size / _GB:.2f}".rstrip("0").rstrip(".") for name, size in parts.items()}
+        yield (f"{stage:8}{sizes['weights']:>10}{sizes['gradients']:>11}{sizes['optimizer']:>11}{sizes['total']:>9}")
+    yield ""
+    yield from textwrap.wrap(
+        "Activations, gathered weights and the logits are left out, and gradients and weights are counted in 16 bits."
+        " What a run of yours really holds: plan --config RUN.yaml.",
+        _WIDTH,
+    )
+
+
+def show(asked: Asked, *, gpu: str | None = None, batch: str | None = None, as_json: bool = False) -> int:
+    """Print the plan of ``asked``, and return 0, or 2 if it does not fit or cannot be counted.
+
+    Args:
+        asked: A parsed configuration.
+        gpu: The kind of GPU, or its GiB. None: the one of this machine, if there is one.
+        batch: What ``training_step`` gets; see `read_batch`. None: the first batch of the data.
+        as_json: Print one JSON object.
+    """
+    device = _device(gpu)
+    given, origin = _batch(asked, batch)
+    planner = Planner(
+        asked.run,
+        given,
+        settings=_strategy_settings(asked),
+        optimizers=asked.make_optimizer,
+        microbatches=int(asked.config["trainer"].get("accumulate_grad_batches") or 1),
+        device=device,
+    )
+    # Each is a step or more on tensors without numbers, compiled where the run is: seconds, and for some a minute.
+    _say(f"plan: {planner.declared.name}")
+    rows = [_row(planner, planner.declared, exact=True)]
+    if rows[0].moment is None:
+        raise Uncountable(rows[0].why)
+    for variant in planner.variants():
+        _say(f"plan: {variant.name}")
+        rows.append(_row(planner, variant))
+    said = [json.dumps(_facts(planner, rows, origin), indent=1)] if as_json else _lines(asked, planner, rows, origin)
+    print("\n".join(said))
+    return 0 if planner.usable is None or planner.fits(planner.declared) else 2
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _device(name: str | None) -> Device | None:
+    if name is not None:
+        if re.match(r"-[\d.]|nan$|[+-]?inf", name.lower()):
+            raise ValueError(
+                f"--gpu {name} is no size of a GPU. A number is its memory in GiB, and more than none."
+                " Use its size, as in --gpu 24, or its name, as in --gpu h100-80."
+            )
+        return device_of(name)
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return Device(
+        name=properties.name, gib=properties.total_memory / GIB, capability=(properties.major, properties.minor)
+    )
+
+
+def _strategy_settings(asked: Asked) -> dict[str, Any]:
+    strategy = asked.config["trainer"].get("strategy")
+    return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+
+
+def _batch(asked: Asked, spec: str | None) -> tuple[Any, str]:
+    """Return a batch, and where it is from."""
+    if spec is not None:
+        return read_batch(spec), "--batch"
+    data = asked.data() if asked.data is not None else None
+    module = asked.run.module
+    if data is None and not is_overridden("train_dataloader", module):
+        raise ValueError(
+            "There is no data to take a batch from: the configuration has no section 'data'."
+            " What a step takes depends on its batch."
+            " Say what training_step gets, such as plan --batch 4x4097:int64."
+        )
+    source = type(data or module).__name__
+    try:
+        return _first_batch(module if data is None else data, whole=data is not None), source
+    except Exception as error:
+        raise ValueError(
+            f"No batch could be taken from {source}: {quoted(error).rstrip('.')}."
+            " Its files or its network may be on another machine."
+            " Say what training_step gets, such as plan --batch 4x4097:int64."
+        ) from error
+
+
+def _first_batch(data: Any, *, whole: bool) -> Any:
+    if whole:
+        data.prepare_data()
+        data.setup("fit")
+    loaders = data.train_dataloader()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    for loader in combined.flattened:
+        if getattr(loader, "num_workers", 0):
+            loader.num_workers = 0  # one batch is not worth processes
+            loader.prefetch_factor = None
+    batch, _, _ = next(iter(combined))
+    return batch
+
+
+def read_batch(spec: str) -> Any:
+    """Return the empty batch that ``spec`` describes.
+
+    A tensor is its sizes and its type, as in ``4x4097:int64``; without a type it is float32. Several with commas
+    between them are a list, and with names a dict: ``images=8x3x224x224:float32,labels=8:int64``. A dict in a dict has
+    dots in its names: ``heat.input=4x2x64x64,heat.time=4``.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    parts = [part.rpartition("=")[::2] for part in spec.split(",")]
+    tensors = [_tensor(text, spec) for _, text in parts]
+    if any(name for name, _ in parts):
+        return _nested(zip((name.strip() for name, _ in parts), tensors, strict=True), spec)
+    return tensors if len(tensors) > 1 else tensors[0]
+
+
+def _nested(named: Iterable[tuple[str, Tensor]], spec: str) -> dict[str, Any]:
+    batch: dict[str, Any] = {}
+    for name, tensor in named:
+        *above, last = name.split(".")
+        inner: Any = batch
+        for key in above:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner
+        if not isinstance(inner, dict) or not last or last in inner:
+            raise _no_batch(spec, name)
+        inner[last] = tensor
+    return batch
+
+
+def _tensor(text: str, spec: str) -> Tensor:
+    sizes, _, name = text.strip().partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not all(s.isdecimal() and int(s) for s in sizes.split("x")):
+        raise _no_batch(spec, text)
+    return torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
+
+
+def _no_batch(spec: str, part: str) -> ValueError:
+    return ValueError(
+        f"--batch {spec!r} is no batch: {part!r} is not understood."
+        " A tensor is its sizes with 'x' between them and, after a colon, its type; names with dots are dicts in dicts."
+        " Write, for instance, --batch 4x4097:int64, or --batch images=8x3x224x224,labels=8:int64."
+    )
+
+
+def _row(planner: Planner, variant: Variant, *, exact: bool = False) -> _Row:
+    try:
+        moment = planner.moment(variant)
+        batch = planner.largest_batch(variant)
+    except Uncountable as error:
+        return _Row(variant, None, None, None, str(error))
+    if not exact:
+        return _Row(variant, moment, batch, None)
+    try:
+        return _Row(variant, moment, batch, planner.longest_sequence(variant))
+    except Uncountable as error:
+        return _Row(variant, moment, batch, None, _sentence(error.__cause__ or error))
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{str(error).partition('. ')[0].rstrip('.') or type(error).__name__}."
+
+
+def _lines(asked: Asked, planner: Planner, rows: Sequence[_Row], origin: str) -> Iterator[str]:
+    declared = rows[0].moment
+    assert declared is not None
+    yield from _titled("run", _essentials(asked, planner, origin))
+    yield from _titled("memory", _parts(declared))
+    yield from _titled("verdict", _verdict(planner, rows[0]))
+    yield ""
+    yield from _table(planner, rows)
+    if change := _change(planner, rows):
+        yield ""
+        yield from change
+    yield ""
+    yield from _titled("notes", [*_notes(asked, planner), *asked.notes])
+    if refused := [refusal.text(asked.run) for refusal in refusals(asked.run)]:
+        yield from _titled("refused", refused)
+
+
+def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
+    for index, line in enumerate(lines):
+        start = f"{title if index == 0 else '':9} "
+        yield textwrap.fill(line, _WIDTH, initial_indent=start, subsequent_indent=" " * 12, break_on_hyphens=False)
+
+
+def _essentials(asked: Asked, planner: Planner, origin: str) -> Iterator[str]:
+    run = asked.run
+    parameters = sum(p.numel() for p in run.module.parameters())
+    policy = policy_of(run.precision)
+    computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
+    yield f"{type(run.module).__name__}, {counted(parameters)} parameters"
+    nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
+    yield f"{run.strategy.name}, {_number(run.num_devices, 'GPU')}{nodes}, {type(run.precision).__name__}{computes}"
+    sequence = f" of {planner.tokens} positions" if planner.tokens else ""
+    yield f"{planner.samples or 1} samples{sequence} on each GPU (from {origin})"
+
+
+def _parts(moment: Moment) -> Iterator[str]:
+    where = f"{moment.phase}{f' of {moment.place}' if moment.place else ''}"
+    yield f"{readable(moment.total)} at the most on each GPU, in {where}:"
+    for kind, size in moment.by_kind().items():
+        if size >= 0.005 * moment.total or size >= 0.1 * GIB:
+            yield f"{readable(size):>9}  {kind}{_whose(moment, kind)}"
+    if moment.on_host:
+        yield f"{readable(moment.on_host)} of the host's memory for each GPU"
+
+
+def _whose(moment: Moment, kind: Any) -> str:
+    if kind != "activations":
+        return ""
+    owners = moment.by_owner("activations")
+    blocks = {name: size for name, size in owners.items() if name}
+    said = []
+    if blocks:
+        most = max(blocks.values())
+        said.append(f"{len(blocks)} blocks, {readable(most)} the largest")
+    if rest := owners.get("", 0):
+        said.append(f"{readable(rest)} outside of blocks, such as logits and the loss")
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
+    assert row.moment is not None
+    if planner.device is None or planner.usable is None:
+        enough = [d.name for d in sorted(DEVICES.values(), key=lambda d: d.gib) if _holds(d, planner, row.moment)]
+        smallest = (
+            f"the smallest GPU in the table that holds it is {enough[0]}" if enough else "no GPU in the table holds it"
+        )
+        yield f"No GPU is named (--gpu h100-80; --gpu list shows the table): {smallest}."
+        return
+    left = planner.usable - row.moment.total
+    of = f"{planner.device.name}: {readable(planner.usable)} of {planner.device.gib:.1f} are usable"
+    yield f"{of}, {f'it fits, {readable(left)} left' if left >= 0 else f'it does NOT fit, {readable(-left)} missing'}"
+    if row.batch is not None:
+        most = f"{row.batch}" if row.batch < MOST else "more than a million"
+        yield f"largest batch at this length: {most} samples" if row.batch else "not even one sample fits"
+    if row.sequence:
+        yield f"longest sequence at this batch: {row.sequence} positions"
+    elif row.why:
+        yield f"longer sequences could not be run: {row.why}"
+
+
+def _holds(device: Device, planner: Planner, moment: Moment) -> bool:
+    return moment.total + device.workspace <= device.usable(devices=planner.devices)
+
+
+def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
+    known = planner.usable is not None
+    yield f"{'':34}{'peak':>10}{'saves':>10}{'  fits' if known else ''}{'  batch' if known else ''}  price"
+    before = rows[0].moment
+    assert before is not None
+    for row in rows:
+        if row.moment is None:
+            why = textwrap.shorten(f"not counted: {row.why.partition('. ')[0]}", _WIDTH - 36, placeholder=" ...")
+            yield f"{row.variant.name:34}  {why}"
+            continue
+        saves = "" if row is rows[0] else readable(before.total - row.moment.total)
+        line = f"{row.variant.name:34}{readable(row.moment.total):>10}{saves:>10}"
+        if known:
+            fits = "yes" if row.moment.total <= (planner.usable or 0) else "no"
+            batch = "-" if row.batch is None else ">10^6" if row.batch >= MOST else f"{row.batch}"
+            line += f"{fits:>6}{batch:>7}"
+        yield f"{line}  {row.variant.price}".rstrip()
+
+
+def _change(planner: Planner, rows: Sequence[_Row]) -> list[str]:
+    """Return what to write so that it fits: the cheapest setting that does alone."""
+    if planner.usable is None or planner.fits(planner.declared):
+        return []
+    fitting = [row for row in rows[1:] if row.moment is not None and row.moment.total <= (planner.usable or 0)]
+    if not fitting:
+        return ["No single change makes it fit. Take several of the table together, or more or larger GPUs."]
+    return [f"# so that it fits: {fitting[0].variant.name}", *fitting[0].variant.yaml.splitlines()]
+
+
+def _notes(asked: Asked, planner: Planner) -> Iterator[str]:
+    yield (
+        "Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts."
+        " docs/plan.md says what is assumed, and how far measured peaks lie from it."
+    )
+    if any(step.stage.name == "COMPILE" for step in asked.run.declarations):
+        yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
+    if planner.moves_nothing():
+        yield (
+            "ActivationOffload would move nothing, which is an error in the first step: what its blocks save is smaller"
+            " than its min_mb, or none of them runs by itself."
+        )
+    if asked.run.strategy.shards and not asked.run.strategy.ours:
+        yield (
+            f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights, and what the"
+            " module splits by itself, is not known."
+        )
+
+
+def _facts(planner: Planner, rows: Sequence[_Row], origin: str) -> dict[str, Any]:
+    return {
+        "device": planner.device and {"name": planner.device.name, "gib": planner.device.gib},
+        "usable_bytes": planner.usable,
+        "devices": planner.devices,
+        "batch": {"samples": planner.samples, "positions": planner.tokens, "from": origin},
+        "settings": [
+            {
+                "name": row.variant.name,
+                "peak_bytes": row.moment and row.moment.total,
+                "host_bytes": row.moment and row.moment.on_host,
+                "phase": row.moment and row.moment.phase,
+                "by_kind": row.moment and row.moment.by_kind(),
+                "activations_by_block": row.moment and row.moment.by_owner("activations"),
+                "fits": None if planner.usable is None or row.moment is None else row.moment.total <= planner.usable,
+                "largest_batch": row.batch,
+                "longest_sequence": row.sequence,
+                "price": row.variant.price,
+                "yaml": row.variant.yaml,
+                "not_counted": row.why or None,
+            }
+            for row in rows
+        ],
+    }

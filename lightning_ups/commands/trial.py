@@ -1,0 +1,311 @@
+"""A configuration that is tried for some steps, on one device of this machine: nothing is logged or saved."""
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from lightning_ups._compat.torch.fake import attach, first_batch
+from lightning_ups._compat.torch.log_levels import only_from
+from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
+from lightning_ups.config.layers import items
+from lightning_ups.insight.throughput import Inspection
+from lightning_ups.order import Run, Step
+
+__all__ = ["StepClock", "Trial", "WorkClock"]
+
+# What decides the work of a step; the rest of what a Trainer takes is about where and how long.
+_OF_A_STEP = (
+    "accelerator",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "reload_dataloaders_every_n_epochs",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a configuration asks for, made, and ready to be tried.
+
+    Args:
+        module: The module, built as for fit.
+        data: The data; None: the module brings its own.
+        settings: What the section ``trainer`` says, classes in it made.
+        callbacks: Callbacks of sections of their own.
+        run: The run as asked for, with all its devices.
+        seed: With which each trial begins.
+        checkpoint: What fit would go on from.
+    """
+
+    module: LightningModule
+    data: LightningDataModule | None
+    settings: Mapping[str, Any]
+    callbacks: Sequence[Callback]
+    run: Run
+    seed: int
+    checkpoint: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that is asked for."""
+        return self.run.precision
+
+    @property
+    def declared(self) -> list[Callback]:
+        """The callbacks that change the model or its optimizers; no other takes part in a trial."""
+        return [callback for callback in self.run.callbacks if isinstance(callback, Step)]
+
+    def fit(
+        self,
+        watch: Callback,
+        *,
+        steps: int,
+        precision: Precision | None = None,
+        plain: bool = False,
+        state: Mapping[str, Any] | None = None,
+    ) -> Trainer:
+        """Train for ``steps`` optimizer steps from the seed, and return the Trainer.
+
+        Args:
+            watch: Sees the steps.
+            steps: How many.
+            precision: Instead of the one asked for.
+            plain: Leave out what the configuration adds: its strategy and its declarations.
+            state: What the module holds at the start. None: what it holds now.
+
+        Raises:
+            ValueError: If the strategy that is asked for needs more than one device.
+        """
+        if not plain:
+            self.check_fits_one_device()
+        if state is not None:
+            self.module.load_state_dict({name: _copied(value) for name, value in state.items()})
+        seed_everything(self.seed, workers=True, verbose=False)
+        with TemporaryDirectory() as folder, _warnings_only():
+            trainer = self._trainer(folder, watch, steps=steps, precision=precision, plain=plain)
+            trainer.fit(self.module, datamodule=self.data)
+        return trainer
+
+    def check_fits_one_device(self) -> None:
+        """Refuse a strategy that cannot be tried on one device.
+
+        Raises:
+            ValueError: If it needs more.
+        """
+        names = ("tensor_parallel_size", "replicate_size")
+        if split := {n: size for n in names if (size := self.run.strategy.settings.get(n, 1)) > 1}:
+            said = ", ".join(f"{name}={size}" for name, size in split.items())
+            raise ValueError(
+                f"{self.run.strategy.name}({said}) cannot be tried here."
+                " A configuration is tried on one device, and this strategy divides its work among more."
+                " Try it without: --trainer.strategy fsdp2. For advise, --steps 0 needs no trial."
+            )
+
+    def batch(self) -> Any:
+        """Return a batch as training would see it, and let the module know its Trainer, as in fit."""
+        seed_everything(self.seed, workers=True, verbose=False)
+        with TemporaryDirectory() as folder, _warnings_only():
+            trainer = self._trainer(folder, Callback(), steps=1, precision=None, plain=True)
+        attach(trainer, self.module, self.data)
+        if is_overridden("configure_model", self.module):
+            self.module.configure_model()
+        return first_batch(trainer)
+
+    def _trainer(
+        self, folder: str, watch: Callback, *, steps: int, precision: Precision | None, plain: bool
+    ) -> Trainer:
+        settings = {name: self.settings[name] for name in _OF_A_STEP if self.settings.get(name) is not None}
+        plugins = [plugin for plugin in items(self.settings.get("plugins")) if not plain]
+        if precision is not None:
+            plugins = [plugin for plugin in plugins if not isinstance(plugin, Precision)] + [precision]
+        elif not plain and self.settings.get("precision") is not None:
+            settings["precision"] = self.settings["precision"]
+        return Trainer(
+            **settings,
+            strategy="auto" if plain else self.settings["strategy"],
+            plugins=plugins or None,
+            callbacks=[*([] if plain else self.declared), _Seeded(self.seed), _Patience(), watch],
+            devices=1,
+            use_distributed_sampler=False,  # it would shuffle in another way than a single device does
+            max_steps=steps,
+            logger=_Nowhere(folder),
+            log_every_n_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            default_root_dir=folder,
+        )
+
+
+class _Nowhere(DummyLogger):
+    """Keeps nothing of what a module writes to it by itself; what goes to its folder goes with that."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self._folder
+
+
+class _Seeded(Callback):
+    """Draws from the seed anew: a module that the first of several trials builds has drawn from it in that alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seed_everything(self._seed, workers=True, verbose=False)
+
+
+class _Patience(Callback):
+    """Lets schedulers wait that go by what validation measures, since a trial validates nothing."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.strict:
+                config.strict = False  # or else what is not measured is an error, and so it is a warning
+                warnings.filterwarnings("ignore", "ReduceLROnPlateau conditioned on metric", RuntimeWarning)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what a module may hold on to and write to, such as an extra state; values it copies itself."""
+    return value if isinstance(value, torch.Tensor) else deepcopy(value)
+
+
+def _warnings_only() -> AbstractContextManager[None]:
+    """Leave out what Lightning says whenever a Trainer is made and stops: there is one for each trial."""
+    return only_from(logging.WARNING, "lightning.pytorch")
+
+
+class StepClock(Callback):
+    """Takes the time of a step, from the first after ``warmup`` steps to the last.
+
+    Under manual optimization, which steps as often as it likes in a batch, a step is a batch.
+
+    Args:
+        warmup: Steps that do not count: in them, code is compiled.
+    """
+
+    def __init__(self, *, warmup: int) -> None:
+        self._warmup, self._batches = warmup, 0
+        self._marks: list[tuple[int, Any]] = []
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        step = trainer.global_step if pl_module.automatic_optimization else self._batches
+        if trainer.global_step >= self._warmup and (not self._marks or self._marks[-1][0] < step):
+            self._marks.append((step, _mark(trainer.strategy.root_device)))
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of one step.
+
+        Raises:
+            ValueError: If no whole step came after those that do not count.
+        """
+        if len(self._marks) < 2:
+            raise ValueError(
+                f"No step was timed: {len(self._marks)} of {self._batches} batches ended after {self._warmup} steps."
+                " A training_step that steps an optimizer many times is over after few batches."
+                " Give more --steps, or --steps 0 to do without the time of a whole step."
+            )
+        (first, start), (last, end) = self._marks[0], self._marks[-1]
+        if isinstance(start, float):
+            return 1000 * (end - start) / (last - first)
+        end.synchronize()
+        return start.elapsed_time(end) / (last - first)
+
+
+class WorkClock(StepClock):
+    """Takes the time of a step, and of what the device does in one: in some more steps, since to look takes time.
+
+    Args:
+        warmup: Steps that do not count.
+        steps: How many to time, with those that do not count.
+    """
+
+    def __init__(self, *, warmup: int, steps: int) -> None:
+        super().__init__(warmup=warmup)
+        self._timed, self._reached = steps, 0
+        self._look: CloseLook | None = None
+        self._seen: Inspection | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many steps to train for."""
+        return self._timed + CloseLook.steps
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        before, self._reached = self._reached, trainer.global_step
+        if before < self._timed:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._reached == before:
+            return  # the batch is one of several of a step
+        if self._look is not None:
+            self._look = self._look.next()
+        elif before < self._timed <= self._reached and can_look_at(trainer.strategy.root_device):
+            self._look = CloseLook(self._note)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._cancel()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._cancel()
+
+    def _note(self, seen: Inspection) -> None:
+        self._seen = seen
+
+    def _cancel(self) -> None:
+        look, self._look = self._look, None
+        if look is not None:  # training ended before it was over
+            look.cancel()
+
+    @property
+    def busy_ms(self) -> float | None:
+        """Milliseconds in which the device does something, in one step; None: not known."""
+        if self._seen is None or self._seen.idle is None:
+            return None
+        return 1000 * self._seen.seconds * (1 - self._seen.idle)
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,1 @@
+"""How a command line and its YAML are read, and how their faults are reported."""

@@ -1,0 +1,1 @@
+"""Measuring which float8 recipe is fastest for the shapes of a model."""

@@ -1,0 +1,203 @@
+"""Timing a linear layer on the device: compiled, with the casts, as it runs within a model."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from statistics import median
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ups.insight.advise.engine import Modules, engine_context, engine_forward, is_engine
+from lightning_ups.insight.advise.shapes import Product
+from lightning_ups.insight.advise.table import BFLOAT16, Timer, Times
+from lightning_ups.transforms.float8.convert import Recipe, compiler_settings, float8_swap
+
+__all__ = ["Clock", "timer_on"]
+
+_NUMBER = count()
+_REPEATS = 10  # in one recording
+_RUN_MS = 40.0
+# Of all three measurements, by turns: over a second together, since clocks under load are lower than those of a burst.
+ROUNDS = 9
+MOST_ROUNDS = 4 * ROUNDS  # where others use the device
+STEADY = 0.05  # the share by which the middle run may be slower than a quick one
+
+
+Clock = Callable[[Callable[[], Any]], Callable[[], float]]
+
+
+def timer_on(device: torch.device, *, clock: Clock | None = None, backend: str = "inductor") -> Timer:
+    """Return what times a product on ``device``.
+
+    What precedes a linear layer in a model is mostly a norm or an activation, with which a cast can be fused; so
+    a multiplication by a vector precedes it here, in bfloat16 too. The work is recorded as a CUDA graph, since in
+    a model the host is far ahead. Transformer Engine's modules are launched each time, as they are in a model: they are
+    no part of compiled code.
+
+    A part of a product is a difference of two measurements, which take turns, so that what changes the device's pace
+    changes both. Of each counts the time at a quarter of its runs, the quickest first: others who use the device make
+    runs longer and none shorter. Where runs differ all the same, there are more of them, and the times say so.
+
+    Args:
+        device: A GPU.
+        clock: Prepares a call, and returns what measures the milliseconds that one takes. None: on the GPU.
+        backend: Compiles the layer.
+    """
+
+    def timer(product: Product, recipe: str) -> Times:
+        engine = engine_context(recipe) if is_engine(recipe) else nullcontext()
+        default = _launched if is_engine(recipe) else _Recorded()
+        with compiler_settings(recipe), engine, torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return _times(product, recipe, device, clock or default, backend)
+
+    return timer
+
+
+def _times(product: Product, recipe: str, device: torch.device, clock: Clock, backend: str) -> Times:
+    x = torch.randn(product.rows, product.in_features, device=device, dtype=torch.bfloat16, requires_grad=True)
+    modules = Modules(product, device=device)
+    both, input_alone, weights = _forwards(product, recipe, modules, backend)
+    gradients = [torch.randn_like(part) for part in _parts(both(x))]
+
+    def forward_and_gradients() -> Any:
+        return torch.autograd.grad(_parts(both(x)), (x, *weights), gradients)
+
+    def forward_and_dgrad() -> Any:
+        return torch.autograd.grad(_parts(input_alone(x)), (x,), gradients)
+
+    everything = [*modules.parameters(), *weights]
+    whole, forward = clock(forward_and_gradients), clock(lambda: both(x))
+    with _frozen(everything):
+        without_wgrad = clock(forward_and_dgrad)
+
+    def frozen() -> float:
+        with _frozen(everything):
+            return without_wgrad()
+
+    return _in_parts(_by_turns(whole, forward, frozen))
+
+
+@contextmanager
+def _frozen(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    changed = [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
+    for weight in changed:
+        weight.requires_grad = False
+    try:
+        yield
+    finally:
+        for weight in changed:
+            weight.requires_grad = True
+
+
+def _by_turns(*clocks: Callable[[], float]) -> list[list[float]]:
+    """Return the times of several measurements, each in the order in which they were taken."""
+    runs: list[list[float]] = [[] for _ in clocks]
+    while not runs[0] or (len(runs[0]) < MOST_ROUNDS and _spread(runs) > STEADY):
+        for _ in range(ROUNDS):
+            for times, clock in zip(runs, clocks, strict=True):
+                times.append(clock())
+    return runs
+
+
+def _quick(times: Sequence[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 4]
+
+
+def _spread(runs: Iterable[Sequence[float]]) -> float:
+    return max(median(times) / max(_quick(times), 1e-9) - 1 for times in runs)
+
+
+def _in_parts(runs: Sequence[Sequence[float]]) -> Times:
+    whole, forward, without_wgrad = (_quick(times) for times in runs)
+    spread, in_order = _spread(runs), forward < without_wgrad < whole
+    doubt = "" if in_order else "a part of a product took as long as more of it"
+    if spread > STEADY:
+        doubt = f"runs of the same product differed by {spread:.0%}"
+    forward = min(forward, whole)
+    without_wgrad = min(max(without_wgrad, forward), whole)
+    return Times(forward_ms=forward, dgrad_ms=without_wgrad - forward, wgrad_ms=whole - without_wgrad, doubt=doubt)
+
+
+Forward = Callable[[Tensor], Any]
+
+
+def _forwards(
+    product: Product, recipe: str, modules: Modules, backend: str
+) -> tuple[Forward, Forward, list[nn.Parameter]]:
+    """Return the forward twice, as a compiled one is of weights with gradients or of such without, and the weights."""
+    if is_engine(recipe):
+        forward = engine_forward(modules)
+        return forward, forward, [*modules.parameters()]
+    if not product.is_plain:
+        return _compiled(modules, backend), _compiled(modules, backend), [*modules.parameters()]
+    linear = modules.first[0]
+    layer = linear if recipe == BFLOAT16 else float8_swap(cast("Recipe", recipe))(cast("nn.Linear", linear))
+    return (
+        _compiled(modules.behind(layer), backend),
+        _compiled(modules.behind(layer), backend),
+        [cast("nn.Parameter", layer.weight)],
+    )
+
+
+def _parts(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _compiled(forward: Forward, backend: str) -> Forward:
+    def product(x: Tensor) -> Any:
+        return forward(x)
+
+    # Dynamo keeps its graphs, and a limit of eight, by code object.
+    code = product.__code__.replace(co_name=f"product_{next(_NUMBER)}")
+    own = FunctionType(code, product.__globals__, code.co_name, None, product.__closure__)
+    return torch.compile(own, dynamic=False, fullgraph=True, backend=backend)
+
+
+class _Recorded:
+    """Clocks of calls on the device, the host left out: their recordings, of which one is replayed at a time."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # one for all recordings, of which nobody reads what they leave there
+
+    def __call__(self, call: Callable[[], Any]) -> Callable[[], float]:
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            for _ in range(_REPEATS):
+                call()
+        self._pool = self._pool or graph.pool()
+        once = _replayed(graph, 2)
+        replays = max(2, round(_RUN_MS / max(once * _REPEATS, 1e-3)))
+        return lambda: _replayed(graph, replays)
+
+
+def _launched(call: Callable[[], Any]) -> Callable[[], float]:
+    """Return the clock of a call that is launched anew each time, as what no compiler sees is in a model too."""
+    for _ in range(3):
+        call()
+    once = _between(call, 2)
+    repeats = max(2, round(_RUN_MS / max(once, 1e-3)))
+    return lambda: _between(call, repeats)
+
+
+def _replayed(graph: "torch.cuda.CUDAGraph", times: int) -> float:
+    return _between(graph.replay, times) / _REPEATS
+
+
+def _between(call: Callable[[], Any], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times

@@ -1,0 +1,1 @@
+"""One training step on fake tensors, and what it tells of memory and time."""

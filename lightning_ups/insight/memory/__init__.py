@@ -1,0 +1,1 @@
+"""Accounting for memory, by tensor and by holder."""

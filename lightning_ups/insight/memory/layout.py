@@ -1,0 +1,198 @@
+"""From a rehearsed step on one device to what each of many takes: sharding, buckets, gathered blocks, offloading."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_ups.insight.memory.account import FIXED, Kind, Moment, Phase
+from lightning_ups.insight.memory.step import Step
+
+__all__ = ["Layout", "Sharding", "between", "peak_of"]
+
+Sharding = Literal["full", "gradients", "none", "copies"]
+_STATE: tuple[Kind, ...] = ("optimizer state", "master weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where parameters, gradients and optimizer state lie.
+
+    Args:
+        sharding: As in ``FSDP2Strategy``; ``"copies"``: a whole model on every device, as DDP and one device have it.
+        shards: Devices over which parameters are split.
+        devices: Devices in all.
+        stored: Bytes of a parameter as the optimizer has it, under a sharding that is not ``"copies"``.
+        computed: Bytes of a parameter as modules compute with it.
+        gathered_float8: Bytes, as it is gathered, of a weight of a layer that multiplies in float8.
+        reduced: Bytes of a gradient as it is summed over devices.
+        state: Bytes that the optimizer keeps for a parameter.
+        stepping: Bytes for a parameter that the optimizer takes while it steps, and gives back.
+        on_host: The share of each kind that lies in the host's memory.
+        chunk: Bytes of a chunk of the optimizer state that lies on the host, of which three at most are on the device,
+            and nothing else is taken there while the optimizer steps. 0: the host makes the step. None: the device
+            does, at once.
+        workspace: Bytes that libraries of the device's maker take from the same pool.
+        whole_graph: Whether gathers and reductions are part of one graph: it gathers a block while the one before it
+            runs, and at which block the most is alive is not known.
+    """
+
+    sharding: Sharding = "copies"
+    shards: int = 1
+    devices: int = 1
+    stored: float = 4
+    computed: float = 2
+    gathered_float8: float = 2
+    reduced: float = 4
+    state: float = 8
+    stepping: float = 0
+    on_host: Mapping[Kind, float] | None = None
+    chunk: int | None = None
+    workspace: int = 0
+    whole_graph: bool = False
+
+
+def peak_of(step: Step, layout: Layout) -> Moment:
+    """Return when ``step`` takes the most of one device under ``layout``."""
+    moments = _copied(step, layout) if layout.sharding == "copies" else _sharded(step, layout)
+    found = [_with_host(moment, layout) for moment in moments]
+    on_host = step.on_host + max(moment.on_host for moment in found)
+    return replace(max(found, key=lambda moment: moment.total), on_host=on_host)
+
+
+def _with_host(moment: Moment, layout: Layout) -> Moment:
+    shares = layout.on_host or {}
+    held = {key: round(size * (1 - shares.get(key[0], 0))) for key, size in moment.held.items()}
+    moved = {key: moment.held[key] - size for key, size in held.items()}
+    away = sum(size for (kind, _), size in moved.items() if kind in _STATE)
+    if layout.chunk is not None and moment.phase == "optimizer":
+        held = {key: size for key, size in held.items() if key[0] != "temporaries"}
+    held["workspaces", ""] = held.get(("workspaces", ""), 0) + layout.workspace
+    held["temporaries", "host"] = 3 * min(layout.chunk or 0, away)
+    return replace(moment, held={key: size for key, size in held.items() if size}, on_host=sum(moved.values()))
+
+
+def _copied(step: Step, layout: Layout) -> Iterator[Moment]:
+    # DDP has its gradients a second time, in the buckets that it sends.
+    buckets = round(layout.computed * sum(step.trained.values())) if layout.devices > 1 else 0
+    for moment in step.peaks.values():
+        yield replace(moment, held={**moment.held, ("gather buffers", "buckets"): buckets})
+
+
+def _sharded(step: Step, layout: Layout) -> Iterator[Moment]:
+    for (phase, place), moment in step.loose.items():
+        loose = {key: size for key, size in moment.held.items() if key[0] not in FIXED}
+        # Lightning frees the gradients of the step before after the forward pass.
+        reduced = sum(step.trained.values()) if phase == "forward" else _reduced(step, moment)
+        yield Moment(
+            phase=phase,
+            place=place,
+            held={
+                **loose,
+                **_shards(step, layout, reduced=reduced),
+                **(_unreduced(moment, place) if phase == "backward" else {}),
+                **_gathered(step, layout, phase, place),
+            },
+        )
+    everything = sum(step.trained.values())
+    root = _Group(step, layout, "")
+    yield Moment(  # the end of backward, where what no block holds is reduced
+        phase="backward",
+        place="",
+        held={
+            **_shards(step, layout, reduced=everything - root.trained),
+            ("gather buffers", ""): root.whole + root.sent,
+            ("gradients", ""): root.gradients,
+        },
+    )
+    yield Moment(
+        phase="optimizer",
+        held={
+            **_shards(step, layout, reduced=everything),
+            ("temporaries", ""): round(layout.stepping * everything / layout.shards),
+        },
+    )
+
+
+class _Group:
+    """What is gathered and reduced together, in bytes."""
+
+    def __init__(self, step: Step, layout: Layout, name: str) -> None:
+        self.elements, self.trained = step.elements.get(name, 0), step.trained.get(name, 0)
+        alone = layout.shards == 1 and layout.computed == layout.stored  # then nothing is gathered, nor cast
+        in_float8 = step.in_float8.get(name, 0)
+        gathered = layout.computed * (self.elements - in_float8) + layout.gathered_float8 * in_float8
+        self.whole = 0 if alone else round(gathered)
+        self.gradients = round(layout.computed * self.trained)
+        self.sent = 0 if layout.devices == 1 else round(layout.reduced * self.trained)
+
+
+def _shards(step: Step, layout: Layout, *, reduced: int) -> dict[tuple[Kind, str], int]:
+    part = 1 / layout.shards
+    return {
+        ("parameters", ""): round(layout.stored * sum(step.elements.values()) * part),
+        ("optimizer state", ""): round(layout.state * sum(step.trained.values()) * part),
+        ("gradients", "reduced"): round(layout.stored * reduced * part),
+    }
+
+
+def _reduced(step: Step, moment: Moment) -> int:
+    """Return the elements whose gradients are reduced by then: of the blocks that have been left."""
+    left = {owner for (kind, owner), size in moment.held.items() if kind == "gradients" and size}
+    return sum(step.trained.get(owner, 0) for owner in left - {"", moment.place})
+
+
+def _unreduced(moment: Moment, place: str) -> dict[tuple[Kind, str], int]:
+    names = dict.fromkeys(("", place))
+    return {("gradients", name): moment.held.get(("gradients", name), 0) for name in names}
+
+
+def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tuple[Kind, str], int]:
+    """Return what is whole meanwhile: of the model's own group always, of a block while it runs, of the next one."""
+    order = [name for name in step.elements if name]
+    root, here = _Group(step, layout, ""), _Group(step, layout, place)
+    held: dict[tuple[Kind, str], int] = {("gather buffers", ""): root.whole}
+    if not place:
+        # Between two blocks, or after the last of them: the one that ran last is not given back at once.
+        blocks = [_Group(step, layout, name) for name in order]
+        kept = sum(b.whole for b in blocks) if layout.sharding != "full" else max((b.whole for b in blocks), default=0)
+        if layout.whole_graph:
+            kept += kept if layout.sharding == "full" else 0  # the next one arrives
+            kept += max((b.sent for b in blocks), default=0) if phase == "backward" else 0
+        return {**held, ("gather buffers", "blocks"): kept}
+    index = order.index(place)
+    gathered = here.whole
+    if layout.sharding != "full":  # kept until backward has passed
+        gathered = sum(_Group(step, layout, name).whole for name in order[: index + 1])
+    arriving = here.whole if phase == "forward" else 0
+    if phase == "backward" and index and layout.sharding == "full":
+        arriving = _Group(step, layout, order[index - 1]).whole
+    leaving = 0
+    if phase == "backward":  # the sum before is still being sent, or its own is
+        after = order[index + 1] if index + 1 < len(order) else place
+        leaving = max(_Group(step, layout, after).sent, here.sent)
+    if layout.shards == 1:
+        arriving = 0
+    return {**held, ("gather buffers", place): gathered + arriving + leaving}
+
+
+def between(first: Step, second: Step, share: float) -> Step:
+    """Return the step at ``share`` of the way from ``first`` to ``second``: memory grows evenly with a batch.
+
+    Args:
+        first: A step.
+        second: The same with another batch.
+        share: 0 is the first and 1 the second; beyond 1 lies what is larger.
+    """
+    return replace(
+        first,
+        peaks={phase: _mixed(first.peaks[phase], second.peaks[phase], share) for phase in first.peaks},
+        loose={key: _mixed(first.loose[key], second.loose[key], share) for key in first.loose if key in second.loose},
+        saved=_mixed(first.saved, second.saved, share),
+        on_host=max(round(first.on_host * (1 - share) + second.on_host * share), 0),
+    )
+
+
+def _mixed(first: Moment, second: Moment, share: float) -> Moment:
+    keys = {*first.held, *second.held}
+    held = {key: first.held.get(key, 0) * (1 - share) + second.held.get(key, 0) * share for key in keys}
+    return replace(first, held={key: round(size) for key, size in held.items() if size > 0})

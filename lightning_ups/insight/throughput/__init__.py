@@ -1,0 +1,40 @@
+"""How fast a run is, what its time goes into, and what to change first."""
+
+from lightning_ups.insight.throughput.counting import StepFlops, step_flops
+from lightning_ups.insight.throughput.inspection import Inspection, Span, look
+from lightning_ups.insight.throughput.meter import Flops, Meter, RankTimes, Summary, quantile
+from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, own_peaks, peaks_of
+from lightning_ups.insight.throughput.timeline import Phase, StepTime, Timeline, clock_for
+from lightning_ups.insight.throughput.units import Count, counter, tensors_of
+from lightning_ups.insight.throughput.untouched import NotCopiedError
+from lightning_ups.insight.throughput.verdicts import Check, Trouble, checks, first_change, troubles
+
+__all__ = [
+    "Arithmetic",
+    "Check",
+    "Count",
+    "Flops",
+    "Inspection",
+    "Meter",
+    "NotCopiedError",
+    "Peaks",
+    "Phase",
+    "RankTimes",
+    "Span",
+    "StepFlops",
+    "StepTime",
+    "Summary",
+    "Timeline",
+    "Trouble",
+    "checks",
+    "clock_for",
+    "counter",
+    "first_change",
+    "look",
+    "own_peaks",
+    "peaks_of",
+    "quantile",
+    "step_flops",
+    "tensors_of",
+    "troubles",
+]

@@ -1,0 +1,239 @@
+"""Figures of a run from the times of its steps: rates, percentiles, the split of a step, utilisation."""
+
+import statistics
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_ups.insight.throughput.inspection import Inspection
+from lightning_ups.insight.throughput.timeline import PHASES, StepTime
+
+__all__ = ["Flops", "Meter", "RankTimes", "Summary", "quantile"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flops:
+    """Floating-point operations of one unit (such as a token) on one device, and what the device can do.
+
+    Args:
+        model: What the model needs, for MFU.
+        hardware: With what is computed twice, for HFU.
+        low_precision: The part of ``model`` that is computed in fp8.
+        peak: The device's FLOP/s in the type of the rest, or None if the device is not known.
+        low_precision_peak: Its FLOP/s in fp8.
+    """
+
+    model: float
+    hardware: float
+    low_precision: float = 0.0
+    peak: float | None = None
+    low_precision_peak: float | None = None
+
+    def utilisation(self, units_per_s: float) -> dict[str, float]:
+        """Return MFU, HFU, and MFU with the part in fp8 held against the peak of fp8, of one device at that rate."""
+        if self.peak is None:
+            return {}
+        found = {"mfu": units_per_s * self.model / self.peak, "hfu": units_per_s * self.hardware / self.peak}
+        if self.low_precision and self.low_precision_peak:
+            rest = (self.model - self.low_precision) / self.peak
+            found["mfu_mixed"] = units_per_s * (rest + self.low_precision / self.low_precision_peak)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """What one rank measured, as plain values that can be sent to others."""
+
+    steps: int
+    seconds: float
+    units: float
+    split: Mapping[str, float]
+    split_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in figures, and what they were measured on. What was not measured is None.
+
+    Shares are of a step; ``uneven`` is of all steps' time what some take longer than the median. ``pauses``,
+    ``between_s`` (from the end of an epoch to the next, but for pauses) and ``start_s`` are seconds of the fit. Memory
+    is in bytes.
+    """
+
+    unit: str
+    device: str
+    num_devices: int
+    steps: int
+    warmup_steps: int
+    units_per_s: float | None = None
+    units_per_s_per_device: float | None = None
+    units_per_step: float | None = None
+    step_s: float | None = None
+    step_p95_s: float | None = None
+    uneven: float = 0.0
+    split: Mapping[str, float] = field(default_factory=dict)
+    split_steps: int = 0
+    pauses: Mapping[str, float] = field(default_factory=dict)
+    between_s: float = 0.0
+    start_s: float | None = None
+    fit_s: float | None = None
+    inspection: Inspection | None = None
+    flops: Flops | None = None
+    utilisation: Mapping[str, float] = field(default_factory=dict)
+    why_no_mfu: str = ""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+    single_device: float | None = None
+    ranks: Sequence[RankTimes] = ()
+    hints: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scaling(self) -> float | None:
+        """How much of ``num_devices`` times one device's rate is reached, if that rate was given."""
+        if self.single_device is None or self.units_per_s is None:
+            return None
+        return self.units_per_s / (self.single_device * self.num_devices)
+
+    @property
+    def slowest_rank(self) -> tuple[int, float] | None:
+        """The rank that works longest in a step, and how much longer than the others, which wait for it.
+
+        A rank that is slow waits for nobody; the others spend the difference in the phase that communicates.
+        """
+        own = [_own_work(rank) for rank in self.ranks]
+        if len(own) < 2 or not all(own):
+            return None
+        worst = max(range(len(own)), key=own.__getitem__)
+        return worst, own[worst] / _of_others(own, worst) - 1
+
+    @property
+    def waited_for(self) -> float:
+        """The share of a step for which the other ranks wait for the slowest."""
+        if self.slowest_rank is None:
+            return 0.0
+        worst, own = self.slowest_rank[0], [_own_work(rank) for rank in self.ranks]
+        step = statistics.median(rank.split_seconds / max(1, rank.steps) for rank in self.ranks)
+        return (own[worst] - _of_others(own, worst)) / step if step else 0.0
+
+
+def _of_others(own: Sequence[float], worst: int) -> float:
+    return statistics.median([seconds for rank, seconds in enumerate(own) if rank != worst])
+
+
+def _own_work(rank: RankTimes) -> float:
+    # Reductions are waited for in backward and in the optimizer step; what comes before is a rank's own.
+    return sum(rank.split.get(phase, 0.0) for phase in ("data", "transfer", "forward", "other")) / max(1, rank.steps)
+
+
+class _Window:
+    """Sums of some steps, and the length of each: a run that never logs has as many as it has steps."""
+
+    def __init__(self) -> None:
+        self.seconds = array("d")
+        self.units = 0.0
+        self.split: dict[str, float] = {}
+        self.splits = 0
+
+    def add(self, step: StepTime) -> None:
+        self.seconds.append(step.seconds)
+        self.units += float(step.note)
+        if step.split is not None:
+            self.splits += 1
+            for phase, seconds in step.split.items():
+                self.split[phase] = self.split.get(phase, 0.0) + seconds
+
+
+class Meter:
+    """Adds steps up, for the whole run and since the last window.
+
+    Args:
+        warmup_steps: How many steps at the beginning count for nothing: they compile, allocate, and fill caches.
+        share: What part of the units of a batch one device works on, such as a half where two devices split each
+            matrix.
+        replicas: How many devices, or groups of them, work on batches of their own.
+    """
+
+    def __init__(self, *, warmup_steps: int, share: float = 1.0, replicas: int = 1) -> None:
+        self.warmup_steps, self.share, self.replicas = warmup_steps, share, replicas
+        self.seconds = array("d")
+        self.units = 0.0
+        self._least, self._most = float("inf"), 0.0  # units of a step
+        self.pauses: dict[str, float] = {"checkpoint": 0.0, "validation": 0.0}
+        self.split: dict[str, float] = {phase: 0.0 for phase in PHASES if phase not in self.pauses}
+        self.split_seconds, self.split_steps = 0.0, 0
+        self.between = 0.0
+        self._window = _Window()
+
+    def add(self, step: StepTime) -> None:
+        """Count a step; its note is how many units it worked on, or None if it is not to count."""
+        for phase, seconds in step.pauses.items():
+            self.pauses[phase] += seconds
+        if step.between:
+            self.between += step.seconds
+        if step.note is None or step.number < self.warmup_steps:
+            return
+        self.seconds.append(step.seconds)
+        units = float(step.note)
+        self.units += units
+        self._least, self._most = min(self._least, units), max(self._most, units)
+        self._window.add(step)
+        if step.split is not None:
+            self.split_steps += 1
+            self.split_seconds += step.seconds
+            for phase, seconds in step.split.items():
+                self.split[phase] += seconds
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps that count."""
+        return sum(self.seconds)
+
+    @property
+    def uneven(self) -> float:
+        """The share of all steps' time that some take longer than the median; none where steps differ in size."""
+        if not self.seconds or self._most > 1.1 * self._least:
+            return 0.0
+        return max(0.0, 1 - statistics.median(self.seconds) * len(self.seconds) / self.total_s)
+
+    def per_device(self, units: float, seconds: float) -> float:
+        """Return the rate of one device."""
+        return units * self.share / seconds
+
+    def window(self) -> dict[str, float]:
+        """Return figures of the steps since the last call, or nothing if there were none; times in milliseconds."""
+        window, self._window = self._window, _Window()
+        total = sum(window.seconds)
+        if total <= 0:
+            return {}
+        found = {
+            "units_per_s": window.units * self.replicas / total,
+            "units_per_s_per_device": self.per_device(window.units, total),
+            "step_ms": statistics.median(window.seconds) * 1e3,
+            "step_p95_ms": quantile(window.seconds, 0.95) * 1e3,
+        }
+        for phase in self.split if window.splits else ():
+            found[f"{phase}_ms"] = window.split.get(phase, 0.0) / window.splits * 1e3
+        return found
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each phase in the steps that were split."""
+        if not self.split_seconds:
+            return {}
+        return {phase: seconds / self.split_seconds for phase, seconds in self.split.items()}
+
+    def own(self) -> RankTimes:
+        """Return what this rank measured."""
+        return RankTimes(
+            steps=self.split_steps,
+            seconds=self.total_s,
+            units=self.units,
+            split=dict(self.split),
+            split_seconds=self.split_seconds,
+        )
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the smallest of ``values`` that at least ``share`` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

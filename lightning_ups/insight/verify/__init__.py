@@ -1,0 +1,1 @@
+"""Comparing a run with a reference run."""

@@ -1,0 +1,1 @@
+"""What a run keeps: checkpoints, resuming, and guarding against bad steps."""

@@ -1,0 +1,67 @@
+"""Checkpoints by torch's distributed checkpointing (DCP): saving, loading, and the folder they live in."""
+
+from lightning_ups.state.checkpoint.claims import claim, neighbors
+from lightning_ups.state.checkpoint.consolidation import (
+    SavedWeights,
+    check_file,
+    consolidated,
+    rest_of,
+    write_safetensors,
+)
+from lightning_ups.state.checkpoint.description import MODELS, described
+from lightning_ups.state.checkpoint.folder import (
+    clean,
+    damaged,
+    has_checksums,
+    is_complete,
+    located,
+    make,
+    newer,
+    newest,
+    newest_within,
+    remove,
+    settle,
+    unwritable,
+)
+from lightning_ups.state.checkpoint.loading import load, load_optimizers, load_weights, resolve
+from lightning_ups.state.checkpoint.meta import damage_told
+from lightning_ups.state.checkpoint.saver import Phase, Saver, SaveTimes
+from lightning_ups.state.checkpoint.saving import gathered, numbered, save_sharded, save_whole
+from lightning_ups.state.checkpoint.state import named_state
+
+__all__ = [
+    "MODELS",
+    "Phase",
+    "SaveTimes",
+    "SavedWeights",
+    "Saver",
+    "check_file",
+    "claim",
+    "clean",
+    "consolidated",
+    "damage_told",
+    "damaged",
+    "described",
+    "gathered",
+    "has_checksums",
+    "is_complete",
+    "load",
+    "load_optimizers",
+    "load_weights",
+    "located",
+    "make",
+    "named_state",
+    "neighbors",
+    "newer",
+    "newest",
+    "newest_within",
+    "numbered",
+    "remove",
+    "resolve",
+    "rest_of",
+    "save_sharded",
+    "save_whole",
+    "settle",
+    "unwritable",
+    "write_safetensors",
+]

@@ -1,0 +1,185 @@
+"""Making one file, or a few of safetensors, of a checkpoint, in one process and without the model."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_ups._compat.optional.packages import require
+from lightning_ups.state.checkpoint import folder, meta
+from lightning_ups.state.checkpoint.io.reading import FolderReader, SlicedReader, read_into
+from lightning_ups.state.checkpoint.loading import APART, EXTRA, PLACES, SHARDED, nested, put_back
+from lightning_ups.state.checkpoint.saving import numbered
+from lightning_ups.state.checkpoint.state import as_kept
+
+__all__ = ["SavedWeights", "check_file", "consolidated", "rest_of", "write_safetensors"]
+
+_INDEX = "model.safetensors.index.json"
+_KEPT = ("last_model_path", "best_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
+
+
+class SavedWeights(Mapping[str, Tensor]):
+    """The weights of a checkpoint under their names, each read when it is asked for.
+
+    Args:
+        path: A whole checkpoint: a folder, or a file of ``torch.save``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if path.is_file():
+            saved, _ = meta.loaded(path, needless=meta.Everything(), mmap=True)
+            state = meta.weights(path, saved)
+            self._reader, self._prefix = SlicedReader({n: t for n, t in state.items() if isinstance(t, Tensor)}), ""
+        else:
+            self._reader, self._prefix = FolderReader(path), "state_dict."
+        described = self._reader.read_metadata().state_dict_metadata
+        self._entries = {
+            name.removeprefix(self._prefix): entry
+            for name, entry in described.items()
+            if name.startswith(self._prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        with meta.damage_told(self._path):
+            target = {self._prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+            read_into(target, self._reader)
+            return target[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor without memory, of the shape and type of a weight; nothing is read."""
+        entry = self._entries[name]
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError if the file at ``path`` is no checkpoint from which a stock strategy goes on."""
+    saved, _ = meta.loaded(path, needless=meta.Everything(), mmap=True)
+    meta.check_saved(path, saved, keys=("state_dict", "pytorch-lightning_version"))
+    with meta.damage_told(path):
+        for state in saved.get("callbacks", {}).values():
+            # ModelCheckpoint deletes these paths when it has saved a better checkpoint.
+            kept = [*state.get("best_k_models", ()), *map(state.get, _KEPT)] if isinstance(state, dict) else ()
+            if outside := [each for each in kept if each and _may_lead_outside(each)]:
+                raise ValueError(
+                    f"{path} names {outside[0]!r:.80} as an earlier checkpoint, which a run that goes on would delete."
+                    " Take a checkpoint from a source that you trust; this one was changed."
+                )
+
+
+def _may_lead_outside(path: str) -> bool:
+    """Return whether Lightning's check that a checkpoint is in its folder would not see that ``path`` is elsewhere."""
+    # It skips the check for each protocol but "file". "local" is another name of it, and "::" may lead to it.
+    return ".." in Path(path).parts or "::" in path or path.lower().startswith(("file:", "local:"))
+
+
+def rest_of(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the checkpoint at ``path`` holds beside weights and optimizer state, as far as it is trusted.
+
+    Returns:
+        The rest, and the class of everything that was left out, by its place.
+    """
+    if path.is_file():
+        saved, left = meta.loaded(path, needless=meta.Everything(), weights_only=weights_only, mmap=weights_only)
+        return {
+            key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states", PLACES)
+        }, left
+    folder.verify(path / folder.META)
+    rest, left = meta.loaded(path / folder.META, needless=meta.Everything(), weights_only=weights_only)
+    if not (path / APART).exists():
+        return rest, left
+    folder.verify(path / APART)
+    try:
+        apart, left_apart = meta.loaded(path / APART, needless=meta.Everything(), weights_only=weights_only)
+    except ValueError:  # in a form that cannot be read around
+        return rest, {**left, "hyper_parameters": "classes that change how a dict is built"}
+    return {**rest, **apart}, {**left, **left_apart}
+
+
+def consolidated(path: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the checkpoint folder at ``path`` as a single device would have saved it, optimizer states and all.
+
+    Returns:
+        The checkpoint, and the class of everything that was left out, by its place.
+    """
+    reader = FolderReader(path)
+    metadata = reader.read_metadata()
+    values = {name: _room(entry) for name, entry in metadata.state_dict_metadata.items()}
+    read_into(values, reader, weights_only=weights_only)
+    with meta.damage_told(path):
+        return _joined(path, values, metadata.planner_data, weights_only=weights_only)
+
+
+def _joined(
+    path: Path, values: dict[str, Any], places: Mapping[str, Any], *, weights_only: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    tree = nested({places[name]: value for name, value in values.items() if not name.startswith(SHARDED + ".")})
+    rest, left = rest_of(path, weights_only=weights_only)
+    keys = sorted((key for key in tree if key.startswith("optimizer_")), key=lambda key: int(key.rpartition("_")[2]))
+    states = [numbered(as_kept({"state": {}, **tree[key]})) for key in keys]
+    extra = rest.pop(EXTRA, {})
+    sharded = [name.removeprefix(SHARDED + ".") for name in values if name.startswith(SHARDED + ".")]
+    checkpoint = {**put_back(rest, values), "state_dict": {**tree["state_dict"], **extra}}
+    return checkpoint | ({"optimizer_states": states} if states else {}) | ({PLACES: sharded} if sharded else {}), left
+
+
+def _room(entry: Any) -> Tensor | None:
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return None
+
+
+def write_safetensors(
+    directory: Path, weights: Mapping[str, Tensor], *, sizes: Mapping[str, int], max_shard_bytes: int
+) -> list[Path]:
+    """Write ``weights`` into ``directory`` as transformers reads them: one file, or several and an index.
+
+    Weights are taken from the mapping one file at a time.
+
+    Args:
+        directory: Exists.
+        weights: By the names to write.
+        sizes: Bytes of each.
+        max_shard_bytes: Of one file; a weight that is larger has a file of its own.
+
+    Returns:
+        The files.
+    """
+    safetensors = require("safetensors.torch", requirement="safetensors>=0.4.3", extra="hf", feature="export")
+    shards = _shards(sizes, max_shard_bytes)
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        # Contiguous and apart: safetensors refuses views, and weights that share their memory.
+        tensors = {name: weights[name].detach().clone(memory_format=torch.contiguous_format) for name in shard}
+        safetensors.save_file(tensors, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2))
+    return [directory / file for file in names]
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> Sequence[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards

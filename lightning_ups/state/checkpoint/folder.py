@@ -1,0 +1,558 @@
+"""A checkpoint as a folder: when it is whole, which is the newest, how one takes the place of another.
+
+Note [What a kill leaves behind]. A folder is filled in this order: the file ``incomplete``, the data of all ranks, the
+rest of the state, the marker ``complete.json``; then ``incomplete`` goes. So a folder with a marker whose files have
+the sizes that it lists is whole, and one without is not, whenever the process died. A checkpoint whose path is taken is
+written beside it, under the suffix ``.saving``, and takes the place by two renames when it is whole: the old one to
+``.previous``, the new one to the path. Between the two the path is empty and both are whole beside it: `located` finds
+them, and `settle` puts the newer one back before anybody looks for the path. Renames are atomic on every file system
+that nodes share; swapping two folders at once is not offered by NFS, Lustre and FUSE. What is to be deleted is first
+renamed to ``.removing``, so that half a checkpoint never stands under its name.
+
+Note [What a power loss leaves behind]. A file system may bring renames and deletions to the disk in another order than
+they were made. So whatever makes a checkpoint whole or gives it its name is forced to the disk, the entry in the
+directory included, before the one that it replaces is deleted.
+"""
+
+import json
+import os
+import shutil
+import time
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from lightning_ups.state.checkpoint import meta
+from lightning_ups.state.checkpoint.checksums import (
+    CHECKSUMS,
+    DamagedFileError,
+    Record,
+    RecordReader,
+    checksum,
+    checksum_of_file,
+    damage,
+    from_json,
+)
+
+__all__ = [
+    "MARKER",
+    "META",
+    "Draft",
+    "begin",
+    "check_format",
+    "clean",
+    "damaged",
+    "discard",
+    "fault",
+    "finish",
+    "has_checksums",
+    "holds_part",
+    "interruption",
+    "is_complete",
+    "located",
+    "make",
+    "mark",
+    "newer",
+    "newest",
+    "newest_within",
+    "records",
+    "remove",
+    "settle",
+    "system_error",
+    "take_place",
+    "unwritable",
+    "verify",
+    "write_file",
+]
+
+FORMAT = 1
+MARKER = "complete.json"
+META = "meta.pt"  # as Lightning's ModelParallelStrategy names it
+_STARTED = "incomplete"
+_SAVING, _PREVIOUS, _REMOVING = ".saving", ".previous", ".removing"
+_WRITING = ".writing"  # one file, which becomes whole before it is renamed
+_SUFFIXES = (_SAVING, _PREVIOUS, _REMOVING, _WRITING)
+_NAME_IN_ZIP = 30  # where the name of the first entry begins
+_TENSORS = ".distcp"
+_DEEPEST = 4  # from trainer.default_root_dir: lightning_logs/version_0/checkpoints/last.ckpt
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written: into ``folder``, to stand at ``path``."""
+
+    path: Path
+    folder: Path
+
+
+def unwritable(path: Path) -> str | None:
+    """Return why no folder can be made at ``path`` or written to, or None, as far as can be told without doing it."""
+    # Not `Path.exists`, which raises in a folder that is closed to this user, and knows of no link to nothing.
+    there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+
+
+def begin(path: Path) -> Draft:
+    """Make room for a checkpoint at ``path``, without touching a whole one that stands there.
+
+    Raises:
+        FileExistsError: If a folder with other things in it stands there.
+    """
+    make(path.parent)
+    _settle(path)
+    taken = path.is_symlink() or path.is_file() or is_complete(path) or _may_be_stock(path)
+    if not taken and path.exists():
+        _check_ours(path)
+        _delete(path)  # left by a run that died
+    draft = Draft(path, _beside(path, _SAVING) if taken else path)
+    draft.folder.mkdir()
+    (draft.folder / _STARTED).write_text("This checkpoint is being written, or its writer died.\n")
+    return draft
+
+
+def finish(draft: Draft, *, files: Mapping[str, bytes], facts: dict[str, Any]) -> None:
+    """Make ``draft`` whole: write ``files``, then the marker, and put the folder in its place."""
+    for name, content in files.items():
+        _write(draft.folder / name, content)
+    mark(draft, facts, sums={name: checksum(content) for name, content in files.items()})
+    take_place(draft)
+
+
+def mark(draft: Draft, facts: dict[str, Any], *, sums: Mapping[str, int]) -> None:
+    """Write the marker, with ``facts``, the size of every file, and checksums.
+
+    Args:
+        draft: Is whole but for the marker.
+        facts: About the run.
+        sums: Checksums of files. Files of tensors have theirs in the file ``checksums.json``.
+    """
+    files = {entry.name: entry.stat().st_size for entry in draft.folder.iterdir() if entry.name != _STARTED}
+    read = {name for name in files if not name.endswith(_TENSORS)} - sums.keys()  # .metadata, which DCP has written
+    sums = {**sums, **{name: checksum_of_file(draft.folder / name) for name in read}}
+    _sync(draft.folder)
+    marker = {"format": FORMAT, "saved_at_ns": time.time_ns(), **facts, "files": files, "checksums": sums}
+    marker["checksum"] = _sum_of(marker)
+    _write(draft.folder / MARKER, json.dumps(marker, indent=1).encode())
+    (draft.folder / _STARTED).unlink()
+    _sync(draft.folder)
+
+
+def take_place(draft: Draft) -> None:
+    """Move a whole draft to its path; what stood there goes only afterwards."""
+    if draft.folder == draft.path:
+        _sync(draft.path.parent)
+        return
+    previous = _beside(draft.path, _PREVIOUS)
+    if previous.exists():
+        _delete(previous)
+    if draft.path.is_symlink() or draft.path.exists():
+        draft.path.rename(previous)
+    try:
+        draft.folder.rename(draft.path)
+    except FileNotFoundError:  # another process has looked for the path just now, see `settle`
+        if not is_complete(draft.path):
+            raise
+    _sync(draft.path.parent)
+    if previous.is_symlink() or previous.exists():
+        _delete(previous)
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Save ``content`` as one file at ``path``, in the place of what stands there, once it is whole.
+
+    Raises:
+        FileExistsError: If a folder stands there that was never a checkpoint.
+    """
+    make(path.parent)
+    is_folder = path.is_dir() and not path.is_symlink()
+    if is_folder:
+        _check_ours(path)
+    writing = _beside(path, _WRITING)
+    try:
+        with writing.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        writing.unlink(missing_ok=True)
+        if interruption(error) is not None:
+            raise
+        raise system_error(error) from error
+    if is_folder:  # which no file can replace at once
+        writing = writing.rename(_beside(path, _SAVING))
+        _sync(path.parent)
+        _delete(path)
+    writing.rename(path)
+    _sync(path.parent)
+
+
+def system_error(error: BaseException) -> BaseException:
+    """Return the system's error behind ``error``, such as a full disk: torch's writer raises another one after it."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return error if behind is None else behind
+
+
+def interruption(error: BaseException | None, *, alone: bool = False) -> BaseException | None:
+    """Return what interrupted this process, such as Ctrl-C, if ``error`` came of that; DCP hides it in its own.
+
+    A process that read or wrote ``alone``, without the others of its group, is rank 0 to DCP.
+    """
+    if isinstance(error, CheckpointException):
+        rank = dist.get_rank() if dist.is_initialized() and not alone else 0
+        error, _ = error.failures.get(rank, (None, None))
+    return None if isinstance(error, Exception | CheckpointException) else error
+
+
+def discard(draft: Draft) -> None:
+    """Delete a draft that will not become whole; nothing else is touched."""
+    if draft.folder.exists():
+        _delete(draft.folder)
+
+
+def remove(path: Path) -> None:
+    """Delete the checkpoint at ``path``: a folder, a file, or a link but not its target. One that is gone is fine.
+
+    Anything else stays, with a warning: `ModelCheckpoint` takes the paths that it deletes from a checkpoint.
+    """
+    if not os.path.lexists(path):
+        return
+    is_folder = path.is_dir() and not path.is_symlink()
+    is_ours = is_folder or path.is_symlink() or path.suffix == ".ckpt" or meta.is_zip(path)
+    if ".." in path.parts or not is_ours or (is_folder and any(path.iterdir()) and not holds_part(path)):
+        warnings.warn(f"{path} is not deleted: it is no checkpoint of this run.", stacklevel=2)
+    else:
+        _delete(path)
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether ``path`` is a whole checkpoint: a folder of ours, one of ModelParallelStrategy, or a file."""
+    if path.is_file():
+        return path.suffix != _SAVING or meta.is_zip(path)  # one is renamed into place when it is whole
+    return fault(path) is None
+
+
+def fault(path: Path) -> str | None:
+    """Return why the folder at ``path`` is not a whole checkpoint, or None if it is."""
+    if not path.is_dir() or path.suffix == _REMOVING:
+        return "it is no folder" if path.exists() else "it does not exist"
+    if not (path / MARKER).exists():
+        return None if _is_stock(path) else f"{MARKER} is missing, which is written last"
+    if (marker := _marker(path)) is None:
+        return f"{MARKER} is damaged"
+    for entry in path.iterdir():
+        if not (entry.is_file() or entry.is_dir()):
+            return f"{entry.name} is no file"  # but a pipe or a device, which would be read forever
+    sizes = ((name, _size(path / name), size) for name, size in marker["files"].items())
+    return next((f"{name[:80]} has {found} bytes and not {size}" for name, found, size in sizes if found != size), None)
+
+
+def located(path: Path) -> Path | None:
+    """Return where the checkpoint of that ``path`` is whole, or None. A kill may have left it beside its path."""
+    if not path.name:
+        return path if is_complete(path) else None
+    return next(filter(is_complete, (_beside(path, _SAVING), path, _beside(path, _PREVIOUS))), None)  # newest first
+
+
+def settle(directory: Path) -> None:
+    """Give whole checkpoints their paths back that a death between two renames has left beside them.
+
+    Nothing is deleted. Several processes may do it at once, and one that may not write there does nothing.
+    """
+    for name in _leftovers(directory):
+        path = directory / name
+        with suppress(OSError):  # such as that another process has just renamed it
+            if not os.path.lexists(path) and (found := located(path)) is not None:
+                found.rename(path)
+
+
+def clean(directory: Path, *, unchanged_s: float) -> dict[str, int]:
+    """Delete what was left half written or half deleted in ``directory``, and return the bytes of each by its name.
+
+    Args:
+        directory: Of checkpoints.
+        unchanged_s: For how long what is deleted must not have changed.
+    """
+    settle(directory)
+    before = {name: _left(directory / name) for name in _leftovers(directory)}
+    for path in directory.iterdir():
+        if _is_unfinished(path) and path.suffix not in _SUFFIXES:
+            before.setdefault(path.name, []).append(path)
+    deleted = {}
+    for name, left in before.items():
+        with suppress(OSError):  # of another user, say: it does no harm
+            nbytes, changed = zip(*map(_nbytes_and_change, left), strict=True)
+            if time.time() - max(changed) < unchanged_s:
+                continue
+            _settle(directory / name)
+            if _is_unfinished(directory / name):
+                _delete(directory / name)
+            deleted[name] = sum(nbytes)
+    return deleted
+
+
+def _leftovers(directory: Path) -> set[str]:
+    """Return the names of checkpoints beside whose path something is left that only a death leaves."""
+    if not directory.is_dir():
+        return set()
+    left = (path for path in directory.iterdir() if path.suffix in _SUFFIXES)
+    return {p.stem for p in left if p.stem.endswith(".ckpt") or (p.is_dir() and holds_part(p))}
+
+
+def _left(path: Path) -> list[Path]:
+    return [left for suffix in _SUFFIXES if os.path.lexists(left := _beside(path, suffix))]
+
+
+def _is_unfinished(path: Path) -> bool:
+    return (path / _STARTED).is_file() and not is_complete(path)
+
+
+def _nbytes_and_change(path: Path) -> tuple[int, float]:
+    stats = [entry.lstat() for entry in (path, *(path.rglob("*") if path.is_dir() else ()))]
+    return sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
+
+
+def newest(directory: Path) -> Path | None:
+    """Return the whole checkpoint folder in ``directory`` that was saved last, or None."""
+    return max(_whole(directory), key=_saved_at, default=None)
+
+
+def newest_within(path: Path) -> Path | None:
+    """Return the whole checkpoint that was saved last of those in the folder ``path``, or in folders of it, or None."""
+    below = chain.from_iterable(path.glob("/".join("*" * depth)) for depth in range(1, _DEEPEST + 1))
+    return max(filter(_is_open_and_whole, below), key=_saved_at, default=None)
+
+
+def _is_open_and_whole(path: Path) -> bool:
+    try:
+        return (path.suffix == ".ckpt" or path.is_dir()) and is_complete(path)
+    except PermissionError:
+        return False  # closed to this user
+
+
+def newer(one: Path | None, other: Path | None) -> Path | None:
+    """Return the one of two whole checkpoints that was saved later."""
+    return max((path for path in (one, other) if path is not None), key=_saved_at, default=None)
+
+
+def _whole(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (p for p in directory.iterdir() if p.is_dir() and not p.is_symlink() and is_complete(p))
+
+
+def _settle(path: Path) -> None:
+    # A run that died between the marker and the second rename left a whole draft: let it take its place now.
+    saving, previous = _beside(path, _SAVING), _beside(path, _PREVIOUS)
+    if saving.exists():
+        if located(path) == saving:
+            take_place(Draft(path, saving))
+        else:
+            _delete(saving)
+    if previous.is_symlink() or previous.exists():
+        if path.exists() and located(path) == previous:  # the newer one was damaged since
+            _delete(path)
+        if path.exists():
+            _delete(previous)
+        else:
+            previous.rename(path)
+    removing = _beside(path, _REMOVING)
+    if removing.exists():
+        shutil.rmtree(removing)
+    _beside(path, _WRITING).unlink(missing_ok=True)
+
+
+def holds_part(path: Path) -> bool:
+    """Return whether the folder at ``path`` has something in it of which checkpoints consist, before their marker."""
+    names = (entry.name for entry in path.iterdir())
+    return any(name in (_STARTED, META, ".metadata") or name.endswith(_TENSORS) for name in names)
+
+
+def _check_ours(path: Path) -> None:
+    names = [entry.name for entry in path.iterdir()]
+    if names and not holds_part(path):
+        raise FileExistsError(f"{path} is a folder that holds {min(names)} and no checkpoint, and would be replaced")
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return
+    removing = path if path.suffix == _REMOVING else _beside(path, _REMOVING)
+    if removing != path:
+        if removing.exists():
+            shutil.rmtree(removing)
+        path.rename(removing)
+    shutil.rmtree(removing)
+
+
+def make(directory: Path) -> None:
+    """Make ``directory`` and those above it, so that a power loss does not take them."""
+    if not directory.is_dir():
+        make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _is_stock(folder: Path) -> bool:
+    """Return whether ModelParallelStrategy wrote ``folder``, which has no marker; one of ours may have lost its own."""
+    if not _may_be_stock(folder):
+        return False
+    # Torch calls an archive by the name of the file that it opens, and ours, which it writes into memory, "archive".
+    # That is also what it does where a path is not of ASCII.
+    with (folder / META).open("rb") as file:
+        return file.read(64).startswith(b"meta/", _NAME_IN_ZIP) or not str(folder.absolute()).isascii()
+
+
+def _may_be_stock(folder: Path) -> bool:
+    """Return whether ``folder`` has what ModelParallelStrategy writes; a tool may have written part of it anew."""
+    return (folder / ".metadata").is_file() and (folder / META).is_file() and not (folder / _STARTED).exists()
+
+
+def _marker(folder: Path) -> dict[str, Any] | None:
+    """Return what the marker says, or None if there is none, or one that no save has written."""
+    try:
+        marker = meta.read_json(folder / MARKER)
+    except FileNotFoundError:
+        return None
+    is_ours = isinstance(marker, dict) and isinstance(marker.get("saved_at_ns"), int)
+    if not is_ours or not isinstance(marker.get("files"), dict) or not marker["files"]:
+        return None
+    if not all(meta.is_name_in_folder(name) and type(size) is int for name, size in marker["files"].items()):
+        return None
+    if "checksums" in marker or "checksum" in marker:  # one of them may be damaged
+        own = marker.pop("checksum", None)
+        sums = marker.get("checksums")
+        if own != _sum_of(marker) or not isinstance(sums, dict) or not sums.keys() <= marker["files"].keys():
+            return None
+    return marker
+
+
+def _sum_of(marker: Mapping[str, Any]) -> int:
+    return checksum(json.dumps(marker, sort_keys=True).encode())
+
+
+def check_format(path: Path) -> None:
+    """Raise ValueError if the checkpoint folder at ``path`` has a format that this version does not know."""
+    found = (_marker(path) or {}).get("format", FORMAT)
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(
+            f"{path} is a checkpoint of format {found!r:.40}. This version of lightning_ups reads format {FORMAT}."
+            " A later version wrote it: update lightning_ups, or give another checkpoint."
+        )
+
+
+def has_checksums(path: Path) -> bool:
+    """Return whether the checkpoint folder at ``path`` can be verified; older ones and foreign ones cannot."""
+    return "checksums" in (_marker(path) or {})
+
+
+def verify(path: Path) -> None:
+    """Verify a file of a checkpoint folder, if the folder has checksums.
+
+    Raises:
+        DamagedFileError: If it is not what was written.
+    """
+    sums = (_marker(path.parent) or {}).get("checksums", {})
+    if path.name in sums and checksum_of_file(path) != sums[path.name]:
+        raise DamagedFileError(damage(path))
+
+
+def records(path: Path) -> dict[tuple[str, int], Record] | None:
+    """Return the checksums of the tensors in the folder at ``path``, by file and offset, or None if it has none.
+
+    Raises:
+        DamagedFileError: If their file is damaged.
+    """
+    marker = _marker(path) or {}
+    if "checksums" not in marker:
+        return None
+    verify(path / CHECKSUMS)
+    try:
+        files = meta.read_json(path / CHECKSUMS)
+        if not files.keys() <= marker["files"].keys():
+            raise ValueError("it names files that are not in this checkpoint")
+        return from_json(files)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise DamagedFileError(meta.damage(path / CHECKSUMS, error)) from error
+
+
+def damaged(path: Path) -> list[str]:
+    """Return the names of all files of the whole checkpoint at ``path`` that do not hold what was saved.
+
+    Raises:
+        ValueError: If nothing can be verified, since there are no checksums.
+    """
+    if path.is_file():
+        if not meta.is_zip(path):
+            raise ValueError(f"{path} has no checksums: torch.save writes them since torch 1.6, in a zip archive.")
+        try:
+            with zipfile.ZipFile(path) as archive:
+                # Torch neither compresses nor encrypts, and Python would try to undo it.
+                is_plain = not any(entry.compress_type or entry.flag_bits & 1 for entry in archive.infolist())
+                return [] if is_plain and archive.testzip() is None else [path.name]
+        except (zipfile.BadZipFile, EOFError, ValueError):
+            return [path.name]
+    marker = _marker(path) or {}
+    if "checksums" not in marker:
+        raise ValueError(
+            f"{path} has no checksums, so that nothing can be verified: an earlier version or another program wrote it."
+        )
+    found = {name for name, expected in marker["checksums"].items() if checksum_of_file(path / name) != expected}
+    if CHECKSUMS not in found:
+        for (name, offset), record in (records(path) or {}).items():
+            if offset + record.length > marker["files"][name]:
+                found.add(name)
+                continue
+            with (path / name).open("rb") as file:
+                try:
+                    RecordReader(file, offset=offset, record=record, name=name).verify()
+                except DamagedFileError:
+                    found.add(name)
+    return sorted(found)
+
+
+def _saved_at(path: Path) -> int:
+    marker = _marker(path) if path.is_dir() else None
+    return marker["saved_at_ns"] if marker else path.stat().st_mtime_ns
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except PermissionError:
+        raise
+    except (OSError, ValueError):  # a name that no system has; or `settle` of another process has renamed the folder
+        return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Casting parameters, inputs and products."""

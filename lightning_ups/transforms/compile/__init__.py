@@ -1,0 +1,1 @@
+"""Compiling modules, and choosing between eager code, compiled code and CUDA graphs."""

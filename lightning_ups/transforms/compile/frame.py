@@ -1,0 +1,405 @@
+"""Functions that Dynamo compiles for equal blocks, each with a code object, and with that a limit, of its own."""
+
+import sys
+from collections.abc import Callable, Container, Hashable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, cached_property
+from itertools import count
+from threading import local
+from types import CodeType, FunctionType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import fx, nn
+
+from lightning_ups._compat.torch.compile import dynamo
+from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, recorded_on_demand
+from lightning_ups.transforms.compile.alike_hooks import hooks_of
+from lightning_ups.transforms.compile.cuda_graphs import Forward as GraphForward
+from lightning_ups.transforms.compile.cuda_graphs import outputs_owned
+from lightning_ups.transforms.compile.size import is_small
+from lightning_ups.transforms.compile.trial import Caller, Run, with_trial
+from lightning_ups.transforms.forward import Forward
+
+__all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "hearing", "prepared", "structure"]
+
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+_USUAL_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiler:
+    """What ``torch.compile`` is told.
+
+    Args:
+        backend: The name of a registered backend.
+        mode: One of inductor's modes.
+        dynamic: Whether sizes may vary. None: from the second size on.
+        fullgraph: Whether a graph break is an error.
+        on_demand: Whether the CUDA graphs of the mode are replayed only where a caller ``records``. What they return
+            is then copied out of memory that the next call writes to. Other calls run as without CUDA graphs.
+        leaves_small: Whether graphs that are too small to gain run as they were captured.
+
+    Raises:
+        ValueError: If there is no such backend or mode, or if the backend has no modes.
+    """
+
+    backend: str = "inductor"
+    mode: Mode = "default"
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    on_demand: bool = False
+    leaves_small: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(
+                f"mode={self.mode!r} is not a known choice."
+                " A mode trades the time to compile for the time to run."
+                f" Use one of {get_args(Mode)}."
+            )
+        if self.backend not in dynamo.backends():
+            known = tuple(dict.fromkeys((*_USUAL_BACKENDS, *dynamo.backends(debugging=False))))
+            near = get_close_matches(str(self.backend), known, n=1)
+            raise ValueError(
+                f"backend={self.backend!r} is not registered with torch.compile."
+                " A backend has a name once the package that brings it is installed or has registered it."
+                f" Use one of {known}{f'; the nearest is {near[0]!r}' if near else ''}."
+            )
+        if self.mode != "default" and not dynamo.takes_mode(self.backend):
+            raise ValueError(
+                f"mode={self.mode!r} is given with backend={self.backend!r}."
+                " Modes are settings of inductor, and this backend takes none."
+                " Leave mode out, or use backend='inductor'."
+            )
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the work of a GPU is recorded once and then replayed, in memory that the recording owns."""
+        return not self.on_demand and (self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune"))
+
+
+class Frame:
+    """A function for Dynamo to compile, and what came of it in this process.
+
+    Args:
+        inner: What the function calls with its arguments.
+        compiler: How to compile it.
+        name: The name of its code, unique in the process.
+    """
+
+    def __init__(self, inner: Forward, compiler: Compiler, name: str) -> None:
+        self.name = name
+        self.run: Callable[..., Any] = torch.compile(
+            _own_code(inner, name), backend=_backend(compiler), dynamic=compiler.dynamic, fullgraph=compiler.fullgraph
+        )
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, as after ``torch.compiler.reset()``."""
+        self.graphs = 0
+        self.small_graphs = 0  # of these, those that run as they were captured, too small to gain
+        self.cache_hits = 0
+        self.seconds = 0.0
+        self.breaks: list[str] = []
+        self.recompiles: list[str] = []  # the guard that failed, once for each call that compiled again
+        self.failures: list[str] = []
+        self.no_cuda_graphs: list[str] = []
+        self.recordings = 0  # CUDA graphs that `compile_replay` has seen recorded for it
+        self.askers: list[str] = []  # the blocks whose calls made a graph
+        self.full = False  # Dynamo has met its limit here, and compiles nothing more, whatever the call
+        self.full_inside = False  # the same for a function that it calls after a graph break
+        self._number: str | None = None  # by which Dynamo knows the code
+        self._kinds: set[Hashable] = set()
+
+    @property
+    def num_compiled(self) -> int:
+        """How many variants of the function Dynamo has compiled and keeps."""
+        return dynamo.num_graphs(self.run)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether anything of the function runs as a graph."""
+        return self.graphs > 0 and self.num_compiled > 0
+
+    @property
+    def differ(self) -> bool:
+        """Whether each new graph was for another block: they only look equal."""
+        return len(self.askers) > 1 and len(set(self.askers)) > len(self.askers) // 2
+
+    def learn(self, start: dynamo.Mark, *, asker: str, kind: Hashable) -> None:
+        """Take account of what was compiled since ``start`` in a call of the block ``asker``.
+
+        Args:
+            start: The moment before the call.
+            asker: The name of the block.
+            kind: What Dynamo tells apart by intention, such as training and evaluation.
+        """
+        compilations, breaks = dynamo.compilations_since(start)
+        self.breaks += breaks
+        for compilation in compilations:
+            self.seconds += compilation.seconds
+            if compilation.code == self.name:
+                self._number = compilation.frame
+                self.askers.append(asker)
+            if compilation.failure is not None:
+                self.failures.append(compilation.failure)
+            if compilation.no_cuda_graph is not None:
+                self.no_cuda_graphs.append(compilation.no_cuda_graph)
+            if compilation.hit_limit and compilation.frame == self._number:
+                self.full = True
+            elif compilation.hit_limit:
+                self.full_inside = True
+        guards = [compilation.guard for compilation in compilations if compilation.guard is not None]
+        if guards and kind in self._kinds:
+            self.recompiles.append(guards[0])
+        self._kinds.add(kind)
+
+
+def frame_of(
+    inner: Forward, module: nn.Module, compiler: Compiler, *, name: str, alone: bool, phase: str = "training"
+) -> Frame:
+    """Return the frame that ``module`` shares with equal modules, now and in later fits.
+
+    Args:
+        inner: What it calls.
+        module: The first argument of these calls.
+        compiler: How to compile it.
+        name: The name of the module.
+        alone: Whether to share the frame only with a module of this name in later fits.
+        phase: In which calls the frame is used. Evaluation has one of its own: the many graphs that it may need, as
+            where it generates text, must leave room for those of training.
+    """
+    alike = (structure(module), dynamo.configuration(), tuple(_PREPARING), name if alone else None, phase)
+    for generation in count():
+        frame = _frame(inner, compiler, type(module).__name__, *alike, generation)
+        if frame.num_compiled == 0:
+            frame.forget()
+        if not frame.full:
+            return frame
+        if frame.differ:
+            return frame_of(inner, module, compiler, name=name, alone=True, phase=phase)
+    raise AssertionError("count() does not end")
+
+
+def structure(module: nn.Module) -> Hashable:
+    """Return what must be the same in two modules of one class for them to share graphs.
+
+    Dynamo makes a graph for each shape of a parameter and for each value of an attribute that the forward reads, and
+    gives up after eight. Hence classes, parameters, and attributes such as a rate or a switch are compared. Integers
+    are not: the index of a layer is mostly there for the cache, and differs between blocks that are equal otherwise.
+    Nor is what only gives weights their first values, such as a spread that falls with depth.
+    The forward of ``module`` itself is left out: frames have it as ``inner``, and it may be replaced meanwhile. So are
+    its own hooks, which run around what is compiled.
+    """
+    return tuple(
+        (name, type(m), _tensors(m), *((_forward(m), hooks_of(m)) if name else ()), *_attributes(m))
+        for name, m in module.named_modules()
+    )
+
+
+def _tensors(module: nn.Module) -> Hashable:
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return tuple(
+        (name, type(t), None if nn.parameter.is_lazy(t) else t.shape, t.dtype, t.requires_grad) for name, t in named
+    )
+
+
+def _forward(module: nn.Module) -> Hashable:
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", forward)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Hashable]]:
+    own = vars(module)
+    read = own if "forward" in own else _names_read(type(module))  # a forward of its own may read anything
+    values = {k: v for k, v in own.items() if type(v) in (float, bool, str, torch.dtype) and k != "training"}
+    return sorted((name, value) for name, value in values.items() if name in read)
+
+
+@cache
+def _names_read(kind: type) -> frozenset[str]:
+    """Return the names in the code of ``kind`` and of the files that it is from, initialisation apart."""
+    kinds = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    files = {base.__module__: getattr(sys.modules.get(base.__module__), "__dict__", {}) for base in kinds}
+    places = [*map(vars, kinds), *files.values()]
+    places += [vars(each) for file in files.values() for each in file.values() if _is_helper(each, files)]
+    read = [value for place in places for name, value in place.items() if not _initialises(name)]
+    return frozenset(name for value in read for code in _codes_of(value) for name in _names_in(code))
+
+
+def _is_helper(value: Any, files: Container[str]) -> bool:
+    # Another module reads what is its own.
+    return isinstance(value, type) and value.__module__ in files and not issubclass(value, nn.Module)
+
+
+def _initialises(name: str) -> bool:
+    return name.lstrip("_").startswith(("init", "reset")) or name in ("extra_repr", "__repr__")
+
+
+def _codes_of(value: Any, *, depth: int = 3) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those that it decorates."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif isinstance(value, cached_property):
+        value = value.func
+    if not isinstance(value, FunctionType):
+        return
+    yield value.__code__
+    if depth:
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                yield from _codes_of(cell.cell_contents, depth=depth - 1)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):  # as in getattr(self, "scale")
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+_NUMBERS = count()
+
+
+@cache  # equal modules and later fits get the same frame, and with it the graphs that it already has
+def _frame(inner: Forward, compiler: Compiler, kind: str, *alike: Hashable) -> Frame:  # noqa: ARG001
+    return Frame(inner, compiler, f"{kind}_forward_{next(_NUMBERS)}")
+
+
+def _own_code(inner: Forward, name: str) -> Forward:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    # Dynamo skips torch's own frames, hence a frame of ours; and it keeps its graphs, and its limit of
+    # recompilations, by code object, hence a code object that no other class shares.
+    code = forward.__code__.replace(co_name=name, co_qualname=name)
+    return FunctionType(code, globals(), name, None, forward.__closure__)
+
+
+_PREPARING: list[Callable[[fx.GraphModule], str | None]] = []
+_HEARING: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def prepared(prepare: Callable[[fx.GraphModule], str | None]) -> Iterator[None]:
+    """Let ``prepare`` change each graph that Dynamo captures, before a backend sees it, while the context is open.
+
+    Blocks that enter in this context share no graph with others; ``prepare`` is compared by equality and hashed. What
+    it returns is said whenever the graph runs, to who is ``hearing``.
+    """
+    _PREPARING.append(prepare)
+    try:
+        yield
+    finally:
+        _PREPARING.remove(prepare)
+
+
+@contextmanager
+def hearing(hear: Callable[[str], None]) -> Iterator[None]:
+    """Call ``hear`` with what there is to say of each graph that runs, while the context is open."""
+    _HEARING.append(hear)
+    try:
+        yield
+    finally:
+        _HEARING.remove(hear)
+
+
+def _saying(run: Callable[..., Any], said: str) -> Callable[..., Any]:
+    def saying(*args: Any) -> Any:
+        for hear in _HEARING:
+            hear(said)
+        return run(*args)
+
+    return saying
+
+
+class _Callers(local):
+    def __init__(self) -> None:
+        self.stack: list[Caller] = []
+
+
+_CALLERS = _Callers()
+
+
+class calling:  # noqa: N801  (a context manager without a generator, since it is entered at each call of a block)
+    """Whatever this thread compiles or runs in this context is on behalf of ``caller``."""
+
+    __slots__ = ("_caller",)
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        _CALLERS.stack.append(self._caller)
+
+    def __exit__(self, *error: object) -> None:
+        _CALLERS.stack.pop()
+
+
+def _caller() -> Caller | None:
+    return _CALLERS.stack[-1] if _CALLERS.stack else None
+
+
+def _ran(forward: GraphForward) -> None:
+    if (caller := _caller()) is not None:
+        caller.ran_forward(forward)
+
+
+def _records(demand: object) -> bool:
+    return (caller := _caller()) is not None and not caller.is_settled and caller.records_graph(demand)
+
+
+def _replayed_or(launched: Run, run: Run, graph: fx.GraphModule, demand: Demand) -> Run:
+    """Return a function that runs ``launched``, or, where it is to be replayed, ``run`` with outputs of its own."""
+    replayed = with_trial(outputs_owned(run, ran=_ran, began=demand.begin_backward), graph, caller=_caller)
+
+    def replayed_or_launched(*args: Any) -> Any:
+        return replayed(*args) if _records(demand) else launched(*args)
+
+    return replayed_or_launched
+
+
+class _Backend:
+    """What Dynamo calls with each graph of our frames, and of the functions that they call after a graph break."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.__name__ = self.compiler_name = compiler.backend
+        self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
+        self._on_demand, self._leaves_small = compiler.on_demand, compiler.leaves_small
+        self.records_cuda_graphs = compiler.cuda_graphs  # by which kernels of attention may be chosen
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self._leaves_small and is_small(graph) and (caller := _caller()) is not None:
+            caller.left_small_graph()
+            return graph.forward
+        said = "; ".join(filter(None, [prepare(graph) for prepare in _PREPARING]))
+        demand = Demand(lambda: _records(demand)) if self._on_demand else None
+        with (
+            # So that what fails, fails in the call of its block, however late the backward runs.
+            dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext(),
+            nullcontext() if demand is None else recorded_on_demand(demand),
+        ):
+            hits, misses = dynamo.cache_hits()
+            run = dynamo.without_disabling(self._compile(graph, inputs))
+        if caller := _caller():
+            caller.made_graph(from_cache=dynamo.cache_hits() > (hits, misses) and dynamo.cache_hits()[1] == misses)
+        launched = with_trial(run, graph, caller=_caller)
+        run = launched if demand is None else _replayed_or(launched, run, graph, demand)
+        return _saying(run, said) if said else run
+
+    def reset(self) -> None:
+        if reset := getattr(self._compile, "reset", None):
+            reset()
+
+
+@cache  # Dynamo uses a graph again only for the backend that made it
+def _backend(compiler: Compiler) -> _Backend:
+    return _Backend(compiler)

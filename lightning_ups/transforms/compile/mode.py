@@ -1,0 +1,252 @@
+"""Choosing between launching a model's kernels one by one and replaying a recording of them, by measuring both sides.
+
+A recording, a CUDA graph, spares the host nearly all of its work and the device nothing. So it pays where the host
+takes longer to launch than the device to compute, and only there. The two times must not be mixed: a device that waits
+for the host is busy, by events around its work, for as long as the host takes. So it is held up until all is queued.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Protocol
+
+from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, owned, size
+from lightning_ups.transforms.compile.trial import Rehearsal
+
+__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure"]
+
+# Of the device's time. Above the one, the host is certainly too slow, since a loop does more than launch; below the
+# other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
+LAUNCH_SHARE, HIDDEN_SHARE = 0.75, 0.25
+LEAST_GAIN = 0.03  # of a step, so that it is worth recording
+PACED_STEPS = 5
+SAVED_SHARE = 0.25  # of the memory that is left: a recording keeps what it saves, and its peak, to itself
+
+_ROUNDS, _HELD_ROUNDS = 5, 3
+_FAR_BELOW = 0.25  # a host so much faster than the device needs no second look
+_STRETCHES = (2, 6, 18)  # times the host's time, for which the device is held
+
+
+class Clock(Protocol):
+    """The times of a host and of its device, in milliseconds."""
+
+    def wake(self) -> None:
+        """Let a device that was idle come to the speed that it has in a run."""
+
+    def now(self) -> float:
+        """Return the host's time."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the device has done all its work."""
+
+    def mark(self) -> Any:
+        """Mark the present end of the device's queue."""
+
+    def passed(self, mark: Any) -> bool:
+        """Return whether the device has come to ``mark``."""
+        ...
+
+    def between(self, start: Any, end: Any) -> float:
+        """Return the device's time from ``start`` to ``end``, which have both passed."""
+        ...
+
+    def hold(self, ms: float) -> None:
+        """Keep the device busy for about so long."""
+
+    def allocated(self) -> int:
+        """Return the bytes of all tensors on the device."""
+        ...
+
+    def room(self) -> int:
+        """Return the bytes that tensors could still have."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """What a forward and a backward of a graph take.
+
+    Args:
+        launch_ms: How long the host launches.
+        device_ms: How long the device computes; None if it could not be held until all was launched.
+        saved_bytes: What lies between forward and backward.
+        output_bytes: What the graph returns, as far as it is in memory of the graph.
+        room: The bytes that tensors could still have.
+        step_ms: How long the host takes for a whole step, if that was timed.
+    """
+
+    launch_ms: float
+    device_ms: float | None
+    saved_bytes: int
+    output_bytes: int
+    room: int
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Whether CUDA graphs are replayed, and why.
+
+    Args:
+        graphs: Whether.
+        why: The reason, to follow the word "since".
+        timing: What was measured, if anything was.
+    """
+
+    graphs: bool
+    why: str
+    timing: Timing | None = None
+
+    def __str__(self) -> str:
+        return f"mode auto: {'CUDA graphs' if self.graphs else 'default'}, since {self.why}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All of it as values that JSON knows."""
+        facts: dict[str, Any] = {"mode": "reduce-overhead" if self.graphs else "default", "why": self.why}
+        if self.timing is not None:
+            facts |= {
+                "launch_ms": round(self.timing.launch_ms, 3),
+                "device_ms": None if self.timing.device_ms is None else round(self.timing.device_ms, 3),
+                "step_ms": None if self.timing.step_ms is None else round(self.timing.step_ms, 3),
+                "output_bytes": self.timing.output_bytes,
+                "saved_bytes": self.timing.saved_bytes,
+            }
+        return facts
+
+
+def choose(timing: Timing) -> Choice:
+    """Return what suits a model whose one graph takes ``timing``."""
+    return Choice(graphs=(refusal := _refusal(timing)) is None, why=refusal or _compared(timing), timing=timing)
+
+
+def is_open(timing: Timing) -> bool:
+    """Return whether the choice depends on how long the host takes for a whole step, which was not timed."""
+    if timing.device_ms is None or timing.step_ms is not None:
+        return False
+    return HIDDEN_SHARE < timing.launch_ms / timing.device_ms <= LAUNCH_SHARE and _forbidden(timing) is None
+
+
+def _refusal(timing: Timing) -> str | None:
+    launch, device = timing.launch_ms, timing.device_ms
+    if device is None:
+        return f"the device did not wait while {launch:.3g} ms of work were launched, and its own time is not known"
+    return _forbidden(timing) if _pays(launch, device, timing.step_ms) else _compared(timing)
+
+
+def _pays(launch: float, device: float, step: float | None) -> bool:
+    if launch > LAUNCH_SHARE * device:
+        return True
+    if step is None:
+        return False
+    now, then = max(step, device), max(step - launch, device)  # whoever is slower sets the pace
+    return then <= (1 - LEAST_GAIN) * now
+
+
+def _forbidden(timing: Timing) -> str | None:
+    if timing.output_bytes > COPIED_BYTES:
+        return (
+            f"the model returns {_mib(timing.output_bytes)} MiB, which would be copied out of a graph's memory at each"
+            f" step, and at most {_mib(COPIED_BYTES)} MiB are"
+        )
+    if timing.saved_bytes > SAVED_SHARE * timing.room:
+        return (
+            f"a graph would keep {_mib(timing.saved_bytes)} MiB of activations to itself, and {_mib(timing.room)} MiB"
+            " are free"
+        )
+    return None
+
+
+def _compared(timing: Timing) -> str:
+    launch, device = f"launching takes {timing.launch_ms:.3g} ms", f"the device {timing.device_ms:.3g}"
+    if timing.step_ms is None:
+        return f"{launch} and {device}"
+    return f"{launch}, {device}, and the host {timing.step_ms:.3g} for a whole step"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f}"
+
+
+class Pace:
+    """How long the host takes for a whole step, whatever the device does: each begins with a device that is idle."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._times: list[float] = []
+        self._began: float | None = None
+
+    def begin_step(self) -> float | None:
+        """Take it that a step begins, and wait for the device; return the milliseconds once enough are timed."""
+        if self._began is not None:
+            self._times.append(self._clock.now() - self._began)
+        if len(self._times) == PACED_STEPS:
+            return median(self._times)
+        self._clock.wait()
+        self._began = self._clock.now()
+        return None
+
+
+def measure(rehearsal: Rehearsal, clock: Clock) -> Timing:
+    """Return what ``rehearsal``, which has run before, takes."""
+    clock.wake()  # it has waited while the model was compiled
+    before = clock.allocated()
+    outputs = rehearsal.forward()
+    saved = clock.allocated() - before
+    returned = size(owned(outputs, rehearsal.inputs))
+    rehearsal.backward(outputs)
+    del outputs
+    rounds = [_round(rehearsal, clock)]  # the first is thrown away, unless it says enough
+    if sum(rounds[0].launch) > _FAR_BELOW * rounds[0].elapsed:
+        rounds = [_round(rehearsal, clock) for _ in range(_ROUNDS)]
+    launch = [median(halves) for halves in zip(*(r.launch for r in rounds), strict=True)]
+    device = _device_time(rehearsal, clock, launch) if len(rounds) > 1 else rounds[0].elapsed
+    return Timing(launch_ms=sum(launch), device_ms=device, saved_bytes=saved, output_bytes=returned, room=clock.room())
+
+
+@dataclass(frozen=True)
+class _Round:
+    launch: tuple[float, float]  # of the forward and of the backward
+    elapsed: float  # on the device, the time in which it had nothing to do included
+
+
+def _round(rehearsal: Rehearsal, clock: Clock) -> _Round:
+    clock.wait()
+    begin = clock.mark()
+    start = clock.now()
+    outputs = rehearsal.forward()
+    middle = clock.now()
+    rehearsal.backward(outputs)
+    end = clock.now()
+    last = clock.mark()
+    clock.wait()
+    return _Round((middle - start, end - middle), clock.between(begin, last))
+
+
+def _device_time(rehearsal: Rehearsal, clock: Clock, launch: Sequence[float]) -> float | None:
+    """Return what the device takes for itself, or None if it always began before all was launched."""
+    for stretch in _STRETCHES:
+        times: list[float] = []
+        while len(times) < _HELD_ROUNDS:
+            # Each half by itself: a queue takes about a thousand kernels, and then the host waits for the device.
+            outputs, forward = _held(rehearsal.forward, clock, stretch * launch[0] + 1)
+            _, backward = _held(partial(rehearsal.backward, outputs), clock, stretch * launch[1] + 1)
+            if forward is None or backward is None:
+                break
+            times.append(forward + backward)
+        else:
+            return median(times)
+    return None
+
+
+def _held(run: Callable[[], Any], clock: Clock, ms: float) -> tuple[Any, float | None]:
+    clock.wait()
+    clock.hold(ms)
+    start = clock.mark()
+    result = run()
+    began = clock.passed(start)
+    end = clock.mark()
+    clock.wait()
+    return result, None if began else clock.between(start, end)

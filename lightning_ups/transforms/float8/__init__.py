@@ -1,0 +1,1 @@
+"""Float8 layers by torchao."""

@@ -1,0 +1,153 @@
+"""Torchao's linear layers, made to take what torch's own take, and to say what they cannot."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from lightning_ups._compat.torch.tensors.autograd import in_torch_func
+from lightning_ups._compat.torch.versions import is_exporting
+from lightning_ups.transforms.float8.product import FastSums, can_multiply, product
+from lightning_ups.transforms.float8.row_product import product_by_rows
+
+__all__ = ["adapted", "by_values", "in_high_precision", "in_type_of_autocast", "once_differentiable", "refuse_tracing"]
+
+
+def adapted(float8: nn.Module, *, by_rows: bool) -> nn.Module:
+    """Return torchao's layer, which from here on also takes no rows at all, and values that lie in any order.
+
+    Args:
+        float8: The layer.
+        by_rows: Whether it has a scale for each row: it then cannot look at transposed values as a matrix.
+    """
+    float8.__class__ = _adapted_class(type(float8), by_rows=by_rows)
+    return float8
+
+
+@cache
+def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
+    class Float8Linear(plain):  # pyright: ignore[reportGeneralTypeIssues]
+        def forward(self, input: Tensor) -> Tensor:
+            refuse_tracing()
+            if input.is_nested:
+                return by_values(self, input)
+            input = in_type_of_autocast(input)
+            if (output := _with_kernels(self, input, by_rows=by_rows)) is not None:
+                return output
+            if by_rows:
+                input = input.contiguous()
+            if torch.compiler.is_compiling():  # where there is no second derivative anyway
+                return super().forward(input) if by_rows else _as_matrix(super().forward, input)
+            if input.numel() == 0:
+                return in_high_precision(self, input)
+            if torch.is_inference_mode_enabled():
+                # There operators reach torchao's tensors whole, such as reshape, that it only knows by their parts.
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    return super().forward(input)
+            return once_differentiable(super().forward(input))
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        # By its name a pickle would look for a class that is made here. By an older protocol, that insists on no class.
+        make, arguments, *state = plain.__reduce_ex__(self, min(protocol, 1))
+        return _remade, (by_rows, make, tuple(plain if a is type(self) else a for a in arguments)), *state
+
+    Float8Linear.__doc__, Float8Linear.__reduce_ex__ = plain.__doc__, reduce  # type: ignore[method-assign]
+    return Float8Linear
+
+
+def _remade(by_rows: bool, make: Any, arguments: tuple[Any, ...]) -> nn.Module:  # noqa: FBT001
+    return adapted(make(*arguments), by_rows=by_rows)
+
+
+def refuse_tracing() -> None:
+    """Raise if what runs now becomes a program of its own, or `torch.func` computes through it.
+
+    Raises:
+        RuntimeError: If either is so.
+    """
+    if is_exporting() or torch.jit.is_tracing():
+        raise RuntimeError(
+            "A model is exported, by torch.export, torch.onnx or torch.jit, whose linear layers multiply in float8."
+            " Their casts are no operators that an exported program could have."
+            " Export after the fit, when layers are torch's own, or load the state dict into a module built anew."
+        )
+    if not torch.compiler.is_compiling() and in_torch_func():
+        raise RuntimeError(
+            "torch.func computes through a linear layer in float8, as vmap, grad, jvp and jacrev do."
+            " Products in float8 know backward alone, and no other transform."
+            " Leave these layers out, by exclude=[...] in the precision, or use BF16Precision."
+        )
+
+
+def by_values(layer: nn.Module, nested: Tensor) -> Tensor:
+    """Return what ``layer`` makes of a nested tensor, as `nn.TransformerEncoder` makes of padded ones to evaluate."""
+    if nested.layout is torch.jagged:
+        values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()  # type: ignore[operator]
+        return torch.nested.nested_tensor_from_jagged(layer(values), offsets=offsets, lengths=lengths)
+    parts = nested.unbind()
+    rows = layer(torch.cat(parts))
+    return torch.nested.as_nested_tensor([*rows.split([part.shape[0] for part in parts])])
+
+
+def in_type_of_autocast(value: Tensor) -> Tensor:
+    """Return ``value`` in the type of its device's autocast, if that is on; torchao asks for CUDA's on any device."""
+    device = value.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return value.to(torch.get_autocast_dtype(device)) if on else value
+
+
+def _with_kernels(layer: Any, input: Tensor, *, by_rows: bool) -> Tensor | None:
+    """Return the layer's output with casts by kernels of ours, or None where there are none."""
+    sums = layer.linear_mm_config
+    if sums.output.emulate or not can_multiply(input, layer.weight):
+        return None
+    fast = FastSums(*(each.use_fast_accum for each in (sums.output, sums.grad_input, sums.grad_weight)))
+    if by_rows:
+        exact = layer.config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
+        output = product_by_rows(input, layer.weight, layer.bias, fast, exact_weight_gradient=exact)
+    else:
+        output = product(
+            input, layer.weight, layer.bias, fast, backward_dtype=layer.config.cast_config_grad_output.target_dtype
+        )
+    return output if torch.compiler.is_compiling() else once_differentiable(output)
+
+
+def _as_matrix(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    # For its maximum torchao looks at an input as it comes, and in backward again, as a matrix. A compiler finds the
+    # two to be one only where they have one shape; else it is one more pass over the memory of each input.
+    if input.dim() <= 2:
+        return forward(input)
+    rows = forward(input.reshape(-1, input.shape[-1]))
+    return rows.reshape(*input.shape[:-1], rows.shape[-1])
+
+
+def in_high_precision(layer: Any, input: Tensor) -> Tensor:
+    """Return what ``layer`` makes of no rows, which have no maximum to scale by."""
+    weight = layer.weight
+    if hasattr(weight, "to_original_precision"):  # gathered in float8
+        weight = weight.to_original_precision()
+    return F.linear(input.to(weight.dtype), weight, layer.bias)
+
+
+def once_differentiable(value: Tensor) -> Tensor:
+    """Return ``value``, whose gradient cannot be differentiated again: an error says so where it is asked for."""
+    return _Once.apply(value) if value.requires_grad else value  # type: ignore[no-any-return]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ARG004
+        return value.detach()  # a view made here could not be written to in place, as `x /= 2` does
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "A gradient through a linear layer in float8 is to be differentiated again, by create_graph=True."
+                " Products in float8 have no second derivative: it would be missing from the result, or fail."
+                " Leave these layers out, by exclude=[...] in the precision, or use BF16Precision."
+            )
+        return gradients[0]

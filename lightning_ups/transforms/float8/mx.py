@@ -1,0 +1,83 @@
+"""Linear layers that multiply in MXFP8, float8 with a scale for every 32 values, by torchao."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lightning_ups._compat.optional.packages import require
+from lightning_ups.transforms.float8.layers import (
+    by_values,
+    in_high_precision,
+    in_type_of_autocast,
+    once_differentiable,
+    refuse_tracing,
+)
+
+__all__ = ["CAPABILITY", "mx_linear_from"]
+
+CAPABILITY = (10, 0)  # Blackwell multiplies in it; Hopper does not
+_BLOCK = 32
+
+
+def mx_linear_from(*, emulate: bool) -> Callable[[nn.Linear], nn.Module]:
+    """Return what makes of a linear layer one that multiplies in MXFP8, with the same Parameters.
+
+    Args:
+        emulate: Compute in high precision what MXFP8 would, on any device.
+
+    Raises:
+        ModuleNotFoundError: If torchao is missing.
+        ImportError: If torchao has no linear layer for MXFP8 where it is looked for.
+    """
+    kind, preference = _kind()
+    chosen = preference.EMULATED if emulate else preference.AUTO
+
+    def swap(linear: nn.Linear) -> nn.Module:
+        sizes = linear.in_features, linear.out_features
+        made = kind(*sizes, bias=False, device="meta", kernel_preference=chosen)
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    return swap
+
+
+@cache
+def _kind() -> tuple[Any, Any]:
+    layers: Any = require(
+        "torchao.prototype.moe_training.mxfp8_linear",
+        requirement="torchao>=0.17",
+        extra="float8",
+        feature="Float8Precision(recipe='mxfp8')",
+    )
+    if not hasattr(layers, "MXFP8Linear"):
+        raise ImportError(
+            "recipe='mxfp8' needs torchao's MXFP8Linear, which the installed torchao does not have."
+            " It is a prototype, and its place changes between releases."
+            " Install torchao 0.18, or use recipe='tensorwise'."
+        )
+
+    class MXFP8Linear(layers.MXFP8Linear):
+        """Torchao's, for any number of rows and under autocast."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            refuse_tracing()
+            if input.is_nested:
+                return by_values(self, input)
+            x, weight = in_type_of_autocast(input), in_type_of_autocast(self.weight)
+            eager = not torch.compiler.is_compiling()
+            if eager and x.numel() == 0:
+                return in_high_precision(self, x)
+            rows = x.reshape(-1, x.shape[-1])
+            # The gradient of the weight has its blocks along the rows, and rows of zeros add nothing to it.
+            padded = pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
+            result = layers._to_mxfp8_then_scaled_mm(
+                padded, weight, self.kernel_preference, self.scale_calculation_mode, self.wgrad_with_hp
+            )[: rows.shape[0]].reshape(*x.shape[:-1], -1)
+            result = result if self.bias is None else result + self.bias.to(result.dtype)
+            return once_differentiable(result) if eager else result
+
+    return MXFP8Linear, layers.KernelPreference

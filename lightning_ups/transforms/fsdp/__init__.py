@@ -1,0 +1,1 @@
+"""Sharding by `fully_shard`, and the checks around it."""

@@ -1,0 +1,224 @@
+"""Parameters that are read outside the forward of the module that gathers them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_ups._compat.torch.fsdp.state import gather_with_root, held_parameters
+from lightning_ups._compat.torch.tensors.autograd import changing_function_inputs
+from lightning_ups.transforms.compile.compiler import is_compiled
+from lightning_ups.transforms.fsdp.gathered_together import sharded_in
+from lightning_ups.transforms.sharding.mesh import TENSOR
+
+__all__ = ["OutsideReads"]
+
+# What asks about a tensor, or gives a view that computes nothing yet, and does not read its values.
+# fmt: off
+_ASKS = frozenset((
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size",
+    "storage_offset", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_sparse",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "detach", "full_tensor",
+    "to_local", "get_device", "is_shared", "retain_grad", "__repr__", "__format__", "__hash__", "__len__",
+    "__reduce_ex__",
+))
+# fmt: on
+# fmt: off
+_SHAPES = frozenset((  # what they give is read next
+    "t", "transpose", "permute", "view", "reshape", "squeeze", "unsqueeze", "flatten", "unflatten", "chunk", "split",
+    "narrow", "expand", "select", "__getitem__",
+))
+# fmt: on
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # of all properties, those that compute
+_COPIES = frozenset(("clone", "zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "to"))
+
+
+class OutsideReads(TorchFunctionMode):
+    """Finds, while it is open, reads of parameters outside their module, and lets the model gather these instead.
+
+    A group is gathered when its module is called and reduced when that call's backward is done. A weight that something
+    else reads too, as a tied head by ``F.linear``, would be a shard then, or its gradient would come too late. The
+    model's own group is whole from the start of a step until the end of its backward, so it takes such a weight over.
+
+    Inside blocks it looks away, and so it does in what is compiled, whose compiler would see it. Every rank must read
+    alike.
+
+    Args:
+        root: The sharded model, within a step.
+
+    Attributes:
+        found: Names of what the model's group gathers from now on.
+        translates: Whether something that was computed from shards, without gradients, was gathered for the step, which
+            the next step needs again.
+        idle: The sharded modules that have not been called.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.translates = False
+        self.idle: set[Any] = set()
+        self._root = root
+        self._homes: dict[Tensor, tuple[nn.Module, str, Any]] = {}
+        self._running: list[nn.Module] = []
+        self._paused = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs, until the end of the context."""
+        with ExitStack() as hooks:
+            below = [module for module in self._root.modules() if module is not self._root]  # type: ignore[attr-defined]
+            compiled = {module for module in below if is_compiled(module)}
+            within = {inner for module in compiled for inner in module.modules() if inner is not module}
+            self.idle |= {module for module in below if isinstance(module, FSDPModule)}
+            for module in below:
+                if module not in within and (isinstance(module, FSDPModule) or module in compiled):
+                    self._follow(module, hooks, looks_away=module in compiled or len(sharded_in(module)) == 1)
+            with self:
+                yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look away, until the end of the context."""
+        if self._paused:  # a closure of an optimizer calls backward
+            yield
+            return
+        self.__exit__(None, None, None)
+        self._paused = True  # what runs again in a backward, to save memory, calls our hooks, too
+        try:
+            yield
+        finally:
+            self._paused = False
+            self.__enter__()
+
+    @override
+    def __enter__(self) -> Self:
+        # Torch functions do not see what a custom autograd function is given. Its backward runs without autocast.
+        self._inputs = changing_function_inputs(
+            lambda args: self._gathered(args, uncast=True) if torch.is_grad_enabled() else args
+        )
+        self._inputs.__enter__()
+        return super().__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inputs.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _asks(func):
+            return func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            args, kwargs = self._gathered(args), self._gathered(kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                names = [name for name in self._names((args, kwargs)) if name in self.found]
+                if "dtype" not in str(error) or not names:
+                    raise
+                raise RuntimeError(
+                    f"{', '.join(names)} is read outside the forward of its module, together with a tensor of another"
+                    f" type: {error}."
+                    " Weights are gathered in the type of the precision, and only modules that are called get their"
+                    " inputs cast to it."
+                    " Cast there, as in F.linear(x.to(weight.dtype), weight), or call the module."
+                ) from error
+        if _gives_part(func):
+            return func(*self._gathered(args), **self._gathered(kwargs))
+        try:
+            result = func(*args, **kwargs)  # a norm of a shard, say, needs nothing gathered but itself
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            return func(*self._gathered(args), **self._gathered(kwargs))
+        return result if _copies_or_writes(func) else self._translated(result)
+
+    def _gathered(self, value: Any, *, uncast: bool = False) -> Any:
+        if isinstance(value, nn.Parameter):
+            return self._gathered_parameter(value, uncast=uncast)
+        if isinstance(value, dict):
+            return {key: self._gathered(inner, uncast=uncast) for key, inner in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._gathered(inner, uncast=uncast) for inner in value)
+        return value
+
+    def _translated(self, value: Any) -> Any:
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            if value.device_mesh.mesh_dim_names == (TENSOR,):
+                return value  # an activation, as a split product gives it to what comes next
+            self.translates = True
+            return value.full_tensor()
+        if isinstance(value, tuple | list) and type(value) in (tuple, list):
+            return type(value)(self._translated(inner) for inner in value)
+        return value
+
+    def _names(self, value: Any) -> list[str]:
+        if isinstance(value, nn.Parameter):
+            return [self._homes[value][1]] if value in self._homes else []
+        inner = value.values() if isinstance(value, dict) else value if type(value) in (tuple, list) else ()
+        return [name for each in inner for name in self._names(each)]
+
+    def _gathered_parameter(self, parameter: nn.Parameter, *, uncast: bool) -> Tensor:
+        if parameter not in self._homes:
+            self._learn()
+        home, name, handle = self._homes.get(parameter, (self._root, "", None))
+        if home is self._root or home in self._running:
+            # The user may have got hold of the shard before its group was gathered.
+            return handle._unsharded_param if handle is not None and parameter is handle.sharded_param else parameter
+        self.found.append(name)
+        whole = gather_with_root(self._root, handle, uncast=uncast)
+        for alias in [p for p, (_, _, its) in self._homes.items() if its is handle]:
+            self._homes[alias] = (self._root, name, handle)  # type: ignore[assignment]
+        self._homes[whole] = (self._root, name, handle)  # type: ignore[assignment]
+        return whole
+
+    def _learn(self) -> None:
+        for home, shard, gathered, name, handle in held_parameters(self._root):
+            self._homes[shard] = (home, name, handle)
+            if gathered is not None:  # made when it is first gathered
+                self._homes[gathered] = (home, name, handle)
+
+    def _follow(self, module: Any, hooks: ExitStack, *, looks_away: bool) -> None:
+        called = {*sharded_in(module)} if looks_away else {module}
+
+        def enter(*_: Any) -> None:
+            if self._paused:
+                return
+            self.idle -= called
+            self._running.append(module)
+            if looks_away:
+                self.__exit__(None, None, None)
+
+        def leave(*_: Any) -> None:
+            if self._paused:
+                return
+            if looks_away:
+                self.__enter__()
+            self._running.remove(module)
+
+        hooks.callback(module.register_forward_pre_hook(enter).remove)
+        hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+
+def _asks(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
+    return name in _ASKS
+
+
+def _copies_or_writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _COPIES or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _gives_part(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _SHAPES or (name == "__get__" and getattr(func.__self__, "__name__", "") in _VIEWS)  # type: ignore[attr-defined]

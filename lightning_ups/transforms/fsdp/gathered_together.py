@@ -1,0 +1,36 @@
+"""Which sharded modules are gathered when which is called: those within a compiled block together with the block."""
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_ups._compat.torch.fsdp.state import gathered_with
+from lightning_ups.transforms.compile.compiler import is_compiled
+
+__all__ = ["gather_with_blocks", "gathered_when_called", "sharded_in"]
+
+
+def gathered_when_called(root: FSDPModule) -> dict[nn.Module, list[FSDPModule]]:
+    """Return the sharded modules below ``root`` whose calls gather, each with all that are gathered then."""
+    below = [module for module in sharded_in(root) if module is not root]
+    together = {block: sharded_in(block) for block in below if is_compiled(block)}  # type: ignore[arg-type]
+    within = {inner for block, found in together.items() for inner in found if inner is not block}
+    return {module: together.get(module, [module]) for module in below if module not in within}  # type: ignore[misc]
+
+
+def gather_with_blocks(root: FSDPModule, undo: ExitStack) -> None:
+    """Gather what lies within compiled blocks of ``root``, as a part in float32, with the block, until ``undo``.
+
+    Hooks within a block would cut its graph.
+    """
+    for block, found in gathered_when_called(root).items():
+        for inner in found:
+            if inner is not block:
+                undo.enter_context(gathered_with(block, inner))
+
+
+def sharded_in(module: Any) -> list[FSDPModule]:
+    """Return the sharded modules in ``module``, itself among them if it is one."""
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]

@@ -1,0 +1,43 @@
+"""Sharding a copy of a model, such as an average of its weights, as the model is sharded."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_ups.transforms.sharding.mesh import local_part
+
+__all__ = ["shard_alike"]
+
+
+@torch.no_grad()
+def shard_alike(copy: nn.Module, model: nn.Module) -> None:
+    """Replace each parameter of ``copy``, which is whole, by the shard that corresponds to that of ``model``.
+
+    Raises:
+        ValueError: If the two do not have the same parameters.
+    """
+    shards = dict(model.named_parameters(remove_duplicate=False))
+    copies = dict(copy.named_parameters(remove_duplicate=False))
+    if shards.keys() != copies.keys():
+        raise ValueError(
+            f"A callback's copy of {type(model).__name__} has other parameters than it:"
+            f" {', '.join(sorted(shards.keys() ^ copies.keys())[:4])}."
+            " It was made before the module was complete, so that the averages would be of nothing."
+            " Build the module in __init__, or take the callback out."
+        )
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in copies.items():
+        like = shards[name]
+        if isinstance(parameter, DTensor) or not isinstance(like, DTensor):
+            continue
+        if parameter not in made:
+            part = local_part(parameter.detach().to(like.to_local().device), like).clone()
+            made[parameter] = nn.Parameter(_as(part, like), requires_grad=parameter.requires_grad)
+        owner, _, last = name.rpartition(".")
+        copy.get_submodule(owner).register_parameter(last, made[parameter])
+
+
+def _as(part: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,67 @@
+"""Gradients of parameters that are gathered between the backwards of a step, as the code of that step sees them."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_ups._compat.torch.fsdp.state import held_parameters
+from lightning_ups._compat.torch.tensors.autograd import in_backward
+
+__all__ = ["ShownGradients"]
+
+
+_AUTOGRADS: Any = Tensor.grad  # where autograd puts a gradient, and FSDP2 looks for it
+
+
+class _Gathered(nn.Parameter):
+    """A gathered parameter whose gradient is that of its shard, for code of a step; autograd has one of its own."""
+
+    shard: Tensor
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return _AUTOGRADS.__get__(self) if in_backward() else self.shard.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # type: ignore[override]
+        if in_backward():
+            _AUTOGRADS.__set__(self, value)
+        else:
+            self.shard.grad = value
+
+
+class ShownGradients:
+    """Lets gathered parameters show the gradients of their shards; what is written to these counts.
+
+    Not while autograd runs, which has gradients of what is gathered, and not within the forward of the module that
+    gathers them, so that compiled code meets one kind of parameter.
+
+    Args:
+        root: The sharded model.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._held: dict[nn.Module, list[Any]] = {}
+        for home, *_, handle in held_parameters(root):
+            self._held.setdefault(home, []).append(handle)
+
+    def show(self, module: nn.Module) -> None:
+        """Begin with what ``module`` itself gathers."""
+        for held in self._held.get(module, ()):
+            gathered = getattr(held, "_unsharded_param", None)
+            if type(gathered) is nn.Parameter:  # a split one is of another class, and stays as it is
+                gathered.__class__, gathered.shard = _Gathered, held.sharded_param  # type: ignore[attr-defined]
+
+    def hide(self, module: nn.Module) -> None:
+        """End with what ``module`` itself gathers."""
+        for held in self._held.get(module, ()):
+            gathered = getattr(held, "_unsharded_param", None)
+            if isinstance(gathered, _Gathered):
+                del gathered.shard
+                gathered.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def hide_all(self) -> None:
+        """End with all."""
+        for module in self._held:
+            self.hide(module)

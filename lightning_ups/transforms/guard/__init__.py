@@ -1,8 +1,0 @@
-"""Seeing steps that go wrong, and leaving them out, without waiting for the device."""
-
-from lightning_ups.transforms.guard.anomaly import LossWatch, Verdict
-from lightning_ups.transforms.guard.deferred import Deferred
-from lightning_ups.transforms.guard.kept_buffers import KeptBuffers
-from lightning_ups.transforms.guard.saved import Saved, layout_of
-
-__all__ = ["Deferred", "KeptBuffers", "LossWatch", "Saved", "Verdict", "layout_of"]

@@ -1,0 +1,1 @@
+"""Recomputing activations in the backward."""

@@ -1,0 +1,121 @@
+"""Whether the second run of a recomputed block is like its first, and what to say where it is not."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_ups._compat.torch.tensors.autograd import has_values, outside_modes
+
+__all__ = ["Samples", "note_recomputed_otherwise"]
+
+_NUMBERS = 4096  # of each tensor, at most
+_OF_ANOTHER_PATH = ("not found in storage",)  # what a selective checkpoint says where other operators run
+_CAUSE = (
+    "Its forward depends on what changes between the two: what it keeps in a list, a dictionary or an object of its"
+    " own, a generator of random numbers elsewhere, or something global."
+)
+_CURE = (
+    "Leave the block out, by ActivationCheckpoint(blocks=[...]) with the names of the others, or keep such state in a"
+    " buffer or a plain attribute of the module."
+)
+
+
+class Samples:
+    """Numbers out of what the first run of a block saves, against which those of the second are held.
+
+    A few of each tensor, so that a first step costs little. What is compared is rough: kernels that differ from run to
+    run in last bits are alike.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[torch.Tensor | None] = []
+        self._again: list[torch.Tensor | None] = []
+
+    def see_first(self, tensor: torch.Tensor) -> None:
+        """Take a sample of what the first run saves."""
+        self._first.append(_sample(tensor))
+
+    def see_again(self, tensor: torch.Tensor) -> None:
+        """Take a sample of what the second run saves."""
+        self._again.append(_sample(tensor))
+
+    def check(self, name: str) -> None:
+        """Warn if the second run of the block ``name`` has saved something else than the first.
+
+        A kernel may leave a part of what it saves unwritten, and nothing after it goes by that. (Nothing does either
+        where products are kept and a difference comes before one.) It waits for the device.
+
+        Raises:
+            RuntimeError: If what comes after it is something else too.
+        """
+        apart = self._apart()
+        if True not in apart:
+            return
+        after = apart[apart.index(True) :]
+        if 1 < after.count(True) > len(after) / 2:
+            raise RuntimeError(
+                f"ActivationCheckpoint has computed {name} a second time, for backward, and it came out otherwise than"
+                f" in the forward: gradients would be wrong. {_CAUSE} {_CURE}"
+            ) from None  # as a rule the run has just ended by what torch raises when it has all that backward needs
+        warnings.warn(
+            f"ActivationCheckpoint has computed {name} a second time, for backward, and {apart.count(True)} of"
+            f" {len(apart)} tensors came out otherwise than in the forward. If these are no memory that a kernel leaves"
+            f" unwritten, gradients are wrong. {_CAUSE} {_CURE}",
+            stacklevel=2,
+        )
+
+    def _apart(self) -> list[bool]:
+        pairs = [
+            (one, other)
+            for one, other in zip(self._first, self._again, strict=False)  # the second run stops when it can
+            if one is not None and other is not None and one.shape == other.shape and one.dtype == other.dtype
+        ]
+        self._first, self._again = [], []
+        if not pairs:
+            return []
+        with outside_modes(), torch.no_grad():
+            # What is not finite is not known.
+            return [
+                bool(((one.float() - other.float()).norm() > _tolerance(one) * one.float().norm()).item())
+                for one, other in pairs
+            ]
+
+
+def _tolerance(tensor: torch.Tensor) -> float:
+    return 1e-3 if tensor.dtype in (torch.float32, torch.float64) else 5e-2
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    if not (tensor.is_floating_point() or tensor.dtype is torch.bool) or not has_values(tensor):
+        return None
+    with outside_modes(), torch.no_grad():
+        return tensor.detach()[_places(tensor.shape)].clone()
+
+
+def _places(shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return a part of each dimension, which together are no more than a few numbers and no copy."""
+    left, parts = _NUMBERS, []
+    for i, size in enumerate(shape):
+        part = max(1, min(size, round(left ** (1 / (len(shape) - i)))))
+        parts.append(slice(None, None, max(1, -(-size // part))))
+        left //= part
+    return tuple(parts)
+
+
+def note_recomputed_otherwise(error: BaseException, *, name: str) -> None:
+    """Add to ``error``, if it is that the second run of a block went another way than the first, why, and what to do.
+
+    Args:
+        error: What ended the run.
+        name: The block that was run a second time last.
+    """
+    if isinstance(error, CheckpointError) or any(words in str(error) for words in _OF_ANOTHER_PATH):
+        error.add_note(
+            f"ActivationCheckpoint computed {name} a second time, for backward, and that went another way than the"
+            f" forward. {_CAUSE} {_CURE}"
+        )

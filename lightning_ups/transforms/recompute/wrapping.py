@@ -1,0 +1,421 @@
+"""Activation checkpointing as a reversible change of ``forward``."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_ups._compat.torch.compile.partitioner import random_numbers_kept
+from lightning_ups._compat.torch.tensors.autograd import (
+    activation_memory_budget,
+    has_values,
+    hidden_from_dynamo,
+    in_torch_func,
+    outside_modes,
+)
+from lightning_ups._compat.torch.tensors.ops import Operator, costly_ops, is_composite, operators, register_costly_op
+from lightning_ups.kernels.float8_casts import maxima
+from lightning_ups.transforms.error_hints import explaining_torch_func
+from lightning_ups.transforms.forward import Forward, replaced_forward
+from lightning_ups.transforms.recompute.buffers import Buffers, Taken
+from lightning_ups.transforms.recompute.drawn import DrawnBefore, run_with_drawn
+from lightning_ups.transforms.recompute.held import Held, HeldBefore
+from lightning_ups.transforms.recompute.kept import CALLED_TRACED, TRACED, TRACED_IDLE, Copies, Kept, Measurement
+
+__all__ = [
+    "Kept",
+    "Save",
+    "checkpointing_by",
+    "is_recomputed",
+    "memory_budget",
+    "recompute",
+    "refuse_recomputed",
+    "register_costly_op",
+    "saved_ops",
+]
+
+Save = Literal["nothing", "matmuls"]
+
+
+class _Opened(NamedTuple):
+    """What is known of a block while its change holds."""
+
+    kept: Kept
+    buffers: Buffers
+    held: Held
+
+
+class _Before(NamedTuple):
+    """What a block had when its forward began, filled by the first run for the second."""
+
+    held: list[HeldBefore]
+    drawn: list[list[DrawnBefore]]
+    buffers: list[Taken]
+
+
+# A global, and not an argument of the forward: equal blocks share their forward, and with it their compilation.
+_OPENED: dict[nn.Module, _Opened] = {}
+
+
+_CHECKPOINTS: list[Callable[..., Any]] = []  # in place of torch's, the last one in force
+
+
+@contextmanager
+def checkpointing_by(function: Callable[..., Any]) -> Iterator[None]:
+    """Let ``function`` run what is recomputed, called as torch's ``checkpoint`` is, while the context is open.
+
+    For modules whose second forward must know of the first, as those of Transformer Engine. Not in compiled code.
+    """
+    _CHECKPOINTS.append(function)
+    try:
+        yield
+    finally:
+        _CHECKPOINTS.remove(function)
+
+
+@contextmanager
+def recompute(blocks: Iterable[nn.Module], *, save: Save | Sequence[str], save_less: bool = False) -> Iterator[Kept]:
+    """Recompute ``blocks`` in backward while the context is open, keeping only what ``save`` names.
+
+    The second run is like the first: random numbers are drawn again as they were, by torch's generators of the CPU and
+    of the device of a block's arguments, by Python's and NumPy's, and by those that are attributes within the block;
+    buffers, attributes and what is frozen are as they were, and what the second run does to them is taken back.
+
+    Args:
+        blocks: What to recompute, each for itself.
+        save: ``"nothing"``, ``"matmuls"`` or names of operators; see ``saved_ops``.
+        save_less: Let a block that writes in place to what ``save`` keeps save nothing, instead of raising.
+
+    Yields:
+        What the blocks keep, growing as they run.
+
+    Raises:
+        ValueError: If an operator of ``save`` is unknown or never runs as itself.
+    """
+    kept = Kept(save_less=save_less)
+    with ExitStack() as undo:
+        for block in dict.fromkeys(blocks):
+            undo.enter_context(replaced_forward(block, partial(_recomputed, ops=saved_ops(save, block))))
+            kept.forwards[block] = vars(block)["forward"].__func__
+            undo.enter_context(_opened(block, kept))
+        yield kept
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether backward recomputes ``module`` now, or a part of it."""
+    return not _OPENED.keys().isdisjoint(module.modules())
+
+
+def saved_ops(save: Save | Sequence[str], block: nn.Module) -> tuple[Operator, ...]:
+    """Return the operators whose results ``save`` keeps: none, the costly ones, or those of these names.
+
+    Raises:
+        ValueError: If a name stands for no operator, or for one that is made of others before it runs.
+    """
+    if save == "nothing":
+        return ()
+    ops = costly_ops() if save == "matmuls" else _named_ops(save)
+    if any(base.__name__ == "Float8Linear" for module in block.modules() for base in type(module).__mro__):
+        # Its scale is the maximum of a tensor: a few numbers, for which all of it would be read a second time
+        # (https://github.com/pytorch/ao/issues/893).
+        ops = [*ops, *operators(["aten.max.default", "aten.amax.default"]), maxima]
+    return tuple(dict.fromkeys(ops))
+
+
+def refuse_recomputed(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Raise if ``model`` recomputes one of ``blocks`` itself, as models of transformers and timm can be told to.
+
+    Raises:
+        ValueError: If it does.
+    """
+    chosen = set(blocks)
+    inside = {inner for block in chosen for inner in block.modules()}
+    for name, module in model.named_modules():
+        told = [
+            flag for flag in ("gradient_checkpointing", "grad_checkpointing") if getattr(module, flag, None) is True
+        ]
+        if told and (module in inside or not chosen.isdisjoint(module.modules())):
+            raise ValueError(
+                f"{name or type(model).__name__} has {told[0]}=True: it recomputes its blocks itself."
+                " Recomputed twice over, they would cost a third forward and save nothing more."
+                " Turn it off, in transformers by activation_checkpointing_disable() or, in older ones,"
+                " gradient_checkpointing_disable(), in timm by set_grad_checkpointing(False), or do without"
+                " ActivationCheckpoint."
+            )
+
+
+@contextmanager
+def memory_budget(modules: Iterable[nn.Module], *, budget: float) -> Iterator[None]:
+    """Let the compiler keep ``budget`` of what it would keep by default, in what it compiles while the context is open.
+
+    0 is what checkpointing everything keeps, 1 the default. What random numbers are made of is kept whatever it is.
+    ``modules`` are those whose code must not share graphs that were made under another budget.
+
+    Raises:
+        RuntimeError: If another budget is in force: torch has one for the process.
+    """
+    with random_numbers_kept(), activation_memory_budget(budget), ExitStack() as undo:
+        for module in dict.fromkeys(modules):
+            undo.enter_context(replaced_forward(module, partial(_budgeted, budget=budget)))
+        yield
+
+
+def _named_ops(names: str | Sequence[str]) -> list[Operator]:
+    ops = operators([names] if isinstance(names, str) else names)
+    for op in filter(is_composite, ops):
+        raise ValueError(
+            f"The operator {op.name()!r} never runs as itself."
+            " It is made of others before a kernel is chosen, as aten.linear is of aten.addmm, and these are kept."
+            " Name the operators that it is made of, or use save='matmuls'."
+        )
+    return ops
+
+
+@contextmanager
+def _opened(block: nn.Module, kept: Kept) -> Iterator[None]:
+    outer = _OPENED.get(block)
+    _OPENED[block] = _Opened(kept, Buffers(block), Held(block))
+    try:
+        yield
+    finally:
+        del _OPENED[block]
+        if outer is not None:
+            _OPENED[block] = outer
+
+
+@lru_cache(maxsize=256)  # equal blocks get the same function, and with it share a compilation
+def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
+    options: dict[str, Any] = {"use_reentrant": False}
+    traced = {**options}
+    if ops:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(ops))
+        traced["context_fn"] = lambda: _watched_selection(ops, CALLED_TRACED.setdefault(forward, set()))
+
+    # The block's keywords as one argument: `checkpoint` has some of its own, such as `debug`, and would take them; and
+    # it looks for the devices whose random state to keep among the positional ones. The list is the same in both runs.
+    def run(before: _Before, kwargs: dict[str, Any], self: nn.Module, *args: Any) -> Any:
+        # Compiled code recomputes what a graph returns, and what the graph does to buffers is no part of that.
+        if torch.compiler.is_compiling() or self not in _OPENED:
+            return inner(self, *args, **kwargs)
+        kept, buffers, held = _OPENED[self]
+        if before.held:
+            kept.ran_again = self
+        with _explaining_writes(kept.name(self)), explaining_torch_func(self, part="ActivationCheckpoint"):
+            forward = partial(buffers.run, before.buffers, partial(inner, self, *args, **kwargs))
+            return held.run(before.held, lambda: run_with_drawn(before.drawn, held.own_values(before.held), forward))
+
+    # A function of ours, not `partial(checkpoint, inner)`: Dynamo skips torch's own frames, so a
+    # block whose forward is torch.utils.checkpoint itself would compile to nothing, silently.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                note_idle()
+            elif self in _OPENED:
+                _OPENED[self].kept.idle.add(self)
+            return inner(self, *args, **kwargs)
+        # Caches are refused there, since an error amid tracing is none.
+        if not torch.compiler.is_compiling() or any(map(_is_cache, (*args, *kwargs.values()))):
+            return _run_eager(run, options, self, args, kwargs, ops=ops)
+        # A graph without a backward has nothing to recompute, and torch refuses one that draws random numbers.
+        if not any(map(_may_need_gradient, (*tree_leaves((args, kwargs)), *self.parameters()))):
+            note_idle()
+            return inner(self, *args, **kwargs)
+        note_traced()
+        return checkpoint(run, _Before([], [], []), kwargs, self, *args, **traced)
+
+    @torch.compiler.assume_constant_result  # so that it runs while Dynamo traces, and is no part of the graph
+    def note_traced() -> None:
+        TRACED.add(forward)
+
+    @torch.compiler.assume_constant_result
+    def note_idle() -> None:
+        TRACED_IDLE.add(forward)
+
+    return forward
+
+
+def _watched_selection(ops: Container[Operator], called: set[Operator]) -> tuple[Any, Any]:
+    """Return the contexts of a checkpoint that keeps what ``ops`` return, and adds each operator that runs to `called`.
+
+    Torch's own, which are given a list, cost less for each operator.
+    """
+
+    def policy(_: Any, op: Operator, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        called.add(op)
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _may_need_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return not (value is None or isinstance(value, int | float | complex | str | torch.dtype | torch.device))
+
+
+@contextmanager
+def _explaining_writes(name: str) -> Iterator[None]:
+    """Say what to do where the second run finds that a result which was kept has been written to."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise _written_to(name) from error
+
+
+def _written_to(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} writes in place to a result that ActivationCheckpoint keeps for backward."
+        " What is kept must stay as it was: the second run would go on with other values, and gradients would be wrong."
+        " Use save='nothing', name operators whose results it leaves alone, as in save=['aten.addmm'], or write"
+        " `x = x * y` instead of `x *= y` there."
+    )
+
+
+def _refuse_torch_func(block: nn.Module) -> None:
+    if in_torch_func():
+        raise RuntimeError(
+            f"torch.func computes through {type(block).__name__}, which ActivationCheckpoint recomputes, as vmap, grad,"
+            " jvp and jacrev do."
+            " A block is run once more when a backward asks for what it did not keep, and torch.func goes another way."
+            " Name other blocks in ActivationCheckpoint(blocks=[...]) or leave it out; derivatives by"
+            " torch.autograd.grad(..., create_graph=True) go through it with save='nothing'."
+        )
+
+
+def _is_cache(value: Any) -> bool:
+    # By what transformers asks all of its caches for, and not by a class: this module knows torch alone.
+    return hasattr(value, "get_seq_length")
+
+
+def _refuse_key_value_cache(block: nn.Module, caches: Iterable[Any]) -> None:
+    for cache in caches:
+        raise RuntimeError(
+            f"{type(block).__name__} is given a key-value cache, {type(cache).__name__}, and ActivationCheckpoint"
+            " recomputes it."
+            " Its second run would write the same keys and values behind those of the first, and attend to both."
+            " Train with use_cache=False; where the cache holds a prefix, as in PEFT's prefix tuning, leave"
+            " ActivationCheckpoint out or take prompt tuning, which needs no cache."
+        )
+
+
+@hidden_from_dynamo  # it would compile what is done here where a graph break leaves a recomputed block uncompiled
+def _run_eager(
+    run: Callable[..., Any],
+    options: dict[str, Any],
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    ops: tuple[Operator, ...],
+) -> Any:
+    _refuse_torch_func(block)
+    before = _Before([], [], [])
+    checkpointed = _CHECKPOINTS[-1] if _CHECKPOINTS else checkpoint
+    kept = _OPENED[block].kept if block in _OPENED else None
+    if kept is None:
+        return _finished(checkpointed, run, before, kwargs, block, *args, **options)
+    if block in kept.measured or not _is_real(block, args, kwargs):
+        if block in kept.saves_nothing:
+            options = {name: value for name, value in options.items() if name != "context_fn"}
+        elif ops and kept.watches:
+            options = {**options, "context_fn": partial(_watched_selection, ops, kept.called_eagerly)}
+        if block in kept.writes_arguments:
+            copied = _OnCopies(run, args, kwargs, kept.copies)
+            return _finished(checkpointed, copied, before, block, *copied.copies(), **options)
+        return _finished(checkpointed, run, before, kwargs, block, *args, **options)
+    _refuse_key_value_cache(block, filter(_is_cache, (*args, *kwargs.values())))
+    # This first call keeps the arguments alone: whether what `ops` return may be kept is known when it has ended.
+    called = kept.called_eagerly if kept.watches else set[Operator]()
+    measurement = Measurement(run, ops=ops, called=called, name=kept.name(block))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    copied = _OnCopies(measurement, args, kwargs, kept.copies)
+    result = _finished(checkpointed, copied, before, block, *copied.copies(), use_reentrant=False)
+    if any(tensor._version != version for tensor, version in versions):
+        kept.writes_arguments.add(block)
+    if measurement.writes_to_results:
+        if not kept.save_less:
+            raise _written_to(kept.name(block))
+        kept.saves_nothing.add(block)
+        measurement.results.clear()
+    taken = [(taken.tensor, taken.value) for taken in before.buffers]
+    kept.add(block, saved=measurement.saved, kept=tree_leaves((tensors, measurement.results, taken)))
+    measurement.results.clear()
+    return result
+
+
+def _is_real(block: nn.Module, *arguments: Any) -> bool:
+    """Return whether the block computes on data, and not in a simulation of a step, which measures by itself."""
+    tensors = (*tree_leaves(arguments), *islice(block.parameters(), 1))
+    return all(has_values(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+class _OnCopies:
+    """Runs a function on its arguments, and then, for backward, on copies: the first run may write to them in place."""
+
+    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: Copies) -> None:
+        self._run, self._given = run, [(args, kwargs)]
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        with outside_modes(), torch.no_grad():
+            self._copies = [shared.of(self._leaves[i]) for i in self._places]
+        for i in self._places:
+            self._leaves[i] = None
+
+    def copies(self) -> list[Tensor]:
+        """Return the copies, to be passed to each call, and forget them: a checkpoint keeps what it is given."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def __call__(self, before: _Before, block: nn.Module, *copies: Tensor) -> Any:
+        """Run it."""
+        if self._given:
+            args, kwargs = self._given.pop()
+            return self._run(before, kwargs, block, *args)
+        leaves = [*self._leaves]
+        with outside_modes(), torch.enable_grad():
+            for i, copy in zip(self._places, copies, strict=True):
+                leaves[i] = copy.clone()  # no leaf, so that it may be written to
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self._run(before, kwargs, block, *args)
+
+
+def _finished(checkpointed: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Checkpoint ``run``, and let what it raises at first pass only when checkpointing has ended.
+
+    That of torch before 2.13 leaves its hooks on whatever runs next, until an error that came through it is forgotten.
+    """
+    failed, has_run = list[BaseException](), False
+
+    def first(*args: Any) -> Any:
+        nonlocal has_run
+        if has_run:
+            return run(*args)
+        has_run = True
+        try:
+            return run(*args)
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failed.append(error)
+
+    try:
+        return checkpointed(first, *args, **options)
+    finally:
+        if failed:
+            raise failed.pop()
+
+
+@lru_cache(maxsize=256)
+def _budgeted(inner: Forward, *, budget: float) -> Forward:  # noqa: ARG001  (the cache goes by it)
+    # Does nothing but be another function for each budget: Dynamo keeps its graphs by function, and knows no budget.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,136 @@
+"""The mesh of devices: which of them hold a copy, which a shard, and which a part of each matrix product."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement
+
+from lightning_ups._compat.torch.fsdp.dtensor_cache import forget_meshes
+from lightning_ups._compat.torch.fsdp.state import flattened
+
+__all__ = [
+    "DATA",
+    "TENSOR",
+    "MeshSizes",
+    "build_mesh",
+    "data_mesh",
+    "device_of",
+    "least_of_ranks",
+    "local_part",
+    "num_shares",
+    "part_of",
+]
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names, which a `configure_model` may know
+_REPLICATE, _SHARD = "replicate", "shard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """How many devices there are along each dimension; neighbours in rank split matrices first, then parameters.
+
+    Args:
+        replicate: Copies of the sharded model.
+        shard: Devices over which each copy is sharded.
+        tensor: Devices over which each matrix product is split.
+    """
+
+    replicate: int
+    shard: int
+    tensor: int
+
+    @classmethod
+    def of(cls, num_devices: int, *, replicate: int | None = 1, tensor: int = 1) -> Self:
+        """Divide ``num_devices``; whatever is not asked for otherwise shards. ``replicate=None``: nothing shards.
+
+        Raises:
+            ValueError: If the sizes do not divide the number of devices.
+        """
+        wanted = tensor * (replicate or 1)
+        if tensor < 1 or wanted < 1 or num_devices % wanted:
+            raise ValueError(
+                f"{num_devices} devices cannot be divided by tensor_parallel_size={tensor}"
+                f" times replicate_size={replicate or 1}."
+                " Every device has one place in the mesh, and all its rows are equally long."
+                f" Choose sizes whose product divides {num_devices}."
+            )
+        if replicate is None:
+            return cls(replicate=num_devices // tensor, shard=1, tensor=tensor)
+        return cls(replicate=replicate, shard=num_devices // wanted, tensor=tensor)
+
+
+# Each mesh has groups of processes, and each group of NCCL has buffers on the device and connections to all others:
+# a script that fits, tests and fits again needs them once. And torch finds what it knows of DTensors by the value of
+# their mesh: of two that are equal, one graph may use the groups of both, and its collectives are not put together.
+_MESHES: dict[tuple[str, MeshSizes], tuple[Any, DeviceMesh]] = {}
+
+
+def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
+    """Return a mesh with the dimensions ``data_parallel`` and ``tensor_parallel``, one for all runs of the process."""
+    forget_meshes()
+    world, earlier = _MESHES.get((device_type, sizes), (None, None))
+    if earlier is not None and world is dist.group.WORLD:
+        return earlier
+    mesh = _new_mesh(device_type, sizes)
+    _MESHES[device_type, sizes] = dist.group.WORLD, mesh  # which was initialised by now
+    return mesh
+
+
+def _new_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
+    if sizes.replicate == 1:
+        return init_device_mesh(device_type, (sizes.shard, sizes.tensor), mesh_dim_names=(DATA, TENSOR))
+    shape = (sizes.replicate, sizes.shard, sizes.tensor)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICATE, _SHARD, TENSOR))
+    flattened(mesh, (_REPLICATE, _SHARD), DATA)
+    return mesh
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of ``mesh`` that FSDP2 shards over: one dimension, or copies of it and it."""
+    if _REPLICATE in (mesh.mesh_dim_names or ()):
+        return mesh[_REPLICATE, _SHARD]
+    return mesh[DATA]
+
+
+def num_shares(mesh: DeviceMesh) -> int:
+    """Return into how many parts ``mesh``, a `data_mesh`, splits a parameter."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def least_of_ranks(*sizes: int, device: torch.device) -> list[int]:
+    """Return for each of ``sizes`` the least that any rank has, so that all decide alike; every rank takes part."""
+    least = torch.tensor(sizes, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.tolist()
+
+
+def local_part(whole: Tensor, like: DTensor) -> Tensor:
+    """Return the part of ``whole`` that this rank keeps if it is sharded as ``like`` is, a view where it can be."""
+    return part_of(whole, like.device_mesh, like.placements)
+
+
+def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return the part of ``whole`` that this rank keeps if it is placed so on ``mesh``, a view where it can be."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    # The last dimension of the mesh cuts first: tensor parallelism came before FSDP2, which cuts what that left.
+    for dim in reversed(range(mesh.ndim)):
+        placement = placements[dim]
+        axis = getattr(placement, "dim", None)  # of a shard, strided or not
+        if axis is not None:
+            parts = torch.chunk(whole, mesh.size(dim), dim=axis)
+            place = coordinate[dim]
+            whole = parts[place] if place < len(parts) else whole.narrow(axis, 0, 0)
+    return whole

@@ -1,0 +1,161 @@
+"""Gradients of parameters, and buffers, that stay whole on every device: kept alike as DDP does."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_ups._compat.torch.tensors.tensors import local_of
+from lightning_ups._compat.torch.versions import NormWithStatistics
+
+__all__ = ["BufferSync", "average_gradients", "give_first", "on_any_rank"]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], *, group: ProcessGroup, unused: bool = False) -> None:
+    """Average the gradients of ``parameters`` over ``group``, those of one type in one collective.
+
+    What was averaged already and got more since is averaged right: equal parts average to themselves.
+
+    Args:
+        parameters: They have equal values on every rank.
+        group: The ranks.
+        unused: Count a missing gradient as zero, where another rank has one.
+    """
+    if group.size() == 1:
+        return
+    parameters = [*parameters]
+    if unused:
+        _count_missing_as_zero([p for p in parameters if p.requires_grad], group)
+    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = _average_sparse(p.grad, group)
+        elif p.grad is not None:
+            by_type.setdefault(p.dtype, []).append(p)
+    for same in by_type.values():
+        gradients = [local_of(p.grad) for p in same if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+        flat /= group.size()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def on_any_rank(here: Sequence[int], *, group: ProcessGroup, device: torch.device) -> list[int]:
+    """Return the largest of each number over ``group``, all of whose ranks must call this with as many."""
+    numbers = torch.tensor(here, dtype=torch.uint8, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return numbers.tolist()
+
+
+_DENSE, _SPARSE = 1, 2
+
+
+def _count_missing_as_zero(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+    if not parameters:
+        return
+    here = [0 if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters]
+    for p, kind in zip(parameters, on_any_rank(here, group=group, device=parameters[0].device), strict=True):
+        if p.grad is None and kind:
+            zero = torch.zeros_like(p)
+            p.grad = zero.to_sparse(1) if kind == _SPARSE else zero
+
+
+def _average_sparse(gradient: Tensor, group: ProcessGroup) -> Tensor:
+    total = gradient.coalesce()  # a device may have the same row in several places
+    dist.all_reduce(total, group=group)
+    return total / group.size()
+
+
+@torch.no_grad()
+def give_first(tensors: Iterable[Tensor], *, group: ProcessGroup) -> None:
+    """Give ``tensors``, in place, the values that they have on the first rank of ``group``."""
+    if group.size() == 1:
+        return
+    under_way = []
+    for tensor in map(_each_once, tensors):
+        flat = tensor.contiguous()  # collectives go over memory as it lies: a view of a part would get its neighbours'
+        sent = torch.view_as_real(flat) if flat.is_complex() else flat
+        under_way.append((dist.broadcast(sent, group=group, group_src=0, async_op=True), tensor, flat))
+    for work, tensor, flat in under_way:
+        if work is not None:
+            work.wait()
+        if flat is not tensor:
+            tensor.copy_(flat)
+
+
+def _each_once(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` without what an expansion repeats."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+class BufferSync:
+    """Gives every rank the first rank's buffers, those that change while the model trains, before each step.
+
+    Running statistics of norms are known to change. Which others do is seen in the first step: all ranks agree on them
+    once, so that they later send the same without asking. What one module changes, every other of its class may change
+    in a later step, as one of several experts; and what a class changes none of which ran is not known.
+
+    Args:
+        module: Holds the buffers.
+        group: The ranks.
+    """
+
+    def __init__(self, module: nn.Module, *, group: ProcessGroup) -> None:
+        self._module, self._group = module, group
+        self._names: tuple[str, ...] | None = None
+        self._before: Mapping[str, tuple[int, int]] = {}
+        self._stepped = False
+        self._idle: set[nn.Module] = set()
+
+    def note_step(self) -> None:
+        """Say that a training step has run."""
+        self._stepped = True
+
+    def note_idle(self, modules: Iterable[nn.Module]) -> None:
+        """Say which ``modules`` the first training step did not call."""
+        if not self._stepped:
+            self._idle = {inner for module in modules for inner in module.modules()}
+
+    def __call__(self) -> None:
+        """Send what may have changed. Every rank calls it before each step that starts an accumulation."""
+        if self._group.size() == 1:
+            return
+        buffers = dict(self._module.named_buffers())
+        if self._names is None and self._stepped:
+            self._names = self._agree(buffers)
+        names = [name for name in buffers if self._names is None or name in self._names]
+        give_first((buffers[name] for name in names), group=self._group)
+        if self._names is None:
+            self._before = _versions(buffers)
+
+    def _agree(self, buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Wait for the other ranks, once, and return what changed on any."""
+        now = _versions(buffers)
+        modules = dict(self._module.named_modules())
+        kinds = {name: (type(modules[name.rpartition(".")[0]]), name.rpartition(".")[2]) for name in buffers}
+        may_change = {
+            kind
+            for name, kind in kinds.items()
+            if issubclass(kind[0], NormWithStatistics) or now[name] != self._before.get(name)
+        }
+        ran = {kind for name, kind in kinds.items() if modules[name.rpartition(".")[0]] not in self._idle}
+        may_change |= {*kinds.values()} - ran
+        names = [*buffers]
+        if not names:
+            return ()
+        changed = [kinds[name] in may_change for name in names]
+        device = next(iter(buffers.values())).device
+        anywhere = torch.tensor(changed, dtype=torch.int32, device=device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
+        return tuple(name for name, yes in zip(names, anywhere.tolist(), strict=True) if yes)
+
+
+def _versions(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}

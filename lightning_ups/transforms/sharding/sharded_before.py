@@ -1,0 +1,108 @@
+"""What an earlier run has sharded: the same again is kept, anything else is refused."""
+
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_ups._compat.torch.tensors.tensors import has_hooks_after_accumulation
+from lightning_ups.transforms.on_module import OnModule
+
+__all__ = ["check_same", "recall", "refuse_hooks_after", "refuse_lazy", "refuse_one_memory", "remember"]
+
+_RECORD = OnModule[Any]("sharded")
+
+
+def remember(model: nn.Module, record: Any) -> None:
+    """Keep what was done to ``model``, as long as it lives."""
+    _RECORD.keep(model, record)
+
+
+def recall(model: nn.Module) -> Any:
+    """Return what was done to ``model``, or None."""
+    return _RECORD.get(model)
+
+
+def check_same(model: nn.Module, *, before: Any, now: Any, layout_before: Any, layout: Any) -> None:
+    """Raise if ``model`` was sharded in another way than it shall be now.
+
+    Args:
+        model: What an earlier run sharded.
+        before: A dataclass of how.
+        now: One of the same class, or of another.
+        layout_before: The mesh of the earlier run.
+        layout: The mesh of this one.
+
+    Raises:
+        ValueError: If they differ; the message names what does.
+    """
+    if type(before) is not type(now):
+        raise ValueError(
+            f"{type(model).__name__} was sharded by an earlier run with another strategy."
+            " Sharding stays on a module, and each strategy has a way of its own."
+            " Keep the strategy of the earlier run, or build the module anew and load a checkpoint."
+        )
+    earlier = {f.name: getattr(before, f.name) for f in fields(before)} | {"mesh": layout_before}
+    asked = {f.name: getattr(now, f.name) for f in fields(now)} | {"mesh": layout}
+    different = [name for name in asked if earlier[name] != asked[name]]
+    if different:
+        precision = all(name.endswith("_dtype") or name == "autocast" for name in different)
+        raise ValueError(
+            f"{type(model).__name__} was sharded by an earlier run with"
+            f" {', '.join(f'{name}={earlier[name]}' for name in different)}, and this run asks for"
+            f" {', '.join(f'{name}={asked[name]}' for name in different)}."
+            " Sharding stays on a module, and how it was done cannot be changed."
+            f" Keep the {'precision' if precision else 'settings'} of the earlier run,"
+            " or build the module anew and load a checkpoint."
+        )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise if a parameter of ``model`` has no shape yet.
+
+    Raises:
+        ValueError: If so.
+    """
+    if lazy := [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
+        raise ValueError(
+            f"The parameter {lazy[0]} has no shape yet."
+            " It belongs to a lazy module, which learns its shape from the first batch, after sharding."
+            " Run one batch through the module before fit, or give the module its sizes."
+        )
+
+
+def refuse_one_memory(model: nn.Module) -> None:
+    """Raise if two parameters of ``model`` lie in one memory.
+
+    Raises:
+        ValueError: If so.
+    """
+    places = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in model.named_parameters()
+        if type(p) is nn.Parameter and p.layout is torch.strided and p.is_contiguous() and p.numel() and p.data_ptr()
+    )
+    for (_, end, name), (start, _, other) in pairwise(places):
+        if start < end:
+            raise ValueError(
+                f"{name} and {other} are two parameters in one memory, as after `a.data = b.data`."
+                " Each would get shards of its own, and what was one weight would be trained as two."
+                " Let both modules have one parameter, as by `a.weight = b.weight`."
+            )
+
+
+def refuse_hooks_after(model: nn.Module) -> None:
+    """Raise if a parameter of ``model`` has a hook that runs when its gradient has been accumulated.
+
+    Raises:
+        ValueError: If so.
+    """
+    if hooked := [name for name, p in model.named_parameters() if has_hooks_after_accumulation(p)]:
+        raise ValueError(
+            f"{hooked[0]} has a hook that runs when its gradient has been accumulated."
+            " There the gradient is that of one device's part of the batch, and not yet reduced or sharded."
+            " Do in on_before_optimizer_step what the hook does, or train without sharding."
+        )

@@ -1,0 +1,1 @@
+"""Sharding by parametrization, for one compiled graph."""

@@ -1,0 +1,402 @@
+"""Linear layers, norms and feed-forward networks computed by Transformer Engine, in place and reversibly."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from lightning_ups._compat.optional.te import begin_scales, forget_scales, holds_engine_modules, scales, set_scales
+from lightning_ups.transforms.blocks import find_blocks, select_names
+from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
+from lightning_ups.transforms.casting.other_layers import name_other_layers
+from lightning_ups.transforms.te.forward import COMPUTED_WITHIN, Calls, Joint, PassedOn, computed_by, is_computed
+from lightning_ups.transforms.te.fusions import Fusion, fusions_in
+from lightning_ups.transforms.te.modules import (
+    Borrower,
+    Norm,
+    Slot,
+    lay_together,
+    linear_for,
+    norm_for,
+    norm_linear_for,
+    norm_mlp_for,
+)
+
+__all__ = ["Fuse", "TEConversion", "convert_to_te"]
+
+Fuse = Literal["auto", "all", "none"]
+MULTIPLE = 16  # what products in float8 ask of a weight's dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TEConversion:
+    """What a conversion did, and what it needs while it holds.
+
+    Args:
+        converted: The class of Transformer Engine that computes each module, by name; a norm within a fusion has that
+            of the fusion.
+        skipped: Why the others are not, by name.
+        apart: Why norms of known blocks are not computed within what reads them, by name.
+        theirs: Modules of Transformer Engine that the model has itself.
+        calls: Which modules ran.
+    """
+
+    converted: Mapping[str, str]
+    skipped: Mapping[str, str]
+    apart: Mapping[str, str]
+    theirs: Sequence[str]
+    calls: Calls
+    _borrowers: Mapping[str, Borrower] = field(repr=False)
+    _undo: ExitStack = field(repr=False)
+
+    @property
+    def borrowers(self) -> Mapping[str, Borrower]:
+        """The modules of Transformer Engine, by the name of what each computes, or of the first that it does."""
+        return self._borrowers
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many modules of each class of Transformer Engine there are."""
+        return Counter(borrower.kind for borrower in self._borrowers.values())
+
+    @property
+    def layouts(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """For each module by name: its parameters by Transformer Engine's names, each as names in the model."""
+        return {
+            name: {theirs: tuple(slot.name for slot in slots) for theirs, slots in borrower.slots.items()}
+            for name, borrower in self._borrowers.items()
+        }
+
+    def lay_together(self) -> None:
+        """Give weights that are computed as one a common memory; on the device where they stay."""
+        for slots in self._joined():
+            lay_together(slots)
+
+    def undo(self) -> None:
+        """Give each module its own forward back, with the weights that it has now."""
+        self._undo.close()
+        for slots in self._joined():
+            for slot in slots:
+                if slot.value.untyped_storage().nbytes() > slot.value.numel() * slot.value.element_size():
+                    slot.value.data = slot.value.data.clone()
+        if not self.theirs:  # which would be forgotten with ours
+            forget_scales()
+
+    def scales(self) -> dict[str, dict[str, Tensor]]:
+        """Return the scales and maxima of delayed scaling, by the name of the module."""
+        found = {name: scales(borrower.module) for name, borrower in self._borrowers.items()}
+        return {name: state for name, state in found.items() if state}
+
+    def begin_scales(self, *, recipe: Any) -> None:
+        """Let modules that have no scales of delayed scaling begin with some that lose no gradients."""
+        for borrower in self._borrowers.values():
+            if borrower.num_products:
+                begin_scales(borrower.module, recipe=recipe, num_products=borrower.num_products)
+
+    def set_scales(self, state: Mapping[str, Mapping[str, Tensor]], *, recipe: Any) -> list[str]:
+        """Put them back, and return the names of the modules that had none, which start anew."""
+        products = {name: borrower for name, borrower in self._borrowers.items() if borrower.num_products}
+        for name, borrower in products.items():
+            if name in state:
+                set_scales(borrower.module, state[name], recipe=recipe, num_products=borrower.num_products)
+        return [name for name in products if name not in state]
+
+    def _joined(self) -> Iterator[tuple[Slot, ...]]:
+        for borrower in self._borrowers.values():
+            yield from (slots for slots in borrower.slots.values() if len(slots) > 1)
+
+
+def convert_to_te(
+    module: nn.Module,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    head: bool = False,
+    norms: bool = True,
+    fuse: Fuse = "auto",
+    fusions: Iterable[Fusion] = (),
+    sharded: bool = False,
+    multiple: int = MULTIPLE,
+    once: bool = False,
+    in_float32: Sequence[str] = (),
+    in_float8: bool = False,
+    losers: Mapping[str, str] | None = None,
+) -> TEConversion:
+    """Let Transformer Engine compute linear layers, norms and networks of ``module``, in place; nothing is renamed.
+
+    Left out, each with its reason, are linear layers whose dimensions are no multiples of ``multiple``, what has a
+    forward of its own, norms that Transformer Engine does not have, and, unless ``head`` or ``include`` says
+    otherwise, what is outside the blocks that repeat.
+
+    Args:
+        module: The module.
+        include: Patterns of names of linear layers and norms. None: those in the blocks.
+        exclude: Patterns of names that stay as they are.
+        head: Also convert what is outside the blocks.
+        norms: Also convert norms that are in no fusion.
+        fuse: Whether norms are computed within what reads them, in blocks that are known: ``"all"``, ``"none"``, or
+            ``"auto"``, which leaves out under sharding what would join weights that are gathered apart.
+        fusions: Further ones, by patterns.
+        sharded: Whether FSDP2 gathers the parameters.
+        multiple: Of what the dimensions of weights must be multiples.
+        once: Whether each module may run once only in a training step.
+        in_float32: Patterns of submodules that compute in float32, and so are left as they are with all in them.
+        in_float8: Whether it is about products in float8, and norms alone are nothing.
+        losers: Modules that stay as they are since they would be slower, and the reason, by name. That nothing is left
+            to convert is then no error.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or if nothing can be converted.
+    """
+    if fuse not in get_args(Fuse):
+        raise ValueError(
+            f"fuse={fuse!r} is not a known choice."
+            " It says whether norms are computed within the products that read them."
+            f" Use one of {get_args(Fuse)}."
+        )
+    precise = within(kept_in_float32(module, in_float32).values())
+    calls = Calls(rows=32 if multiple > MULTIPLE else 8, once=once)
+    work = _Work(module, precise=precise, sharded=sharded, calls=calls)
+    work.choose(include=include, exclude=exclude, head=head, multiple=multiple)
+    work.leave(losers or {})
+    asked = [*fusions]
+    with ExitStack() as undo:
+        work.fuse(asked, ready=fuse != "none", joining=fuse == "all" or not sharded, undo=undo)
+        work.convert_rest(norms=norms, undo=undo)
+        theirs = holds_engine_modules(module)
+        if not theirs and losers is None:
+            _refuse_nothing(work, module, in_float8=in_float8)
+        return TEConversion(
+            converted=work.converted,
+            skipped=work.skipped,
+            apart=work.apart,
+            theirs=theirs,
+            calls=work.calls,
+            _borrowers=work.borrowers,
+            _undo=undo.pop_all(),
+        )
+
+
+def _refuse_nothing(work: "_Work", module: nn.Module, *, in_float8: bool) -> None:
+    products = any(borrower.num_products for borrower in work.borrowers.values())
+    some = "; ".join(f"{name}: {why}" for name, why in [*work.skipped.items()][:4])
+    others = name_other_layers(module)
+    if not work.converted:
+        raise ValueError(
+            f"Nothing of {type(module).__name__} can be computed by Transformer Engine."
+            f" {some or 'It has no linear layer and no norm'}.{others}"
+            " Name others by include=[...], or use BF16Precision."
+        )
+    if in_float8 and not products:
+        raise ValueError(
+            f"Of {type(module).__name__} Transformer Engine can compute norms alone, and nothing in float8."
+            f" {some or 'It has no nn.Linear in its blocks'}.{others}"
+            " Name linear layers by include=[...], or use recipe=None, or BF16Precision."
+        )
+
+
+class _Work:
+    """A conversion under way."""
+
+    def __init__(self, module: nn.Module, *, precise: Set[nn.Module], sharded: bool, calls: Calls) -> None:
+        self._root, self._precise, self._sharded, self.calls = module, precise, sharded, calls
+        self._modules = {name: m for name, m in module.named_modules() if name}
+        self._candidates = {name: m for name, m in self._modules.items() if _is_candidate(m)}
+        self._losers: Mapping[str, str] = {}
+        self.converted: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self.apart: dict[str, str] = {}
+        self.borrowers: dict[str, Borrower] = {}
+
+    def choose(self, *, include: Sequence[str] | None, exclude: Sequence[str], head: bool, multiple: int) -> None:
+        """Say of each linear layer and norm why it is left out, if it is."""
+        names, of = self._candidates, type(self._root).__name__
+        for name, pattern in (_selected(names, exclude, of=of) if exclude else {}).items():
+            self.skipped[name] = f"excluded by {pattern!r}"
+        if include is not None:
+            included = _selected(names, include, of=of)
+            self.skipped |= {name: "not included" for name in names if name not in included}
+        elif not head:
+            inside = {inner for block in find_blocks(self._root).values() for inner in block.modules()}
+            self.skipped |= {name: "outside the blocks" for name, m in names.items() if m not in inside}
+        for name, m in names.items():
+            if m in self._precise:
+                self.skipped[name] = "computes in float32"
+            elif name not in self.skipped and (why := _unfit(m, multiple=multiple)):
+                self.skipped[name] = why
+
+    def leave(self, losers: Mapping[str, str]) -> None:
+        """Leave out what would be slower, and its fusions; that some of these were asked for is no error."""
+        self._losers = losers
+        self.skipped |= {name: losers[name] for name in self._candidates if name in losers and name not in self.skipped}
+
+    def fuse(self, asked: Sequence[Fusion], *, ready: bool, joining: bool, undo: ExitStack) -> None:
+        """Make the fusions, first those asked for."""
+        for fusion in [*fusions_in(self._root, asked, ready=False)]:
+            if any(name in self._losers for name in (fusion.norm, *fusion.parts)):
+                continue
+            if why := self._unfusable(fusion, joining=True):
+                raise ValueError(
+                    f"The fusion of {fusion.norm} with {', '.join(fusion.parts)} cannot be made."
+                    f" The reason: {why}."
+                    " Change that, or take the fusion out."
+                )
+            self._fuse(fusion, undo)
+        for fusion in [*fusions_in(self._root, (), ready=ready)]:
+            if fusion.norm in self.converted:
+                continue
+            if why := self._unfusable(fusion, joining=joining):
+                self.apart[fusion.norm] = why
+            else:
+                self._fuse(fusion, undo)
+
+    def convert_rest(self, *, norms: bool, undo: ExitStack) -> None:
+        """Convert what is in no fusion."""
+        for name, m in self._candidates.items():
+            if name in self.converted or name in self.skipped:
+                continue
+            if isinstance(m, nn.Linear):
+                self._compute(name, m, linear_for(m, name=name, sharded=self._sharded), undo)
+            elif norms:
+                self._compute(name, m, norm_for(m, name=name, sharded=self._sharded), undo)
+            else:
+                self.skipped[name] = "norms=False"
+
+    def _compute(self, name: str, module: nn.Module, borrower: Borrower, undo: ExitStack) -> None:
+        calls = self.calls
+
+        def compute(_: nn.Module, value: Tensor) -> Any:
+            calls.note(name, borrower, value)
+            return borrower(value)
+
+        undo.enter_context(computed_by(module, compute))
+        self.borrowers[name], self.converted[name] = borrower, borrower.kind
+
+    def _unfusable(self, fusion: Fusion, *, joining: bool) -> str | None:
+        layers = [*fusion.linears, *fusion.first, *([fusion.second] if fusion.second else [])]
+        if fusion.joins and not joining:
+            return "their weights are gathered apart, and joining them would copy them in every forward"
+        for name in (fusion.norm, *layers):
+            if name not in self._candidates:
+                return f"{name} is no {'norm' if name == fusion.norm else 'linear layer'} that is known"
+            if name in self.converted:
+                return f"{name} is in another fusion"
+            if name in self.skipped:
+                return f"{name} is left out: {self.skipped[name]}"
+        if fusion.mlp is not None and (why := self._own_way(self._modules[fusion.mlp])):
+            return f"{fusion.mlp} {why}"
+        linears = [self._linear(name) for name in layers]
+        if not isinstance(Norm.of(self._modules[fusion.norm]), Norm) or isinstance(
+            self._modules[fusion.norm], nn.Linear
+        ):
+            return f"{fusion.norm} is no norm that is known"
+        if any(hooked := [n for n in (fusion.norm, *fusion.parts) if _has_hooks(self._modules[n])]):
+            return f"{hooked[0]} has hooks, which would see other values"
+        if len({linear.bias is None for linear in linears}) > 1:
+            return "some of the layers have a bias, and others have none"
+        return self._misfit(fusion)
+
+    def _own_way(self, mlp: nn.Module) -> str | None:
+        if any(part in self._precise for part in mlp.modules()):  # an activation, say, which would not be called
+            return "has a part that computes in float32"
+        return _own_forward(mlp)
+
+    def _misfit(self, fusion: Fusion) -> str | None:
+        norm: Any = self._modules[fusion.norm]
+        readers = [self._linear(name) for name in (*fusion.linears, *fusion.first)]
+        if {linear.in_features for linear in readers} != {norm.weight.numel()}:
+            return f"{fusion.norm} is {norm.weight.numel()} wide, and its readers are not"
+        if len({linear.weight.dtype for linear in readers}) > 1:
+            return "the layers have weights of different types"
+        if fusion.second is not None:
+            last = self._linear(fusion.second)
+            gated = fusion.activation.endswith("glu")
+            if len(fusion.first) != 1 + gated:
+                return f"the activation {fusion.activation!r} needs {1 + gated} first layers"
+            if {linear.out_features for linear in readers} != {last.in_features}:
+                return f"{fusion.second} is not as wide as the first layers"
+            if last.out_features != norm.weight.numel():
+                return f"{fusion.second} does not return the width of the norm"
+        return None
+
+    def _fuse(self, fusion: Fusion, undo: ExitStack) -> None:
+        norm = (fusion.norm, self._modules[fusion.norm])
+        passed = PassedOn(fusion.norm)
+        if fusion.mlp is None:
+            linears = {name: self._linear(name) for name in fusion.linears}
+            borrower, name = norm_linear_for(norm, linears, sharded=self._sharded), fusion.linears[0]
+            joint = Joint(borrower, passed, linears, self.calls)
+            for linear in linears.values():
+                undo.enter_context(computed_by(linear, joint))
+        else:
+            assert fusion.second is not None
+            borrower, name = self._mlp(norm, fusion), fusion.mlp
+            undo.enter_context(computed_by(self._modules[name], _reading(passed, name, borrower, self.calls)))
+            inside = {self._linear(layer) for layer in (*fusion.first, fusion.second)}
+            COMPUTED_WITHIN.update(inside)
+            undo.callback(COMPUTED_WITHIN.difference_update, inside)
+        undo.enter_context(computed_by(norm[1], passed))
+        self.borrowers[name] = borrower
+        self.converted |= dict.fromkeys((fusion.norm, *fusion.parts), borrower.kind)
+
+    def _mlp(self, norm: tuple[str, nn.Module], fusion: Fusion) -> Borrower:
+        assert fusion.second is not None
+        return norm_mlp_for(
+            norm,
+            {name: self._linear(name) for name in fusion.first},
+            (fusion.second, self._linear(fusion.second)),
+            activation=fusion.activation,
+            sharded=self._sharded,
+        )
+
+    def _linear(self, name: str) -> nn.Linear:
+        linear = self._modules[name]
+        assert isinstance(linear, nn.Linear)
+        return linear
+
+
+def _reading(passed: PassedOn, name: str, borrower: Borrower, calls: Calls) -> Any:
+    def compute(_: nn.Module, value: Tensor) -> Any:
+        passed.check(name, value)
+        calls.note(name, borrower, value)
+        return borrower(value)
+
+    return compute
+
+
+def _selected(names: Iterable[str], patterns: Sequence[str], *, of: str) -> dict[str, str]:
+    return select_names(names, patterns, kind="linear layer or norm", of=of)
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or Norm.of(module) is not None
+
+
+def _unfit(module: nn.Module, *, multiple: int) -> str | None:
+    if why := _own_forward(module):
+        return why
+    if not isinstance(module, nn.Linear):
+        what = Norm.of(module)
+        return what if isinstance(what, str) else None
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention reads its weight and never calls it"
+    if type(module).forward is not nn.Linear.forward:
+        return "has a forward of its own"
+    if not isinstance(vars(module)["_parameters"].get("weight"), nn.Parameter):
+        return "its weight is made of others, by a parametrization, a norm of the weight or pruning"
+    if any(size % multiple for size in (module.in_features, module.out_features)):
+        return f"{module.in_features} x {module.out_features} is no multiple of {multiple}"
+    return None
+
+
+def _own_forward(module: nn.Module) -> str | None:
+    if is_computed(module):
+        return "is computed by Transformer Engine already"
+    return "has a forward of its own" if "forward" in vars(module) else None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))

@@ -1,0 +1,205 @@
+"""How a module's forward becomes that of one of Transformer Engine's, and which values the fused ones accept.
+
+The compiler sees none of it: a graph ends before such a module and another begins after it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import new_class
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ups._compat.optional.te import is_quantizing
+from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, in_backward
+from lightning_ups.transforms.te.modules import Borrower
+
+__all__ = ["COMPUTED_WITHIN", "Calls", "Joint", "PassedOn", "computed_by", "is_computed"]
+
+Compute = Callable[[nn.Module, Tensor], Any]
+ROWS = 8  # what Transformer Engine's products in float8 ask of the number of rows
+
+
+class Calls:
+    """Which modules ran in one region of float8.
+
+    Args:
+        rows: Of what the number of rows must be a multiple.
+        once: Whether each may run once only: delayed scaling keeps one maximum for each until the region ends.
+    """
+
+    def __init__(self, *, rows: int = ROWS, once: bool) -> None:
+        self.rows, self._once = rows, once
+        self.total = 0
+        self._ran: set[int] = set()
+
+    def begin(self) -> None:
+        """Begin a region."""
+        self._ran.clear()
+
+    def note(self, of: str, borrower: Borrower, value: Tensor) -> None:
+        """Note that the module of this name runs, and refuse what would be wrong or fail.
+
+        Raises:
+            ValueError: If the number of rows is not right.
+            RuntimeError: If it ran in this region already, or is recomputed in another precision.
+        """
+        self.total += 1
+        again, quantizing = in_backward(), is_quantizing()
+        if again and borrower.was_quantizing and not quantizing:
+            raise RuntimeError(
+                f"{of} is recomputed in backward outside of Transformer Engine's autocast, which its forward was in."
+                " The model calls torch.utils.checkpoint, which knows nothing of it: gradients would not be the loss's."
+                " Turn that off, such as gradient_checkpointing in transformers, and use ActivationCheckpoint()."
+            )
+        if not again:
+            borrower.was_quantizing = quantizing
+        if borrower.num_products == 0 or not quantizing:
+            return
+        rows = value.numel() // value.shape[-1]
+        if rows % self.rows:
+            raise ValueError(
+                f"{of} got {tuple(value.shape)}: {rows} rows, which is no multiple of {self.rows}."
+                " Products in float8 need that of all dimensions but the last together."
+                f" Make batch times sequence a multiple of {self.rows}, or drop a last batch that is smaller:"
+                " DataLoader(drop_last=True)."
+            )
+        if not self._once or again:  # a recomputed block, with the maxima of its first forward
+            return
+        if id(borrower) in self._ran:
+            raise RuntimeError(
+                f"{of} ran twice in one training step with recipe='delayed'."
+                " Transformer Engine keeps one maximum for each module until the step ends, and would lose the first."
+                " Use recipe='current', which keeps none."
+            )
+        self._ran.add(id(borrower))
+
+
+class PassedOn:
+    """A norm that is computed by what reads it: its own forward returns what it got."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._passed: ReferenceType[Tensor] | None = None
+
+    def __call__(self, module: nn.Module, value: Tensor) -> Tensor:
+        """Return ``value``, as another tensor that its reader knows again."""
+        passed = value.view_as(value)
+        self._passed = ref(passed)
+        return passed
+
+    def check(self, of: str, value: Tensor) -> None:
+        """Raise if ``value`` is not what the norm has passed on.
+
+        Raises:
+            RuntimeError: If it is another.
+        """
+        passed, self._passed = self._passed, None
+        if passed is not None and passed() is not value:
+            raise RuntimeError(
+                f"{of} was to be computed together with {self.name}, and got something else than its result."
+                " The norm is not computed by itself any more, so that this value is one without it."
+                " Take the fusion out: TEPrecision(fuse='none'), or its own entry in fusions."
+            )
+
+
+class Joint:
+    """Linear layers that read one norm, computed as one product by whichever is called first.
+
+    Args:
+        borrower: Computes the product.
+        norm: What they read.
+        linears: The layers by name, in the order of the rows of the product.
+        calls: Notes each product.
+    """
+
+    def __init__(self, borrower: Borrower, norm: PassedOn, linears: Mapping[str, nn.Linear], calls: Calls) -> None:
+        self._borrower, self._norm, self._calls = borrower, norm, calls
+        self._names: dict[nn.Module, str] = {linear: name for name, linear in linears.items()}
+        self._sizes = [linear.out_features for linear in linears.values()]
+        self._value: Tensor | None = None
+        self._parts: dict[nn.Module, Tensor] = {}
+
+    def __call__(self, module: nn.Module, value: Tensor) -> Tensor:
+        """Return the part of the product that is the result of ``module``."""
+        if module not in self._parts:
+            self._compute(module, value)
+        elif value is not self._value:
+            raise RuntimeError(
+                f"{self._names[module]} got another value than the layer that was computed together with it."
+                " They are one product, of one value."
+                " Take the fusion out: TEPrecision(fuse='none'), or its own entry in fusions."
+            )
+        part = self._parts.pop(module)
+        if not self._parts:
+            self._value = None
+        return part
+
+    def _compute(self, module: nn.Module, value: Tensor) -> None:
+        self._norm.check(self._names[module], value)
+        self._calls.note(self._names[module], self._borrower, value)
+        whole, self._value = self._borrower(value), value
+        parts = whole.split(self._sizes, dim=-1) if len(self._sizes) > 1 else (whole,)
+        self._parts = dict(zip(self._names, parts, strict=True))
+
+
+# A global, and not an attribute of the module: equal modules share their class, and with it their compilation. A
+# forward on each instance would be another for each layer: Dynamo would compile each of them, until it gives up.
+_COMPUTED: dict[nn.Module, Compute] = {}
+COMPUTED_WITHIN: set[nn.Module] = set()  # layers of a network that is computed as one
+
+
+class computed_by:  # noqa: N801  (a context manager, and no generator: one that nobody holds would end by itself)
+    """Let ``compute(module, value)`` be the forward of ``module`` while the context is open.
+
+    The module gets a subclass of its class, of the same name; a copy or a pickle of it has its own class again.
+    """
+
+    def __init__(self, module: nn.Module, compute: Compute) -> None:
+        self._module, self._compute, self._plain = module, compute, type(module)
+        self._ours = _computed_class(self._plain, passing=isinstance(compute, PassedOn))
+
+    def __enter__(self) -> None:
+        self._module.__class__, _COMPUTED[self._module] = self._ours, self._compute
+
+    def __exit__(self, *_: object) -> None:
+        del _COMPUTED[self._module]  # from here on its own forward runs
+        if type(self._module) is self._ours:  # FSDP2 puts a class of its own over it where it shards the module itself
+            self._module.__class__ = self._plain
+
+
+def is_computed(module: nn.Module) -> bool:
+    """Return whether the forward of ``module``, or of what it is computed within, is another's now."""
+    return module in _COMPUTED or module in COMPUTED_WITHIN
+
+
+@lru_cache(maxsize=256)
+def _computed_class(plain: type[nn.Module], *, passing: bool) -> type[nn.Module]:
+    inner = plain.forward
+
+    @hidden_from_dynamo
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        compute = _COMPUTED.get(self)
+        return inner(self, *args, **kwargs) if compute is None else compute(self, _only(args, kwargs))
+
+    def pass_on(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # In a graph nothing is passed by identity, and what reads it does not check.
+        return _only(args, kwargs) if torch.compiler.is_compiling() else forward(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:  # noqa: ARG001
+        # By an older protocol: the newer ones insist on the class that the module has.
+        make, arguments, *state = plain.__reduce_ex__(self, 1)
+        return make, tuple(plain if argument is ours else argument for argument in arguments), *state
+
+    # Of this file and not of torch.nn: Dynamo takes a module of that for one whose forward it knows.
+    names = {"__module__": __name__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    methods = {"forward": pass_on if passing else forward, "__reduce_ex__": reduce}
+    ours = new_class(plain.__name__, (plain,), exec_body=lambda body: body.update({**names, **methods}))
+    return ours
+
+
+def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (value,) = (*args, *kwargs.values())
+    return value

@@ -1,0 +1,202 @@
+import pytest
+import torch
+from torch._functorch import config  # noqa: TID251
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ups._compat.torch.tensors.autograd import (
+    activation_memory_budget,
+    dense_parts,
+    differentiated_by_torch_func,
+    in_backward,
+    in_torch_func,
+    keeps_graph,
+    operators_seen_by,
+    saved_at_any_version,
+    saves_seen_by,
+    storages,
+    without_autocast,
+)
+
+
+def sin(x):
+    return x.sin().sin()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_is_saved_is_seen_and_left_to_the_hooks_in_force(recomputed):
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    def run(x):
+        with saves_seen_by(lambda tensor: seen.append(tensor.clone())):
+            return sin(x)
+
+    y = checkpoint(run, x, use_reentrant=False) if recomputed else run(x)
+    assert len(seen) == 2
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().cos())
+
+
+def test_nothing_is_held_by_seeing():
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t.clone()) or len(packed) - 1, packed.__getitem__
+    ):
+        x = torch.ones(2, requires_grad=True)
+        with saves_seen_by(lambda tensor: None):
+            y = sin(x)
+    assert len(packed) == 2  # the outer hooks were called, and what they return is what is kept
+    y.sum().backward()
+
+
+def test_only_what_is_named_may_be_written_to_before_backward():
+    x, named, other = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2)
+    with saved_at_any_version([named]):
+        y, z = x * named, x * other
+    named.add_(1)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+    other.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_views_share_a_storage_and_memory_used_anew_is_another():
+    x = torch.ones(4)
+    assert dict(storages(x)) == dict(storages(x[1:])) == {next(iter(dict(storages(x)))): 16}
+    seen = dict(storages(torch.ones(1000)))
+    for _ in range(8):  # the allocator gives the same memory again
+        seen |= dict(storages(torch.ones(1000)))
+    assert len(seen) == 9
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("form", [torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc])
+def test_a_sparse_tensor_is_its_indices_and_values(form):
+    sparse = form(torch.eye(3))
+    assert [part.dtype for part in dense_parts(sparse)][-1] is torch.float32
+    assert dict(storages(sparse)).keys() == {memory for part in dense_parts(sparse) for memory, _ in storages(part)}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by the first jvp
+def test_what_maps_is_not_taken_for_what_differentiates():
+    found = []
+
+    def look(x):
+        found.append(differentiated_by_torch_func())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    torch.vmap(torch.func.jacrev(look))(torch.ones(2, 2))
+    assert found == [False, False, True, True, True]
+
+
+def bytes_on_a_rank():
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+    whole = distribute_tensor(torch.ones(8), mesh, [Replicate()])
+    return [sum(dict(storages(t)).values()) for t in (sharded, whole)]
+
+
+def test_a_dtensor_counts_what_this_rank_holds(ranks):
+    assert ranks(bytes_on_a_rank) == [16, 32]
+
+
+def test_the_budget_is_put_back():
+    before = config.activation_memory_budget
+    with pytest.raises(KeyError, match=r"0\.25"), activation_memory_budget(0.25):
+        raise KeyError(config.activation_memory_budget)
+    assert config.activation_memory_budget == before
+
+
+def test_a_budget_is_none_under_which_torch_has_cached_a_graph_that_it_split_by_itself():
+    for budget in (0.0, 0.5):
+        with activation_memory_budget(budget):
+            assert config.activation_memory_budget != budget
+            assert config.activation_memory_budget == pytest.approx(budget)
+    with activation_memory_budget(1.0):
+        assert config.activation_memory_budget == 1.0
+
+
+def test_equal_budgets_may_be_closed_in_any_order():
+    before = config.activation_memory_budget
+    first, second = activation_memory_budget(0.5), activation_memory_budget(0.5)
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert config.activation_memory_budget == pytest.approx(0.5)
+    second.__exit__(None, None, None)
+    assert config.activation_memory_budget == before
+
+
+def test_a_second_budget_is_refused_and_says_what_to_do():
+    with (
+        activation_memory_budget(0.5),
+        pytest.raises(RuntimeError, match=r"of 0\.0 is asked for while one of 0\.5.*End the first fit"),
+    ):
+        activation_memory_budget(0.0).__enter__()
+    assert config.activation_memory_budget == 1.0
+
+
+def test_backward_is_recognised():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            seen.append(in_backward())
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(in_backward())
+            return gradient
+
+    Look.apply(torch.ones(1, requires_grad=True)).backward()
+    assert seen == [False, True]
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_backward()))
+    x.sum().backward()
+    assert (seen[2:], in_backward()) == ([True], False)
+
+
+def test_a_backward_that_keeps_its_graph_is_recognised():
+    seen, x = [], torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [True, False]
+
+
+def test_operators_are_seen_and_writes_through_views_that_versions_do_not_count_on():
+    seen, ran, x, weight = [], [], torch.ones(2, 3, 4, requires_grad=True), torch.ones(4, 4)
+    with operators_seen_by(lambda op, result: ran.append((op.name(), result)), writes=seen.append):
+        product = torch.matmul(x, weight)
+        product *= 2
+        torch.add(x.detach(), 1, out=torch.empty(2, 3, 4))
+        torch._foreach_mul_([torch.ones(1), torch.ones(2)], 2.0)
+        product + 1
+    assert [tuple(tensor.shape) for tensor in seen] == [(2, 3, 4), (2, 3, 4), (1,), (2,)]
+    assert ("aten::add.Tensor", (2, 3, 4)) in [(name, tuple(getattr(result, "shape", ()))) for name, result in ran]
+    assert seen[0].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what jacfwd imports when it is first used
+@pytest.mark.parametrize("through", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
+def test_what_torch_func_computes_through_is_told(through):
+    seen = []
+    through(lambda x: (seen.append(in_torch_func()), x)[1])(torch.ones(2))
+    assert seen == [True]
+    assert not in_torch_func()
+
+
+def test_without_autocast_types_are_those_given_on_meta_too():
+    with torch.autocast("cpu", torch.bfloat16):
+        for device in ("cpu", "meta"):
+            x = torch.ones(2, 2, device=device)
+            with without_autocast(device):
+                assert (x @ x).dtype == torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

@@ -1,0 +1,35 @@
+import logging
+import warnings
+
+import pytest
+
+from lightning_ups._compat.torch.log_levels import only_errors, only_from
+
+
+def test_less_is_left_out_for_a_while():
+    logger = logging.getLogger("somebody.below")
+    before = logger.getEffectiveLevel()
+    with only_from(logging.ERROR, "somebody"):
+        assert not logger.isEnabledFor(logging.WARNING)
+        assert logger.isEnabledFor(logging.ERROR)
+    assert logger.getEffectiveLevel() == before
+
+
+def test_the_level_comes_back_after_an_error():
+    logger = logging.getLogger("somebody")
+    logger.setLevel(logging.INFO)
+    with pytest.raises(KeyError), only_from(logging.ERROR, "somebody"):
+        raise KeyError
+    assert logger.level == logging.INFO
+
+
+def test_only_errors_are_heard_while_the_context_is_open(caplog, recwarn):
+    logger = logging.getLogger("of.a.library")
+    logger.setLevel(logging.DEBUG)
+    with only_errors():
+        warnings.warn("not now", stacklevel=1)
+        logger.warning("nor this")
+        logger.error("but this")
+    logger.warning("and this")
+    assert [record.message for record in caplog.records] == ["but this", "and this"]
+    assert not recwarn.list

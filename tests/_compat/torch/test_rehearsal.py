@@ -1,0 +1,81 @@
+import logging
+
+import pytest
+import torch
+
+from lightning_ups._compat.torch.rehearsal import (
+    NEEDS_VALUES,
+    FakeTensor,
+    fake_mode,
+    forget_compiled,
+    is_fused,
+    is_tracing,
+    is_view,
+    partitioning_backend,
+    quiet_compiler,
+)
+
+aten = torch.ops.aten
+
+
+def test_fakes_have_no_values():
+    with fake_mode(), pytest.raises(NEEDS_VALUES):
+        torch.empty(3).sum().item()
+    with fake_mode(), pytest.raises(NEEDS_VALUES):
+        torch.empty(3).nonzero()
+    with fake_mode():
+        assert isinstance(torch.empty(3) + torch.zeros(3), FakeTensor)
+
+
+def test_views():
+    assert all(map(is_view, (aten.view.default, aten.t.default, aten.expand.default, aten.slice.Tensor)))
+    assert is_view(aten._unsafe_view.default)
+    assert not any(map(is_view, (aten.add.Tensor, aten.add_.Tensor, aten.mm.default, len)))
+
+
+def test_what_the_compiler_fuses():
+    fused = (aten.add.Tensor, aten.exp.default, aten.sum.dim_IntList, aten.cat.default, aten.where.self)
+    assert all(map(is_fused, fused))
+    assert is_fused(torch.ops.prims.convert_element_type.default)
+    assert is_fused(aten.scatter.value)
+    opaque = (aten.mm.default, aten.convolution.default, aten.sort.default, aten.scatter.src, len)
+    assert not any(map(is_fused, opaque))
+
+
+def test_the_backend_splits_as_inductor_does():
+    graphs, tracing = [], []
+
+    def make(graph):
+        graphs.append(graph)
+        tracing.append(is_tracing())
+
+        def run(args):
+            tracing.append(is_tracing())
+            return torch.fx.Interpreter(graph).boxed_run(args)
+
+        return run
+
+    forget_compiled()
+    weight = torch.randn(4, 4, requires_grad=True)
+    function = torch.compile(lambda x: (x @ weight).exp().sin().sum(), backend=partitioning_backend(make))
+    x = torch.randn(3, 4)
+    loss = function(x)
+    loss.backward()
+    forget_compiled()
+    assert torch.allclose(loss, (x @ weight).exp().sin().sum())
+    assert len(graphs) == 2
+    # One intermediate is kept, though eager keeps two: the product, from which the others are computed again.
+    outputs = next(node for node in graphs[0].graph.nodes if node.op == "output").args[0]
+    assert "mm" in {getattr(node, "name", "") for node in outputs}
+    assert tracing[0] is True
+    assert tracing[-1] is False
+    assert not is_tracing()
+
+
+def test_the_compiler_is_quiet_for_a_while():
+    logger = logging.getLogger("torch._dynamo.variables.higher_order_ops")
+    before = logger.getEffectiveLevel()
+    with quiet_compiler():
+        assert not logger.isEnabledFor(logging.WARNING)
+        assert logger.isEnabledFor(logging.ERROR)
+    assert logger.getEffectiveLevel() == before

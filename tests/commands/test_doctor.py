@@ -1,0 +1,169 @@
+import gc
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from lightning_ups._compat.torch import probes
+from lightning_ups.commands import doctor
+from lightning_ups.commands.doctor import main
+from lightning_ups.commands.machine import hardware
+from lightning_ups.commands.machine.hardware import TECHNIQUES
+from tests.tools.here import here
+
+ANSI = re.compile(r"\x1b\[")
+
+
+@pytest.fixture(scope="module")
+def report():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ups.commands.machine.packages.look", here)
+        return doctor.examination()
+
+
+@pytest.fixture
+def looked(report, monkeypatch):
+    """Look once for all tests."""
+    monkeypatch.setattr(doctor, "examination", lambda: report)
+    return report
+
+
+def shape(value):
+    """The keys and types of a report, which programs build on."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    return type(value).__name__
+
+
+def test_the_json_keeps_its_shape(looked, capsys):
+    assert main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1
+    assert set(found) == {"schema", "machine", "packages", "techniques", "warnings"}
+    assert set(found["machine"]) == {"host", "gpus", "unlinked_gpus", "threads", "versions", "environment"}
+    assert set(found["machine"]["versions"]) == {"python", "torch", "cuda", "cudnn", "nccl", "driver"}
+    for package in found["packages"].values():
+        assert set(package) == {"version", "loads", "error", "cure"}
+    for row in found["techniques"]:
+        assert shape(row) == dict.fromkeys(("name", "title", "group", "verdict", "why", "cure"), "str")
+        assert row["verdict"] in ("runs", "limited", "no")
+    assert [row["name"] for row in found["techniques"]] == [technique.name for technique in TECHNIQUES]
+    for warning in found["warnings"]:
+        assert set(warning) == {"what", "why", "cure"}
+
+
+def test_a_pipe_gets_plain_lines_with_every_technique_and_package(looked, capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert not ANSI.search(out)
+    for row in looked["techniques"]:
+        (line,) = [line for line in out.splitlines() if line.split()[:1] == [row["name"]] and row["title"] in line]
+        assert {"runs": "yes", "limited": "limited", "no": "no"}[row["verdict"]] == line.split()[1]
+        assert row["why"] in line
+        assert row["cure"] in line
+    for name in looked["packages"]:
+        assert f"\n  {name} " in out
+
+
+def test_a_terminal_gets_colours(looked):
+    out = StringIO()
+    doctor._print(looked, Console(file=out, force_terminal=True, color_system="standard", highlight=False, width=200))
+    assert ANSI.search(out.getvalue())
+
+
+def test_brackets_of_an_extra_are_text_and_not_markup(looked, capsys):
+    absent = looked["packages"] | {"torchao": {"version": None, "loads": False, "error": None, "cure": "x[float8]"}}
+    out = StringIO()
+    doctor._print(looked | {"packages": absent}, Console(file=out, width=200))
+    assert "torchao" in out.getvalue()
+    assert "not installed -> x[float8]" in out.getvalue()
+
+
+def test_a_gpu_and_a_broken_package_and_a_warning_are_shown(looked):
+    gpu = {
+        "index": 0,
+        "name": "NVIDIA H200",
+        "capability": [9, 0],
+        "memory": 150 << 30,
+        "power_limit_w": 700.0,
+        "clock_mhz": 345,
+        "max_clock_mhz": 1980,
+        "nvlinks": 18,
+        "slowed_by": ["too hot"],
+    }
+    broken = {"torchao": {"version": "0.1", "loads": False, "error": "undefined symbol", "cure": "reinstall"}}
+    shown = looked | {
+        "machine": looked["machine"] | {"gpus": [gpu]},
+        "packages": broken,
+        "warnings": [{"what": "It burns.", "why": "It is hot.", "cure": "Cool it."}],
+    }
+    out = StringIO()
+    doctor._print(shown, Console(file=out, width=300))
+    assert (
+        "GPU 0: NVIDIA H200, compute capability 9.0, 150 GiB, limited to 700 W, 345 of 1980 MHz now, 18 NVLinks,"
+        " slowed: too hot" in out.getvalue()
+    )
+    assert "0.1 does not load: undefined symbol -> reinstall" in out.getvalue()
+    assert "It burns. It is hot. Cool it." in out.getvalue()
+
+
+def with_verdict(report, name, verdict):
+    rows = [row | {"verdict": verdict, "why": "w", "cure": "c"} if row["name"] == name else row for row in report]
+    assert rows != report
+    return rows
+
+
+def test_what_is_required_and_does_not_run_is_exit_code_2(looked, monkeypatch, capsys):
+    rows = with_verdict(looked["techniques"], "tf32", "no")
+    rows = with_verdict(rows, "bf16", "limited")
+    monkeypatch.setattr(doctor, "examination", lambda: looked | {"techniques": rows})
+    assert main(["--require", "bf16"]) == 0, "limited runs"
+    assert main(["--require", "bf16", "tf32", "--require", "tf32"]) == 2
+    assert capsys.readouterr().err == "tf32 is required and does not run here: w. To change that: c.\n"
+    assert main(["--json", "--require", "tf32"]) == 2
+    json.loads(capsys.readouterr().out)
+
+
+def test_requiring_what_has_no_row_is_an_error_with_the_nearest_name(looked):
+    with pytest.raises(ValueError, match="Did you mean 'float8-rowwise'"):
+        main(["--require", "float8-rowise"])
+
+
+def test_torch_that_does_not_load_is_the_diagnosis(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main([]) == 2
+    assert "torch does not load" in capsys.readouterr().err
+
+
+def test_the_collector_of_garbage_is_as_it_was(looked, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(doctor, "examination", lambda: seen.append(gc.isenabled()) or looked)
+    main([])
+    with pytest.raises(ValueError, match="names no technique"):
+        main(["--require", "nothing of this kind"])
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_what_several_rows_build_on_is_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(probes, "compile_cpp", lambda: tried.append(1))
+    hardware._compile_cpp_once.cache_clear()
+    rows = [row for row in hardware.TECHNIQUES if row.name in ("compile-cpu", "flex-attention", "simple-fsdp")]
+    machine = replace(here(), gpus=())
+    assert [hardware.examine(row, machine).verdict for row in rows] == ["runs", "limited", "limited"]
+    assert len(tried) == 1
+    hardware._compile_cpp_once.cache_clear()
+
+
+@pytest.mark.slow
+def test_the_command_runs_by_itself():
+    code = "import sys; from lightning_ups.commands.doctor import main; sys.exit(main(['--json', '--require', 'ddp']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["packages"]["lightning"]["loads"]
+    assert done.stderr == ""

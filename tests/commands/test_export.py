@@ -1,0 +1,240 @@
+import json
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.transforms.checkpoint import test_loading as saving
+from tests.transforms.checkpoint.test_checksums import flip, saved
+from torch.utils.data import DataLoader
+
+from lightning_ups.commands.export import main
+from lightning_ups.models.gpt import GPTModule
+from lightning_ups.strategies import FSDP2Strategy
+
+TOKENS = torch.arange(34).reshape(2, 17) % 64
+
+
+class LlamaModule(LightningModule):
+    def __init__(self, *, tie=False):
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tie,
+            max_position_embeddings=32,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch, _):
+        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def gpt_module():
+    torch.manual_seed(0)
+    return GPTModule(size="tiny", vocab_size=64, max_seq_len=32, lr=1e-2, warmup_steps=1)
+
+
+def train(path, model, *, strategy="fsdp2", devices=2, **options):
+    warnings.simplefilter("ignore")
+    saver = ModelCheckpoint(path, filename="trained", every_n_train_steps=2, enable_version_counter=False)
+    run = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=devices,
+        max_steps=2,
+        callbacks=[saver],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+        **options,
+    )
+    run.fit(model, DataLoader(TOKENS, batch_size=1))
+    return model
+
+
+def trained(path, kind):
+    """Train on two ranks and return the logits of the trained model."""
+    build = {"llama": LlamaModule, "tied": lambda: LlamaModule(tie=True), "gpt": gpt_module}[kind]
+    model, whole = train(path, build()), build()
+    state = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
+    if kind == "gpt":
+        whole.configure_model()
+    whole.load_state_dict(state)
+    return logits(whole.model)
+
+
+@torch.no_grad()
+def logits(model):
+    model.eval()
+    found = model(TOKENS)
+    return (found if isinstance(found, torch.Tensor) else found.logits).tolist()
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "gpt"])
+def test_transformers_loads_it_with_equal_logits(ranks, tmp_path, kind, shard):
+    from transformers import LlamaForCausalLM
+
+    expected = ranks(trained, tmp_path, kind)
+    output = tmp_path / "export"
+    arguments = ["--checkpoint", tmp_path / "trained.ckpt", "--output", output, "--names", "hf-llama"]
+    assert main([*map(str, arguments), "--max-shard-size", shard]) == 0
+    assert (output / "model.safetensors.index.json").exists() == (shard == "20KB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, info = LlamaForCausalLM.from_pretrained(output, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert json.loads((output / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert torch.allclose(torch.tensor(logits(model)), torch.tensor(expected), rtol=0, atol=2e-6)
+
+
+def sharded(path):
+    train(path, gpt_module())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_file_resumes_on_a_single_device(ranks, tmp_path):
+    ranks(sharded, tmp_path)
+    main(["--checkpoint", str(tmp_path / "trained.ckpt"), "--output", str(tmp_path / "one"), "--format", "torch"])
+    file = tmp_path / "one" / "checkpoint.ckpt"
+    saved = torch.load(file, weights_only=True)
+    assert saved["global_step"] == 2
+    assert saved["hyper_parameters"]["size"] == "tiny"
+    module = gpt_module()
+    run = Trainer(
+        accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    run.fit(module, DataLoader(TOKENS, batch_size=2), ckpt_path=file)
+    assert run.global_step == 3
+    assert int(run.optimizers[0].state[module.model.norm.weight]["step"]) == 3
+    loaded = GPTModule.load_from_checkpoint(file, weights_only=True)
+    assert torch.equal(loaded.model.norm.weight, saved["state_dict"]["model.norm.weight"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_a_stock_strategy_exports_alike(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    model = train(tmp_path, gpt_module(), strategy="auto", devices=1)
+    main(["--checkpoint", str(tmp_path / "trained.ckpt"), "--output", str(tmp_path / "hf"), "--names", "hf"])
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.allclose(torch.tensor(logits(loaded)), torch.tensor(logits(model.model)), rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plain_names_and_another_type(tmp_path):
+    from safetensors.torch import load_file
+
+    model = train(tmp_path, gpt_module(), strategy="auto", devices=1)
+    (tmp_path / "c.json").write_text("{}")
+    arguments = ["--checkpoint", tmp_path / "trained.ckpt", "--output", tmp_path / "p", "--config", tmp_path / "c.json"]
+    main([*map(str, arguments), "--dtype", "bfloat16"])
+    weights = load_file(tmp_path / "p" / "model.safetensors")
+    assert set(weights) == set(model.state_dict())
+    assert weights["model.norm.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "p" / "config.json").read_text()) == {}
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "p").iterdir()}
+    (tmp_path / "any").touch()
+    assert modes["model.safetensors"] == (tmp_path / "any").stat().st_mode, "others may read what they may read of mine"
+
+
+class Strange:
+    pass
+
+
+class WithStrange(LlamaModule):
+    def __init__(self, strange):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def strange(path):
+    train(path, WithStrange(Strange()))
+
+
+def test_what_is_not_trusted_is_left_out_and_told(ranks, tmp_path, capsys):
+    ranks(strange, tmp_path)
+    arguments = ["--checkpoint", str(tmp_path / "trained.ckpt"), "--format", "torch", "--output"]
+    main([*arguments, str(tmp_path / "one")])
+    assert "hyper_parameters.strange (tests.tools.test_export.Strange). --trust keeps them." in capsys.readouterr().out
+    main([*arguments, str(tmp_path / "all"), "--trust"])
+    saved = torch.load(tmp_path / "all" / "checkpoint.ckpt", weights_only=False)
+    assert isinstance(saved["hyper_parameters"]["strange"], Strange)
+
+
+@pytest.mark.parametrize("option", ["--names=hf", "--dtype=bfloat16", "--max-shard-size=1GB", "--config=c.json"])
+def test_options_of_safetensors_are_refused_for_one_file(tmp_path, option):
+    saved = saving.sharded_file(tmp_path / "c", *saving.trained())
+    with pytest.raises(
+        ValueError, match=rf"--format torch was asked for with {option}\. .*choose --format safetensors\.$"
+    ):
+        main(["--checkpoint", str(saved), "--output", str(tmp_path / "o"), "--format", "torch", option])
+
+
+def test_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        main(["--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "o")])
+    file = tmp_path / "w.ckpt"
+    torch.save({"state_dict": {"a.weight": torch.ones(2)}}, file)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    common = ["--checkpoint", str(file), "--output"]
+    with pytest.raises(ValueError, match=r"Name a new folder\.$"):
+        main([*common, str(tmp_path / "full")])
+    with pytest.raises(ValueError, match=r"cannot be made: Not a directory.*in a folder that can be written\.$"):
+        main([*common, str(file / "x")])
+    with pytest.raises(ValueError, match=r"has no option '--formt'.*Did you mean '--format'\?$"):
+        main([*common, str(tmp_path / "a"), "--formt=torch"])
+    with pytest.raises(ValueError, match=r"is one file already.*choose --format safetensors\.$"):
+        main([*common, str(tmp_path / "a"), "--format", "torch"])
+    with pytest.raises(ValueError, match=r"Use --names plain\.$"):
+        main([*common, str(tmp_path / "b"), "--names", "hf"])
+    with pytest.raises(ValueError, match=r"Write it like 5GB or 500MB\.$"):
+        main([*common, str(tmp_path / "c"), "--max-shard-size", "big"])
+    with pytest.raises(ValueError, match=r"Write it like 5GB or 500MB\.$"):
+        main([*common, str(tmp_path / "c"), "--max-shard-size", "0"])
+    with pytest.raises(ValueError, match=r"--config .*none\.json is no file.*Name a config\.json that is there\.$"):
+        main([*common, str(tmp_path / "c"), "--config", str(tmp_path / "none.json")])
+    assert not (tmp_path / "c" / "model.safetensors").exists()
+    torch.save({"state_dict": {"layers.0.attention.qkv.weight": torch.ones(2)}}, file)
+    with pytest.raises(ValueError, match=r"Save the checkpoint from GPTModule, or by FSDP2Strategy\.$"):
+        main([*common, str(tmp_path / "d"), "--names", "hf"])
+
+
+def test_a_checkpoint_is_checked_without_writing_anything(tmp_path, capsys):
+    path = saved(tmp_path / "a")
+    assert main(["--checkpoint", str(path), "--check"]) == 0
+    assert f"{len([*path.iterdir()])} files, all as saved" in capsys.readouterr().out
+    flip(path / "__0_0.distcp", 8 * 30_000)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp does not hold"):
+        main(["--checkpoint", str(path), "--check"])
+    with pytest.raises(ValueError, match="--output is missing"):
+        main(["--checkpoint", str(path)])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_command_line_says_it_in_one_message_and_exits_with_2(tmp_path, capsys):
+    from lightning_ups.__main__ import main as command
+
+    assert command(["export", "--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "o")]) == 2
+    error = " ".join(capsys.readouterr().err.split())  # wrapped to the width of the terminal
+    assert "does not exist" in error
+    assert "Traceback" not in error
+
+
+def test_the_strategy_is_the_one_that_is_meant():
+    assert FSDP2Strategy().checkpoints.saver is not None

@@ -1,0 +1,241 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+
+import lightning_ups.strategies  # noqa: F401
+from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint
+from lightning_ups.config.asked import (
+    Asked,
+    build,
+    check_accelerator,
+    check_precision,
+    check_slots,
+    check_strategy,
+    configured,
+    elsewhere,
+    made,
+    run_of,
+)
+from lightning_ups.precision import BF16Precision
+from tests.cli_toys import Late, NoMeta, Toy
+
+DEFAULTS = {
+    "accelerator": "cpu",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": 1,
+    "precision": None,
+    "plugins": None,
+    "callbacks": None,
+}
+
+
+def run(**settings):
+    return run_of(Toy(), DEFAULTS | settings, [])
+
+
+def test_the_defaults():
+    found = run()
+    assert (found.strategy.name, found.accelerator, found.num_devices) == ("SingleDeviceStrategy", "cpu", 1)
+    assert found.precision.precision == "32-true"
+    assert found.training
+
+
+def test_a_machine_that_is_not_here():
+    found = run(accelerator="gpu", devices=8, num_nodes=2)
+    assert (found.strategy.name, found.accelerator, found.num_devices, found.num_nodes) == ("DDPStrategy", "cuda", 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"), [(3, 3), ("3", 3), ([0, 2], 2), ("0,2", 2), ("0,", 1), ("auto", 1), (-1, 1)]
+)
+def test_devices(devices, count):
+    assert run(devices=devices).num_devices == count
+
+
+@pytest.mark.parametrize("devices", [0, "0", "some", -2, "1.5", [], ","])
+def test_no_number_of_devices(devices):
+    with pytest.raises(ValueError, match=r"no number of devices.*'auto'\.$"):
+        run(devices=devices)
+
+
+@pytest.mark.parametrize("name", ["accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"])
+def test_no_number_of_batches_or_epochs(name):
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=rf"trainer\.{name} is {value}\. It says.*Use 1.*or more\."):
+            run(**{name: value})
+    for value in (None, 1, 0.5):
+        run(**{name: value})
+
+
+def test_auto_is_the_device_of_this_machine():
+    assert run(accelerator="auto").accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "shards", "ours"),
+    [
+        ("ddp", "DDPStrategy", False, False),
+        ("fsdp", "FSDPStrategy", True, False),
+        ("FSDP", "FSDPStrategy", True, False),
+        ("fsdp2", "FSDP2Strategy", True, True),
+        (DDPStrategy(), "DDPStrategy", False, False),
+    ],
+)
+def test_strategies(strategy, name, shards, ours):
+    placement = run(strategy=strategy).strategy
+    assert (placement.name, placement.shards, placement.ours) == (name, shards, ours)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "name"),
+    [
+        (None, Precision, "32-true"),
+        ("bf16-mixed", MixedPrecision, "bf16-mixed"),
+        ("bf16", MixedPrecision, "bf16-mixed"),
+        ("bf16-true", HalfPrecision, "bf16-true"),
+        ("transformer-engine", Precision, "transformer-engine"),
+        (64, Precision, "64-true"),
+    ],
+)
+def test_precisions(precision, kind, name):
+    found = run(precision=precision).precision
+    assert isinstance(found, kind)
+    assert found.precision == name
+
+
+def test_float16_on_a_cpu_is_what_the_trainer_makes_of_it():
+    """Under FSDP2 it stays, since it is refused there."""
+    assert run(accelerator="cpu", precision="16-mixed").precision.precision == "bf16-mixed"
+    assert run(accelerator="cpu", precision=16).precision.precision == "bf16-mixed"
+    assert run(accelerator="cpu", precision="16-mixed", strategy="fsdp2").precision.precision == "16-mixed"
+    assert run(accelerator="gpu", precision="16-mixed").precision.precision == "16-mixed"
+
+
+def test_a_precision_among_the_plugins():
+    plugin = BF16Precision()
+    assert run(plugins=[plugin]).precision is plugin
+    assert run(plugins=plugin).precision is plugin
+
+
+def test_callbacks_and_those_of_slots():
+    mine, flags = ActivationCheckpoint(), AccelerationFlags()
+    assert run_of(Toy(), DEFAULTS | {"callbacks": mine}, [flags]).callbacks == (mine, flags)
+
+
+def test_two_precisions():
+    with pytest.raises(ValueError, match=r"trainer.precision=32-true and BF16Precision.*Keep one of them\.$"):
+        check_slots({"precision": "32-true", "plugins": [BF16Precision()]})
+    with pytest.raises(ValueError, match="MixedPrecision and BF16Precision"):
+        check_slots({"precision": None, "plugins": [MixedPrecision("bf16-mixed", "cpu"), BF16Precision()]})
+    check_slots({"precision": None, "plugins": [BF16Precision()]})
+
+
+def test_an_unknown_strategy():
+    with pytest.raises(ValueError, match=r"There is no strategy 'fsdq2'.*Did you mean 'fsdp2'\?$"):
+        check_strategy("fsdq2")
+    check_strategy("auto")
+    check_strategy(FSDPStrategy())
+
+
+def test_an_unknown_accelerator():
+    with pytest.raises(ValueError, match=r"There is no accelerator 'gpuu'.*Did you mean 'gpu'\?$"):
+        check_accelerator("gpuu", here=False)
+
+
+def test_a_gpu_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"torch finds no GPU here.*`explain` needs no GPU\.$"):
+        check_accelerator("gpu", here=True)
+    check_accelerator("gpu", here=False)
+    check_accelerator("cpu", here=True)
+    assert elsewhere("gpu") == ["fit needs another machine: trainer.accelerator is 'gpu', and torch finds no GPU here."]
+    assert elsewhere("cpu") == elsewhere("auto") == []
+
+
+def test_built_without_memory():
+    module, notes = build(Toy)
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    assert notes == []
+
+
+def test_built_on_the_cpu_if_values_are_needed():
+    module, notes = build(NoMeta)
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    assert notes == ["The module needs values while it is built, so that it was built on the CPU."]
+
+
+def test_an_error_of_the_module_is_raised():
+    with pytest.raises(RuntimeError, match="the user's own error"):
+        build(lambda: Toy(fail="init"))
+
+
+def test_configure_model_builds_the_blocks():
+    module = Late()
+    assert configured(module) == []
+    assert len(module.blocks) == 3
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    assert configured(Toy()) == []
+
+
+def test_configure_model_may_need_a_trainer():
+    class Needs(Late):
+        def configure_model(self):
+            assert self.trainer.world_size
+
+    (note,) = configured(Needs())
+    assert note.startswith("configure_model needs what is not here")
+
+
+def test_a_configure_model_that_fails_in_silence_is_quoted_by_its_error():
+    class Silent(Late):
+        def configure_model(self):
+            raise NotImplementedError
+
+    (note,) = configured(Silent())
+    assert note.endswith("so that what it builds is unknown: NotImplementedError")
+
+
+def asked(config, slots):
+    return Asked(run=run(), optimizer=None, config={"trainer": DEFAULTS} | config, slots=slots)
+
+
+def test_labels_show_what_differs_from_the_defaults():
+    spec = {"class_path": "lightning_ups.callbacks.ActivationCheckpoint", "init_args": {"save": "nothing", "every": 1}}
+    found = asked({"trainer": DEFAULTS | {"callbacks": [spec]}}, {})
+    assert found.label(ActivationCheckpoint()) == "ActivationCheckpoint(save=nothing)"
+    assert found.label(Toy()) == "Toy()"
+
+
+def test_each_of_two_of_one_class_has_its_own_label():
+    path = "lightning_ups.callbacks.ActivationCheckpoint"
+    specs = [{"class_path": path, "init_args": {"every_k": 3}}, {"class_path": path, "init_args": {"every_k": 2}}]
+    parts = (ActivationCheckpoint(every_k=3), ActivationCheckpoint(every_k=2))
+    found = replace(asked({"trainer": DEFAULTS | {"callbacks": specs}}, {}), run=run(callbacks=[*parts]))
+    assert [*map(found.label, parts)] == ["ActivationCheckpoint(every_k=3)", "ActivationCheckpoint(every_k=2)"]
+
+
+def test_a_section_left_alone_has_no_label():
+    slots = {"AccelerationFlags": "flags"}
+    assert asked({"flags": {"enabled": True, "tf32": None}}, slots).label(AccelerationFlags()) is None
+    assert asked({"flags": {"tf32": True}}, slots).label(AccelerationFlags()) == "AccelerationFlags(tf32=True)"
+
+
+def test_objects_within_objects_are_made():
+    inner = {"class_path": "tests.cli_toys.Data", "init_args": {"size": 3}}
+    found = made({"class_path": "tests.cli_toys.Noted", "init_args": {"note": [inner, 1, {"a": None}]}})
+    data, one, nothing = found.note
+    assert (data.size, one, nothing) == (3, 1, {"a": None})
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16", "64-true", "bf16-true"])
+def test_a_precision_is_refused_before_the_trainer_may_take_another(precision):
+    settings = DEFAULTS | {"precision": precision}
+    check_precision(Toy(), settings)
+    for strategy in ("fsdp2", "simple_fsdp"):  # on a CPU a Trainer takes bf16-mixed for 16-mixed
+        with pytest.raises(ValueError, match=r"FSDP2? .*Use "):
+            check_precision(Toy(), settings | {"strategy": strategy})

@@ -1,0 +1,108 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_ups.insight.advise.advice import Advice, best_recipe
+from lightning_ups.insight.advise.shapes import Layer, Product
+from lightning_ups.insight.advise.table import BFLOAT16, Table, Times
+
+WIDE, NARROW = Product(1024, 4096, 4096), Product(1024, 64, 64)
+LAYERS = [Layer("layers.0.up", {WIDE: 1}), Layer("layers.1.up", {WIDE: 1}), Layer("layers.0.gate", {NARROW: 2})]
+
+
+def times(total):
+    return Times(forward_ms=total / 4, dgrad_ms=total / 4, wgrad_ms=total / 2)
+
+
+def advice(*, wide=(10.0, 5.0), narrow=(1.0, 1.5), recipe="tensorwise", **options):
+    by_shape = {WIDE: wide, NARROW: narrow}
+    table = Table({}, {p: {BFLOAT16: times(b), recipe: times(f)} for p, (b, f) in by_shape.items()})
+    return Advice(recipe=recipe, layers=LAYERS, table=table, **options)
+
+
+def test_only_what_wins_is_converted_and_the_rest_says_why():
+    found = advice()
+    assert [layer.name for layer in found.winners] == ["layers.0.up", "layers.1.up"]
+    assert found.losers == {"layers.0.gate": "is not faster: 2 ms in bfloat16, 3 ms in float8"}
+
+
+def test_the_gain_of_a_step_follows_from_the_share_of_its_time():
+    found = advice(step_ms=40.0)
+    assert found.products_ms == 22.0
+    assert found.gain(found.winners) == pytest.approx(40 / 30 - 1)
+    assert found.gain(found.layers) == pytest.approx(40 / 31 - 1)
+    assert "convert 2 of 3 layers by tensorwise: +33.3% steps a second; with all of them +29.0%" in found.verdict()
+    assert advice().gain(LAYERS) is None
+
+
+def test_gradients_that_are_not_computed_take_no_time():
+    frozen = [replace(layer, wgrad=False) for layer in LAYERS]
+    found = replace(advice(step_ms=40.0), layers=frozen)
+    assert found.products_ms == 11.0
+    assert found.gain(found.layers) == pytest.approx(40 / 35.5 - 1)
+    assert replace(found, layers=[replace(layer, dgrad=False) for layer in frozen]).products_ms == 5.5
+
+
+def test_microbatches_count():
+    found = advice(step_ms=80.0, microbatches=2)
+    assert found.gain(found.winners) == pytest.approx(80 / 60 - 1)
+
+
+def test_what_loses_is_left_in_bfloat16():
+    found = advice(wide=(10.0, 10.5), step_ms=40.0)
+    assert not found.winners
+    assert len(found.losers) == 3
+    assert found.verdict() == "leave bfloat16: all layers by tensorwise would mean -4.8% steps a second"
+    untimed = replace(found, step_ms=None).verdict()
+    assert untimed == "leave bfloat16: all layers by tensorwise would mean +9.1% of the time of these products"
+
+
+def test_a_difference_that_times_do_not_show_is_none():
+    assert not advice(wide=(10.0, 9.8)).winners
+
+
+def test_what_saves_too_little_of_the_step_is_left_alone():
+    found = advice(wide=(1.0, 0.9), step_ms=1000.0)
+    assert not found.winners
+    assert "saves too little with the rest" in found.losers["layers.0.up"]
+    assert advice(wide=(1.0, 0.9), step_ms=15.0).winners
+
+
+def test_what_a_device_that_waits_would_gain_is_told_as_that():
+    said = advice(step_ms=40.0).verdict()
+    for busy_ms, waits in (
+        (None, ""),
+        (36.1, ""),
+        (30.0, " (if the device had not to wait, as it does for 25% of a step)"),
+    ):
+        assert advice(step_ms=40.0, busy_ms=busy_ms).verdict() == said + waits
+    assert advice(busy_ms=1.0).idle is None
+
+
+def test_the_recipe_that_saves_most():
+    slow, fast = advice(wide=(10.0, 8.0), recipe="rowwise"), advice(wide=(10.0, 5.0))
+    assert best_recipe([slow, fast]) is fast
+
+
+def test_rows_have_the_parts_and_the_ratio():
+    rows = [*advice().rows(["tensorwise"])]
+    assert [row["in"] for row in rows] == ["layers.0.gate", "layers.*.up"]
+    assert rows[1]["a step"] == "2"
+    assert rows[1][BFLOAT16] == "2.500 + 2.500 + 5.000 ms"
+    assert rows[1]["tensorwise"] == "1.250 + 1.250 + 2.500 ms, x2.00"
+
+
+def test_times_that_were_taken_on_a_busy_device_are_in_doubt():
+    found = advice()
+    assert "busy" not in found.verdict()
+    narrow = found.table.times[NARROW]
+    narrow["tensorwise"] = replace(narrow["tensorwise"], doubt="runs of the same product differed by 31%")
+    narrow["rowwise"] = replace(narrow["tensorwise"], doubt="of another recipe")
+    said = (
+        "the device was busy: of 1 of 2 products, runs of the same product differed by 31%; time again when it is idle"
+    )
+    assert found.verdict().endswith(f" ({said})")
+    assert replace(found, step_ms=1e6).verdict().startswith("leave bfloat16")
+    assert "the device was busy" in replace(found, step_ms=1e6).verdict()
+    rows = {row["rows x in x out"]: row["tensorwise"] for row in found.rows(["tensorwise"])}
+    assert [text.endswith("(in doubt)") for text in (rows[str(NARROW)], rows[str(WIDE)])] == [True, False]

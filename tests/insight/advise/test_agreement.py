@@ -1,0 +1,39 @@
+import pytest
+import torch.distributed as dist
+
+from lightning_ups.insight.advise.agreement import agreed
+
+
+def test_alone_it_is_what_was_found():
+    assert agreed(lambda: {"layer": "is slower"}, by="Advice") == {"layer": "is slower"}
+    with pytest.raises(KeyError, match="broken"):
+        agreed(lambda: {}["broken"], by="Advice")
+
+
+def decide(fail):
+    """Return what each rank was told, or its error."""
+    mine = dist.get_rank()
+
+    def find():
+        assert mine == 0, "only rank 0 measures"
+        if fail:
+            raise KeyError("broken")
+        return {"found by": str(mine)}
+
+    try:
+        told = agreed(find, by="Advice")
+    except (KeyError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    both = [None, None]
+    dist.all_gather_object(both, told)
+    return both
+
+
+def test_all_ranks_do_as_rank_0_found(ranks):
+    assert ranks(decide, False) == [{"found by": "0"}] * 2
+
+
+def test_where_it_fails_no_rank_waits_for_ever(ranks):
+    first, other = ranks(decide, True)
+    assert first == "KeyError: 'broken'"
+    assert other.startswith("RuntimeError: Advice could not be decided on rank 0")

@@ -1,0 +1,479 @@
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile
+from lightning_ups.insight.dry_run.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
+from lightning_ups.models import GPTModule
+from lightning_ups.order import Placement, Run
+from lightning_ups.precision import BF16Precision
+from lightning_ups.strategies import FSDP2Strategy
+from tests.foreign import FOREIGN
+
+BATCH = torch.empty(2, 65, dtype=torch.long, device="meta")
+
+
+def on_meta(module):
+    with torch.device("meta"):
+        module.configure_model()
+    return module
+
+
+def gpt(blocks, kind=GPTModule):
+    """Return the tiny GPT with so many blocks: each takes a rehearsal some time."""
+    module = kind(size="tiny")
+    module.config = replace(module.config, num_layers=blocks)
+    return on_meta(module)
+
+
+def run(module=None, *callbacks, precision=None, strategy=SingleDeviceStrategy, devices=1):
+    module = module or gpt(2)
+    return Run(
+        module=module,
+        strategy=Placement.of(strategy),
+        precision=precision or Precision(),
+        callbacks=callbacks,
+        accelerator="cuda",
+        num_devices=devices,
+        num_nodes=1,
+    )
+
+
+def peak(*args, change=None, batch=BATCH, **options):
+    return rehearse_run(run(*args, **options), batch, change=change).peak.total
+
+
+def test_the_module_stays_as_it_is():
+    asked = run()
+    before = {name: id(p) for name, p in asked.module.named_parameters()}
+    rehearse_run(asked, BATCH)
+    assert {name: id(p) for name, p in asked.module.named_parameters()} == before
+    assert asked.module._trainer is None
+    assert "log" not in vars(asked.module)
+
+
+def test_precisions_hold_what_they_hold():
+    fixed = {
+        name: rehearse_run(run(precision=precision), BATCH).fixed
+        for name, precision in {
+            "32": Precision(),
+            "masters": BF16Precision(weights="masters"),
+            "autocast": BF16Precision(weights="autocast"),
+            "true": HalfPrecision("bf16-true"),
+        }.items()
+    }
+    numbers = sum(p.numel() for p in run().module.parameters())
+    sizes = {name: (m.of("parameters"), m.of("master weights"), m.of("optimizer state")) for name, m in fixed.items()}
+
+    def near(*sizes):
+        return pytest.approx([size * numbers for size in sizes], rel=0.02)
+
+    assert list(sizes["32"]) == list(sizes["autocast"]) == near(4, 0, 8)
+    assert list(sizes["masters"]) == near(2, 4, 8)
+    assert list(sizes["true"]) == near(2, 0, 4)
+
+
+def test_autocast_keeps_casts_of_the_weights():
+    stock, ours = (
+        rehearse_run(run(precision=precision), BATCH).saved.of("activations")
+        for precision in (MixedPrecision("bf16-mixed", "cpu"), BF16Precision(weights="masters"))
+    )
+    products = sum(p.numel() for p in run().module.parameters() if p.dim() == 2) - 256 * 128  # without the embedding
+    assert stock - ours >= 2 * products
+
+
+def test_declared_checkpointing_and_what_is_asked_instead():
+    plain = peak()
+    assert peak(None, ActivationCheckpoint(save="nothing")) < plain
+    nothing, matmuls = (peak(change=Change(checkpointing=save)) for save in ("nothing", "matmuls"))
+    assert nothing < matmuls < plain
+    assert peak(None, ActivationCheckpoint(save="nothing")) == nothing
+    assert peak(None, ActivationCheckpoint(save="nothing"), change=Change(checkpointing="off")) == plain
+
+
+def test_declared_compilation_and_what_is_asked_instead():
+    plain = rehearse_run(run(), BATCH).saved.of("activations")
+    declared = rehearse_run(run(None, Compile()), BATCH).saved.of("activations")
+    assert declared < plain
+    assert rehearse_run(run(), BATCH, change=Change(compiling="blocks")).saved.of("activations") == declared
+    assert rehearse_run(run(None, Compile()), BATCH, change=Change(compiling="off")).saved.of("activations") == plain
+
+
+def saved_of(step):
+    """Return what is kept for backward, of blocks and besides."""
+    owners = step.saved.by_owner("activations")
+    return [owners.get(f"model.layers.{i}", 0) for i in range(4)], owners.get("", 0)
+
+
+LONG = torch.empty(4, 257, dtype=torch.long, device="meta")
+INPUT = 4 * 256 * 128 * 2  # bytes of what goes into a block of the tiny GPT, in bfloat16
+
+
+def offloading(*others, **options):
+    return long(ActivationOffload(min_mb=0, **options), *others)
+
+
+def long(*callbacks):
+    return rehearse_run(run(gpt(4), *callbacks, precision=BF16Precision(weights="masters")), LONG)
+
+
+def test_declared_offloading_leaves_the_last_block():
+    plain = long()
+    blocks, besides = saved_of(plain)
+    moved = offloading()
+    kept, outside = saved_of(moved)
+    # Of the block before the last stays its result, which the last one saves; of the embedding, nothing.
+    assert kept == [0, 0, INPUT, blocks[3]]
+    assert outside == besides - INPUT
+    # What a block saves is what it makes, with its input in place of its result.
+    assert moved.on_host == sum(blocks)
+    assert plain.on_host == 0
+
+
+def test_one_block_is_brought_back_ahead():
+    blocks, _ = saved_of(long())
+    owners = {
+        place: m.by_owner("activations") for (phase, place), m in offloading().loose.items() if phase == "backward"
+    }
+    for i in (3, 2, 1):
+        here = owners[f"model.layers.{i}"]
+        assert here[f"model.layers.{i - 1}"] == blocks[i - 1]
+        assert 0 < here[f"model.layers.{i}"] < blocks[i]  # some of it is used by then
+        # Of the block before that, its result, which this one's neighbour saved as its input.
+        assert here.get(f"model.layers.{i - 2}", 0) == (INPUT if i > 1 else 0)
+
+
+def test_every_second_block_and_large_tensors_alone():
+    blocks, _ = saved_of(long())
+    second = offloading(every_k=2)
+    assert saved_of(second)[0] == [INPUT, *blocks[1:]]
+    assert second.on_host == blocks[0] + blocks[2]
+    large = long(ActivationOffload(min_mb=2 * INPUT / 2**20))
+    assert 0 < large.on_host < offloading().on_host
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_with_checkpointing_the_inputs_of_blocks_move(compiles):
+    others = [ActivationCheckpoint(save="nothing"), *([Compile()] if compiles else [])]
+    assert offloading(*others).on_host == 4 * INPUT
+
+
+def test_products_that_eager_code_keeps_stay():
+    plain = long(ActivationCheckpoint(save="matmuls"))
+    moved = offloading(ActivationCheckpoint(save="matmuls"))
+    assert moved.on_host == 4 * INPUT
+    assert plain.saved.of("activations") - moved.saved.of("activations") == 3 * INPUT
+
+
+def test_what_compiled_code_saves_moves():
+    blocks, _ = saved_of(long(Compile()))
+    moved = offloading(Compile())
+    assert saved_of(moved)[0] == [0, 0, INPUT, blocks[3]]
+    assert moved.on_host == sum(blocks)
+
+
+def test_in_one_graph_nothing_moves():
+    assert offloading(Compile(scope="model")).on_host == 0
+
+
+def test_offloading_that_is_asked_instead():
+    asked = run(gpt(4), precision=BF16Precision(weights="masters"))
+    declared = long(ActivationOffload())
+    wanted = rehearse_run(asked, LONG, change=Change(offloading=True))
+    assert wanted == declared
+    assert wanted.on_host == 0  # of a MiB, which is what a callback without arguments asks for, there is none
+
+
+def test_under_sharding_parameters_are_of_the_type_of_computation_and_nothing_steps():
+    step = rehearse_run(run(precision=BF16Precision(weights="masters"), strategy=FSDP2Strategy, devices=4), BATCH)
+    assert step.fixed.of("parameters") == pytest.approx(2 * sum(step.elements.values()), rel=0.02)
+    assert step.fixed.of("optimizer state") == step.fixed.of("master weights") == 0
+
+
+def test_the_share_of_the_optimizer():
+    share = optimizer_share(run())
+    assert share.state == pytest.approx(8, rel=0.05)
+    assert share.stepping < 0.1  # it is fused
+    chosen = optimizer_share(run(), optimizers=lambda m: torch.optim.SGD(m.parameters(), lr=1, momentum=0.9))
+    assert chosen.state == pytest.approx(4, rel=0.05)
+
+
+@pytest.mark.parametrize(("kind", "needs"), [("AdamW8bit", 2 * (1 + 4 / 256)), ("AdamW4bit", 2 * (0.5 + 4 / 128))])
+def test_low_bit_state_that_is_declared(kind, needs):
+    def make(module):
+        return getattr(pytest.importorskip("torchao.optim"), kind)(module.parameters(), lr=1e-3)
+
+    step = rehearse_run(run(), BATCH, optimizers=make)
+    elements = sum(step.elements.values())
+    assert needs * elements < step.fixed.of("optimizer state") < 1.1 * needs * elements
+    masters = rehearse_run(run(precision=BF16Precision(weights="masters")), BATCH, optimizers=make)
+    assert masters.fixed.of("optimizer state") == step.fixed.of("optimizer state")
+    assert optimizer_share(run(), optimizers=make).state == pytest.approx(needs, rel=0.1)
+
+
+def test_accumulated_batches_have_wide_gradients():
+    asked = run(precision=BF16Precision(weights="masters"))
+    one, two = (rehearse_run(asked, BATCH, microbatches=n).peaks["backward"].of("gradients") for n in (1, 2))
+    assert two > 1.5 * one  # float32 sums, in the masters, from the first batch to the last
+
+
+@pytest.mark.parametrize("name", sorted({*FOREIGN} - {"configure_model"}))
+def test_modules_of_others(name):
+    module, batch = FOREIGN[name]()
+    step = rehearse_run(run(module), batch)
+    assert step.peaks["backward"].total > step.fixed.total > 0
+    assert step.saved.of("activations") > 0
+    assert sum(step.elements.values()) == sum(p.numel() for p in module.parameters())
+    assert sum(step.trained.values()) == sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+class ByItself(GPTModule):
+    """Does what Lightning would do."""
+
+    def __init__(self, size):
+        super().__init__(size=size)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.lr_schedulers().step()
+
+
+@pytest.mark.parametrize("precision", [None, BF16Precision(weights="masters")])
+@pytest.mark.parametrize("callback", [ActivationCheckpoint(save="nothing"), Compile()])
+def test_manual_optimization_takes_what_automatic_does(precision, callback):
+    asked = run(None, callback, precision=precision)
+    lightnings = rehearse_run(asked, BATCH)
+    own = rehearse_run(replace(asked, module=gpt(2, ByItself)), BATCH)
+    assert own.fixed.total == lightnings.fixed.total
+    for phase in ("backward", "optimizer"):
+        assert own.peaks[phase].total == pytest.approx(lightnings.peaks[phase].total, rel=0.001), phase
+    assert own.saved.of("activations") == pytest.approx(lightnings.saved.of("activations"), rel=0.001)
+
+
+class Halves(ByItself):
+    """Trains one half after the other, with an optimizer for each."""
+
+    toggles = True
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            with optimizer.toggle_model() if self.toggles else nullcontext():
+                self.manual_backward(GPTModule.training_step(self, batch, batch_idx))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        parameters = [*self.parameters()]
+        halves = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        return [torch.optim.AdamW(half) for half in halves]
+
+
+def test_toggled_optimizers_have_gradients_by_turns():
+    toggled = rehearse_run(run(gpt(2, Halves)), BATCH)
+    Halves.toggles = False
+    both = rehearse_run(run(gpt(2, Halves)), BATCH)
+    Halves.toggles = True
+    assert toggled.fixed.of("gradients") == 0
+    weights = sum(p.numel() for p in gpt(2, Halves).parameters())
+    assert both.peaks["optimizer"].of("gradients") == pytest.approx(4 * weights, rel=0.01)
+    assert toggled.peaks["optimizer"].of("gradients") < 0.9 * both.peaks["optimizer"].of("gradients")
+
+
+def test_manual_optimization_under_sharding_is_said():
+    module, batch = FOREIGN["manual"]()
+    with pytest.raises(Uncountable, match=r"^Manual optimizes by itself .* makes its own steps\. .*fast_dev_run"):
+        rehearse_run(run(module, strategy=FSDP2Strategy, devices=4), batch)
+
+
+class Depends(LightningModule):
+    """Its shapes depend on numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def training_step(self, batch, _):
+        y = self.layer(batch)
+        return y[y > 0].sum() if y.shape[0] > 1 else y.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Unpacks(Depends):
+    """Gives its model what cannot be unpacked."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def training_step(self, batch, _):
+        return self.inner(**batch).sum()
+
+
+def test_a_reason_behind_the_lines_of_a_module_is_said():
+    with pytest.raises(Uncountable, match=r"Sequential\(\.\.\.\) argument after \*\* must be a mapping"):
+        rehearse_run(run(Unpacks()), torch.empty(3, 4))
+
+
+class Unwritten(Depends):
+    """Says nothing of why it fails."""
+
+    def training_step(self, batch, _):
+        raise FileNotFoundError
+
+
+def test_an_error_without_text_is_named_by_its_class():
+    with pytest.raises(Uncountable, match=r"Unwritten cannot be rehearsed: FileNotFoundError\. A step of it"):
+        rehearse_run(run(Unwritten()), torch.empty(3, 4))
+
+
+class Limited(Depends):
+    """Takes four rows at the most."""
+
+    def training_step(self, batch, _):
+        return (self.layer(batch) + torch.zeros(4, 4).expand(len(batch), 4)).sum()
+
+
+def test_torch_logs_nothing_of_what_is_said(monkeypatch):
+    logged = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+    with pytest.raises(Uncountable, match="must match the existing size"):
+        rehearse_run(run(Limited()), torch.empty(8, 4))
+    assert not logged
+
+
+def test_what_depends_on_numbers_is_said():
+    with pytest.raises(Uncountable, match=r"MemoryForensics among the callbacks\.$") as caught:
+        rehearse_run(run(Depends()), torch.empty(3, 4))
+    assert "Depends cannot be rehearsed" in str(caught.value)
+    assert rehearse_run(run(Depends()), torch.empty(1, 4)).peak.total > 0
+
+
+class Sampling(Depends):
+    """Draws from distributions, which check their arguments by number."""
+
+    def training_step(self, batch, _):
+        y = self.layer(batch)
+        drawn = torch.distributions.Normal(y, y.exp()).rsample()
+        return drawn.sum() - torch.distributions.Categorical(logits=y).entropy().mean()
+
+
+def test_distributions_are_no_such_thing():
+    assert rehearse_run(run(Sampling()), torch.empty(3, 4)).peak.total > 0
+
+
+def test_an_error_of_the_users_is_said():
+    with pytest.raises(Uncountable, match=r"fast_dev_run\.$") as caught:
+        rehearse_run(run(Depends()), torch.empty(3, 5))
+    assert "RuntimeError" in str(caught.value)
+
+
+class Manual(Depends):
+    """Makes its own steps."""
+
+    def training_step(self, batch, _):
+        self.log("x", 1)
+
+
+def test_a_step_without_a_loss_is_said():
+    with pytest.raises(Uncountable, match="and no loss"):
+        rehearse_run(run(Manual()), torch.empty(1, 4))
+
+
+class Asks(Depends):
+    """Asks its Trainer, and logs."""
+
+    def training_step(self, batch, batch_idx):
+        self.log_dict({"step": self.global_step, "epoch": self.current_epoch, "world": self.trainer.world_size})
+        return {"loss": self.layer(batch).sum()}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        total = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total)]
+
+
+def test_there_is_a_stand_in_for_the_trainer():
+    assert rehearse_run(run(Asks()), torch.empty(1, 4)).peak.total > 0
+
+
+class Wide(LightningModule):
+    """Takes numbers, and not the numbers of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(512, 512), nn.Sigmoid(), nn.Linear(512, 512), nn.Sigmoid())
+
+    def training_step(self, batch, _):
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_batches_of_numbers_are_cast_as_the_run_casts_them():
+    saved = {}
+    for name, options in {
+        "32": {},
+        "half": {"precision": HalfPrecision("bf16-true")},
+        "masters": {"precision": BF16Precision(weights="masters")},
+        "sharded": {"precision": BF16Precision(weights="masters"), "strategy": FSDP2Strategy, "devices": 2},
+        "sharded, stock": {"precision": MixedPrecision("bf16-mixed", "cuda"), "strategy": FSDP2Strategy, "devices": 2},
+    }.items():
+        step = rehearse_run(run(Wide(), **options), torch.empty(1024, 512))
+        saved[name] = step.saved.of("activations")
+    numbers = 1024 * 512
+    # The results of two sigmoids, and the batch as it is cast where that is not the batch from then on.
+    sizes = {"32": 4 + 4, "half": 2 + 2, "masters": 2 + 2 + 2, "sharded": 2 + 2 + 2, "sharded, stock": 2 + 2 + 2}
+    assert saved == {name: pytest.approx(size * numbers, rel=0.01) for name, size in sizes.items()}
+
+
+class Spectral(nn.Module):
+    """Knows no bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64)), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.out(torch.fft.irfft(torch.fft.rfft(x)[..., :8] @ self.weight, n=64))
+
+
+def test_what_computes_in_float32_does_so_under_sharding_too():
+    asked = run(Wide(), precision=BF16Precision(weights="masters", in_float32=["net.1"]))
+    asked.module.net = nn.Sequential(nn.Linear(64, 64), Spectral(), nn.Linear(64, 64))
+    sharded = replace(asked, strategy=Placement.of(FSDP2Strategy), num_devices=2)
+    saved = [rehearse_run(each, torch.empty(256, 64)).saved.of("activations") for each in (asked, sharded)]
+    assert saved[0] == saved[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "compiles"),
+    [("masters", {}, False), ("masters", {"fused": True}, False), ("autocast", {}, True)],
+    ids=str,
+)
+def test_a_step_that_is_one_kernel_takes_nothing(weights, options, compiles):
+    def taken(**others):
+        step = rehearse_run(
+            run(None, *([Compile()] if compiles else []), precision=BF16Precision(weights=weights)),
+            BATCH,
+            optimizers=lambda module: torch.optim.AdamW(module.parameters(), **options, **others),
+        )
+        elements = sum(step.elements.values())
+        assert step.fixed.of("optimizer state") == pytest.approx(8 * elements, rel=0.02)
+        return step.peaks["optimizer"].of("temporaries") / elements
+
+    assert taken() == 0
+    assert taken(maximize=True) > 3.9  # torch's own, which the kernel is not: of masters, it wants wide gradients

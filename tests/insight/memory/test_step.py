@@ -1,0 +1,146 @@
+"""A rehearsed step against arithmetic by hand, and against peaks that an H200 had."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups._compat.torch.rehearsal import fake_mode
+from lightning_ups.insight.memory.account import Ledger
+from lightning_ups.insight.memory.fake_module import twin
+from lightning_ups.insight.memory.step import Play, rehearse
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+N = 64 * 1024  # numbers of a 256 x 256 matrix
+BYTES = 4 * N
+
+
+def played(*, optimizer=torch.optim.SGD, depth=3, microbatches=1, **options):
+    mode = fake_mode()
+    module = twin(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(depth))), mode=mode)
+    with mode:
+        x = torch.empty(256, 256)
+    return Play(
+        module=module,
+        loss=lambda: module(x).sum(),
+        optimizers=lambda: [optimizer(module.parameters(), lr=0.1, **options)],
+        mode=mode,
+        blocks={str(i): module[i] for i in range(depth)},
+        batch=x,
+        microbatches=microbatches,
+    )
+
+
+def test_a_step_by_hand():
+    step = rehearse(played(), ledger=Ledger())
+    assert step.elements == step.trained == {"": 0, "0": N, "1": N, "2": N}
+    assert step.fixed.by_kind() == {"parameters": 3 * BYTES, "gradients": 3 * BYTES, "batch": BYTES}
+    assert step.largest == N
+    # Each layer keeps its input, which is the result of the one before; of the last, only the sum's shape.
+    assert step.saved.by_owner("activations") == {"0": BYTES, "1": BYTES, "": 512}
+    # The end of the forward pass: the gradients of the step before are still there.
+    assert step.peaks["forward"].of("gradients") == 3 * BYTES
+    assert step.peaks["optimizer"].of("gradients") == 3 * BYTES
+
+
+def test_gradients_come_as_backward_goes():
+    step = rehearse(played(depth=6), ledger=Ledger())
+    places = [place for phase, place in step.loose if phase == "backward"]
+    assert [place for place in places if place] == ["5", "4", "3", "2", "1", "0"]
+    assert step.loose["backward", "3"].by_owner("gradients").keys() == {"5", "4"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "state"),
+    [
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1),
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.AdamW, {"fused": True}, 2),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": True}, 3),
+    ],
+)
+def test_what_optimizers_keep(optimizer, options, state):
+    step = rehearse(played(optimizer=optimizer, **options), ledger=Ledger())
+    assert step.fixed.of("optimizer state") == pytest.approx(3 * state * BYTES, abs=3 * 512)
+
+
+def test_a_fused_step_takes_nothing_and_one_of_all_at_once_a_copy():
+    fused, foreach = (
+        rehearse(played(optimizer=torch.optim.AdamW, **options), ledger=Ledger()).peaks["optimizer"].of("temporaries")
+        for options in ({"fused": True}, {"foreach": True})
+    )
+    assert fused < BYTES
+    assert foreach >= 3 * BYTES
+
+
+def test_microbatches_add_up_in_the_same_gradients():
+    one, two = (rehearse(played(microbatches=n), ledger=Ledger()) for n in (1, 2))
+    assert two.peaks["optimizer"].of("gradients") == one.peaks["optimizer"].of("gradients")
+    assert two.peaks["backward"].of("gradients") == 3 * BYTES  # in the second, all are there from the start
+
+
+def test_no_hook_stays():
+    play = played()
+    rehearse(play, ledger=Ledger())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in play.module.modules())
+
+
+# Against peaks that benchmarks kept, of one H200, two and four. Most of these cases were not looked at before the
+# accounting was as it is now: `TUNED` names the others.
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import plan
+
+    yield plan
+    for name in ("plan", "cases"):
+        sys.modules.pop(name, None)
+
+
+QUICK = (
+    "eager",
+    "eager + nothing",
+    "eager + matmuls",
+    "compile + matmuls",
+    "fsdp2 1B ours, 2 GPUs, batch 2",
+    "fsdp2 1B ours, gradients, 2 GPUs, batch 2",
+    "1B, 2 GPUs, FSDP2, eager",
+    "llama 8B",
+    "8B, both kinds of offload, batch 4",
+)
+SLOW = (
+    "compile",
+    "compile + nothing",
+    "compile + mm only",
+    "compile + nothing, every 2nd",
+    "compile + budget 0.5",
+    "compile model",
+    "fsdp2 1B ours, 1 GPU, batch 4",
+    "fsdp2 8B ours, batch 2",
+    "1B, 2 GPUs, FSDP2, blocks compiled",
+    "1B, 2 GPUs, SimpleFSDP",
+    "llama 150M-32",
+    "llama 1B-8",
+    "llama 1B-4-float8",
+    "8B, checkpointing",
+    "8B, optimizer offload",
+    "8B, eight bits",
+    "67 blocks, both kinds of offload",
+    "36 blocks",
+)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_against_measured_peaks(plan, name):
+    config, measured = plan.recorded()[name]
+    assert plan.planned(config)["planned_gib"] == pytest.approx(measured, rel=0.08 if "float8" in name else 0.03)
+
+
+def test_every_recorded_case_is_tested(plan):
+    assert {*plan.recorded()} == {*QUICK, *SLOW}
+    assert len([name for name in plan.recorded() if name not in plan.TUNED]) >= 4

@@ -1,0 +1,118 @@
+import tracemalloc
+from math import inf, isfinite, isnan
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ups.insight.report.history import History, thinned
+
+
+def history(*names, apart=1.0):
+    made = History()
+    for step in (1, 2):
+        made.add({name: step + apart * index for index, name in enumerate(names)}, step)
+    return made
+
+
+def test_only_numbers_are_kept():
+    made = History()
+    made.add({"hp_metric": -1, "loss": 1.5, "name": "x", "epoch": 0, "lr": 1}, 7)
+    assert made.series == {"loss": [(7.0, 1.5)], "lr": [(7.0, 1.0)]}
+
+
+def test_a_name_may_be_a_number():
+    made = History()
+    made.add({3: 1.0}, 7)
+    assert made.charts()[0].title == "3"
+
+
+def test_training_and_validation_share_a_chart():
+    (chart,) = history("train_loss_step", "val_loss", "train/loss").charts()
+    assert (chart.section, chart.title) == ("Curves", "loss")
+    assert set(chart.series) == {"train_loss_step", "val_loss", "train/loss"}
+
+
+def test_figures_of_ours_have_sections_of_their_own():
+    made = history(
+        "gpu/power_w",
+        "throughput/tokens_per_s",
+        "throughput/tokens_per_s_per_device",
+        "throughput/step_ms",
+        "throughput/step_p95_ms",
+        "throughput/data_ms",
+        "throughput/forward_ms",
+        "throughput/mfu",
+        "memory/reserved_gib",
+        "memory/allocated_gib",
+        "lr",
+    )
+    found = [(chart.section, chart.title, [*chart.series]) for chart in made.charts()]
+    assert found == [
+        ("Curves", "lr", ["lr"]),
+        ("Speed", "tokens per second", ["tokens", "tokens per device"]),
+        ("Speed", "step, ms", ["step", "step_p95"]),
+        ("Speed", "split of a step, ms", ["data", "forward"]),
+        ("Speed", "utilisation of FLOPs", ["mfu"]),
+        ("Memory", "peak memory, GiB", ["reserved", "allocated"]),
+        ("GPU", "power_w", ["power_w"]),
+    ]
+
+
+def test_a_long_series_keeps_its_spikes():
+    points = [(float(step), 100.0 if step == 5_003 else 1.0) for step in range(10_000)]
+    kept = thinned(points)
+    assert len(kept) <= 400
+    assert (5_003.0, 100.0) in kept
+    assert kept == sorted(kept)
+
+
+def test_a_short_series_is_kept_whole():
+    points = [(1.0, float("nan")), (2.0, 3.0)]
+    assert thinned(points) == points
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_does_not_hide_the_rest(bad):
+    points = [(float(step), bad if step % 2 else 1.0) for step in range(2_000)]
+    kept = thinned(points)
+    assert len(kept) <= 400
+    assert sum(isfinite(value) for _, value in kept) >= 100
+    assert not all(isfinite(value) for _, value in kept)  # it is marked
+
+
+def test_equal_series_are_drawn_once_under_both_names():
+    (chart,) = history("throughput/mfu", "throughput/hfu", apart=0.0).charts()
+    assert [*chart.series] == ["mfu = hfu"]
+
+
+def test_a_long_run_takes_no_more_memory_than_a_short_one():
+    made = History()
+    tracemalloc.start()
+    for step in range(60_000):
+        made.add({"loss": 100.0 if step == 5_003 else 2.0 + step / 60_000, "bad": float("nan")}, step)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 200_000
+    points = made.series["loss"]
+    assert len(points) <= 800
+    assert (5_003.0, 100.0) in points
+    assert (points[0], points[-1][0]) == ((0.0, 2.0), 59_999.0)
+    assert points == sorted(points)
+    middle = [step for step, _ in points if 20_000 <= step < 40_000]
+    assert len(middle) == pytest.approx(len(points) / 3, rel=0.1)  # early steps are not thinner than late ones
+    assert isnan(made.series["bad"][0][1])
+
+
+def test_numbers_of_numpy_are_numbers_and_those_beyond_all_floats_too():
+    made = History()
+    made.add({"a": np.float32(1.5), "b": 10**400, "c": torch.tensor(1.0), "d": "x"}, 1)
+    assert made.series == {"a": [(1.0, 1.5)], "b": [(1.0, inf)]}
+
+
+def test_of_thousands_of_curves_the_first_are_drawn_and_the_others_named():
+    made = History()
+    made.add({f"layer{number}/norm": 1.0 for number in range(300)} | {"gpu/power_w": 600.0}, 0)
+    charts = made.charts(most=20)
+    assert [chart.title for chart in charts] == [*(f"layer{number}/norm" for number in range(20)), "power_w"]
+    assert made.left_out(most=20) == [f"layer{number}/norm" for number in range(20, 300)]

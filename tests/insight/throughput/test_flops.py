@@ -1,0 +1,151 @@
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_ups._compat.torch.flop_counter import run_backward
+from lightning_ups.insight.throughput.flops import count_flops, module_flops
+from lightning_ups.kernels.attention import attention
+from lightning_ups.models.gpt import GPT, SIZES, GPTConfig
+
+BATCH, SEQ, HEADS, DIM = 2, 64, 4, 16
+FULL = 4 * BATCH * HEADS * SEQ * SEQ * DIM
+
+
+def inputs(device="cpu", kv_heads=2):
+    grad = torch.is_grad_enabled()
+    q = torch.randn(BATCH, HEADS, SEQ, DIM, device=device, requires_grad=grad)
+    k = torch.randn(BATCH, kv_heads, SEQ, DIM, device=device, requires_grad=grad)
+    return q, k, k
+
+
+def sdpa(causal, device="cpu"):
+    return F.scaled_dot_product_attention(*inputs(device), is_causal=causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("causal", "share"), [(False, 1), (True, 0.5)])
+def test_attention_of_torch_is_counted(device, causal, share):
+    assert count_flops(lambda: sdpa(causal, device)).total == share * FULL
+    assert count_flops(lambda: sdpa(causal, device).sum().backward()).total == 3 * share * FULL
+    kernel = count_flops(lambda: sdpa(causal, device).sum().backward(), attention="kernel")
+    assert kernel.total == 3.5 * share * FULL
+
+
+def test_attention_on_fake_tensors_is_counted():
+    with FakeTensorMode():
+        assert count_flops(lambda: sdpa(causal=True).sum().backward()).total == 1.5 * FULL
+        # With gradients a CPU build of torch aborts at any product of fake tensors on a GPU.
+        with torch.no_grad():
+            assert count_flops(lambda: sdpa(causal=True, device="cuda")).total == FULL / 2
+
+
+def test_attention_by_plain_products_is_counted_in_full():
+    with sdpa_kernel(SDPBackend.MATH):
+        assert count_flops(lambda: sdpa(causal=True)).total == FULL
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_attention_of_ours_is_counted(window):
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs())
+
+    def call():
+        torch.ops.lightning_ups.attention_forward(q, k, v, None, SEQ, True, window or 0, 0.0, 1.0, "eager")[
+            0
+        ].sum().backward()
+
+    pairs = SEQ * SEQ / 2 if window is None else SEQ * window - window * window / 2
+    assert count_flops(call).total == 3 * 4 * BATCH * HEADS * DIM * pairs
+
+
+def test_our_function_on_cpu_is_counted_as_torchs():
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs())
+    assert count_flops(lambda: attention(q, k, v)).total == FULL / 2
+
+
+def test_products_and_modules():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    found = count_flops(lambda: model(torch.randn(3, 8)))
+    assert found.total == 2 * 3 * (8 * 16 + 16 * 4)
+    assert found.by_operator == {"aten.addmm": found.total}
+    assert found.by_module["Sequential.2"] == 2 * 3 * 16 * 4
+
+
+def test_the_reference_models_formula_is_what_is_counted():
+    config = GPTConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=64)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    found = module_flops(GPT(config), tokens, tokens)
+    assert found.total == 2 * 64 * config.flops_per_token(64)
+    model = GPT(config)
+    assert count_flops(lambda: model(tokens, tokens).backward()).total == found.total
+    forward = module_flops(GPT(config), tokens, tokens, backward=False)
+    assert forward.total * 3 == found.total
+
+
+def test_eight_thousand_million_weights_are_counted_without_memory():
+    with torch.device("meta"):
+        model = GPT(SIZES["8B"])
+        tokens = torch.zeros(1, 8192, dtype=torch.int64)
+    assert module_flops(model, tokens, tokens).total == 8192 * SIZES["8B"].flops_per_token(8192)
+
+
+def test_the_module_is_left_as_it_was():
+    model = nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    before = [*model.parameters()]
+    module_flops(model, torch.zeros(2, 3))
+    assert [a is b for a, b in zip(before, model.parameters(), strict=True)] == [True, True]
+    assert model.weight.grad is None
+
+
+def test_frozen_weights_cost_no_gradient():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].requires_grad_(False)
+    assert module_flops(model, torch.zeros(1, 8)).total == 2 * 8 * 8 * 4  # two forward, one input and one weight
+
+
+def test_an_unknown_way_to_count_is_refused():
+    with pytest.raises(ValueError, match="Use one of"):
+        count_flops(lambda: None, attention="hardware")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_convolutions_by_groups_are_counted(groups):
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 16, 3, padding=1, groups=groups))
+    first, second = 2 * 2 * 8 * 256 * 3, 2 * 2 * 16 * 256 * (8 // groups) * 9
+    counted = module_flops(net, torch.randn(2, 3, 16, 16))
+    assert counted.total == 2 * first + 3 * second  # no gradient of the input is needed
+
+
+def test_transposed_convolutions_are_counted():
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2))
+    assert module_flops(net, torch.randn(2, 3, 16, 16)).total == 2 * 24576 + 3 * (2 * 2 * 256 * (8 * 2 * 4))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_attention_of_torchs_module_is_counted(causal, weights):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x):
+            mask = nn.Transformer.generate_square_subsequent_mask(10, device=x.device) if causal else None
+            return self.inner(x, x, x, need_weights=weights, attn_mask=mask, is_causal=causal)[0]
+
+    projections, attention = 4 * (2 * 2 * 10 * 32 * 32), 2 * 2 * (2 * 100 * 32)
+    if causal and not weights:  # with weights torch makes the whole square
+        attention //= 2
+    found = module_flops(Attention(), torch.randn(2, 10, 32, requires_grad=True))
+    assert found.total == 3 * (projections + attention)
+
+
+def test_attention_without_a_dimension_for_heads_is_counted():
+    def attend():
+        q = torch.randn(4, 10, 16, device="meta", requires_grad=True)
+        run_backward(nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum())
+
+    assert count_flops(attend).total == 3 * 2 * (4 * 50 * 2 * 16)

@@ -1,0 +1,64 @@
+import pytest
+
+from lightning_ups.insight.throughput.peaks import own_peaks, peaks_of
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        ("NVIDIA H200", 989.4, 1978.9),
+        ("NVIDIA H200 NVL", 835.5, 1671.0),
+        ("NVIDIA H100 80GB HBM3", 989.4, 1978.9),
+        ("NVIDIA H100 PCIe", 756.0, 1513.0),
+        ("NVIDIA H100 NVL", 835.5, 1671.0),
+        ("NVIDIA GH200 480GB", 989.4, 1978.9),
+        ("NVIDIA B200", 2250.0, 4500.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0, None),
+        ("NVIDIA A100 80GB PCIe", 312.0, None),
+        ("NVIDIA A100-PCIE-40GB", 312.0, None),
+        ("NVIDIA L40S", 362.05, 733.0),
+        ("NVIDIA L4", 121.0, 242.0),
+        ("NVIDIA GeForce RTX 5090", 209.5, 419.0),
+        ("NVIDIA GeForce RTX 4090", 165.2, 330.3),
+        ("NVIDIA GeForce RTX 3090", 71.0, None),
+    ],
+)
+def test_known_devices(name, bf16, fp8):
+    peaks = peaks_of(name)
+    assert (peaks.bf16, peaks.fp8) == (bf16, fp8)
+    assert peaks.of("bf16") == bf16 * 1e12
+    assert peaks.fp32 <= peaks.tf32 <= peaks.bf16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA L40G",
+        "Tesla T4",
+        "AMD Instinct MI300X",
+        "cpu",
+        "",
+    ],
+)
+def test_what_is_not_known_is_not_guessed(name):
+    assert peaks_of(name) is None
+
+
+def test_what_the_user_did_not_say_is_not_known():
+    assert own_peaks({"fp8": 100.0}, arithmetic="bf16").of("bf16") is None
+
+
+def test_a_user_knows_the_device():
+    assert own_peaks(100.0, arithmetic="tf32").of("tf32") == 100e12
+    both = own_peaks({"bf16": 1.0, "fp8": 2.0}, arithmetic="bf16")
+    assert (both.of("bf16"), both.of("fp8")) == (1e12, 2e12)
+    assert own_peaks(1.0, arithmetic="bf16").of("fp8") is None
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, {"bf17": 1.0}, {"bf16": float("nan")}])
+def test_nonsense_is_refused(wrong):
+    with pytest.raises(ValueError, match="Use numbers above zero"):
+        own_peaks(wrong, arithmetic="bf16")

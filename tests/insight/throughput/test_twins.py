@@ -1,0 +1,195 @@
+"""Twins of single things; what they are for is in tests/callbacks/test_held_state.py."""
+
+import collections
+import functools
+import gc
+import itertools
+import re
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_ups.insight.throughput.counting import _Twins, step_flops
+from lightning_ups.insight.throughput.untouched import NotCopiedError, Untouched
+
+
+def twin_of(value):
+    return _Twins().value(value, "self.x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "text",
+        (1, ("a", 2.0)),
+        frozenset((1, 2)),
+        torch.float32,
+        torch.device("cpu"),
+        torch.Size([2]),
+        re.compile("a"),
+        np.float32(1),
+        np.dtype("int8"),
+        nn.functional.relu,
+        torch.relu,
+        torch.Tensor.sum,
+        nn.Linear,
+        len,
+        np,
+        collections.Counter,
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_nothing_changes_is_shared(value):
+    assert twin_of(value) is value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter([1, 2, 3]),
+        lambda: iter({1: 2, 3: 4}),
+        lambda: iter({1, 2, 3}),
+        lambda: iter("abc"),
+        lambda: reversed([1, 2, 3]),
+        lambda: iter([1, 2, 3].pop, 1),
+        lambda: re.finditer("a", "aaa"),
+        lambda: filter(None, [1, 0, 2]),
+        lambda: itertools.chain([1], iter([2, 3])),
+        lambda: itertools.islice(itertools.count(), 5),
+        lambda: itertools.tee([1, 2, 3])[0],
+        lambda: itertools.product([1, 2], [3]),
+        lambda: itertools.groupby([1, 1, 2]),
+        lambda: itertools.accumulate([1, 2, 3]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")
+def test_an_iterator_stands_where_the_runs_own_does_or_is_not_touched(make):
+    iterator, fresh = make(), make()
+    next(iterator), next(fresh)
+    twin = twin_of(iterator)
+    if not isinstance(twin, Untouched):
+        next(twin)
+    assert [repr(x)[:9] for x in iterator] == [repr(x)[:9] for x in fresh]
+
+
+def test_functions_that_share_a_variable_share_it_in_their_twins():
+    count = 0
+
+    def up():
+        nonlocal count
+        count += 1
+
+    def read(*, offset=[0]):  # noqa: B006
+        offset[0] += 1
+        return count, offset[0]
+
+    one, two = twin_of([up, read])
+    one()
+    assert (two(), count, read()) == ((1, 1), 0, (0, 1))
+
+
+def test_what_is_compiled_or_cached_is_neither_in_a_twin():
+    class Held:
+        def __init__(self):
+            self.scaled, self.calls = functools.lru_cache(self.scale), 0
+            self.compiled = torch.compile(self.scale, backend="eager")
+
+        def scale(self, by):
+            self.calls += 1
+            return by
+
+    held = Held()
+    twin = twin_of(held)
+    assert [twin.scaled(2), twin.scaled(2), twin.compiled(3)] == [2, 2, 3]
+    assert (twin.calls, held.calls, held.scaled.cache_info().currsize) == (3, 0, 0)
+
+
+def test_keys_that_are_parameters_are_the_twins():
+    layer = nn.Linear(2, 2)
+    one, states = twin_of((layer, {layer.weight: "a", (layer.bias, 1): "b"}))
+    assert states[one.weight] == "a"
+    assert states[one.bias, 1] == "b"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        collections.OrderedDict(a=[1]),
+        collections.deque([[1]], maxlen=2),
+        collections.namedtuple("Pair", "a b")([1], 2),
+        collections.UserDict(a=[1]),
+        types.MappingProxyType({"a": [1]}),
+        torch.max(torch.ones(2, 2), 0),
+        bytearray(b"a"),
+        collections.ChainMap({"a": 1}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_containers_keep_their_class(value):
+    twin = twin_of(value)
+    assert type(twin) is type(value)
+    assert twin is not value
+    if not isinstance(value, torch.return_types.max):
+        assert twin == value
+
+
+def test_a_long_array_is_seen_and_not_written():
+    array = np.arange(2**18)
+    twin = twin_of(array)
+    assert np.shares_memory(twin, array)
+    with pytest.raises(ValueError, match="read-only"):
+        twin[0] = 1
+
+
+def test_an_error_of_the_users_class_is_no_error_of_counting():
+    class Hashed:
+        def __hash__(self):
+            raise ValueError("not now")
+
+    held = object.__new__(Hashed)
+    batch = {"x": torch.ones(1, 2), "held": {"a": held}}
+    assert step_flops(nn.Linear(2, 2), batch, step=lambda m, b: m(b["x"]).sum()).model > 0
+
+
+def test_the_error_of_a_copy_is_told():
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(NotCopiedError, match=r"self.0, a LazyLinear, .* \(.*uninitialized parameter"):
+        step_flops(lazy, torch.ones(1, 2), step=lambda twin, x: twin(x).sum())
+
+
+def test_a_module_whose_end_acts_is_not_doubled():
+    class Ending(nn.Linear):
+        ended = 0
+
+        def __del__(self):
+            Ending.ended += 1
+
+    model = nn.Sequential(Ending(2, 2))
+    with pytest.raises(NotCopiedError, match=r"self.0, an Ending, whose end would be that of what it has"):
+        step_flops(model, torch.ones(1, 2), step=lambda twin, x: twin(x).sum())
+    with pytest.raises(NotCopiedError, match="self, an Ending"):
+        step_flops(model[0], torch.ones(1, 2), step=lambda twin, x: twin(x).sum())
+    assert Ending.ended == 0
+
+
+def test_nothing_of_the_run_is_kept():
+    class Own(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.own = [self]
+
+    gc.collect()
+    gc.disable()
+    try:
+        batch = {"x": torch.ones(1, 2), "ids": torch.ones(3, dtype=torch.long)}
+        left = [weakref.ref(tensor) for tensor in batch.values()]
+        step_flops(Own(), batch, step=lambda twin, batch: twin(batch["x"]).sum())
+        del batch
+        assert [reference() for reference in left] == [None, None]
+    finally:
+        gc.enable()

@@ -1,0 +1,129 @@
+import warnings
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightning_ups.insight.throughput.units import counter
+
+IDS = torch.zeros(4, 16, dtype=torch.long)
+Pair = namedtuple("Pair", "ids mask")
+
+
+@dataclass
+class Batch:
+    name: str
+    pixels: torch.Tensor
+
+
+@dataclass
+class Text:
+    text: dict
+
+
+IMAGE = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "unit", "number"),
+    [
+        (IDS, "tokens", 64),
+        (IDS.to(torch.uint8), "tokens", 64),
+        ((IDS[:, :-1], IDS[:, 1:]), "tokens", 60),
+        ({"attention_mask": IDS[:, :4], "input_ids": IDS}, "tokens", 64),
+        (UserDict({"input_ids": IDS}), "tokens", 64),
+        ({"text": {"tokens": IDS}}, "tokens", 64),
+        ((IMAGE, torch.zeros(4, dtype=torch.long)), "samples", 4),
+        (torch.randn(4, 16), "samples", 4),
+        ([torch.ones(4, 16, dtype=torch.bool)], "samples", 4),
+        ({"observation.state": torch.randn(4, 16)}, "samples", 4),  # a name with a dot in it
+        ({0: torch.randn(4, 16)}, "samples", 4),
+        (Batch("a", torch.randn(4, 3, 8, 8)), "samples", 4),
+        (Text({"tokens": IDS[0]}), "tokens", 16),
+        (Pair(IDS, IDS), "tokens", 64),
+        ({"weight": torch.tensor(1.0), "x": torch.randn(4, 8)}, "samples", 4),
+        ((torch.randn(4, 3, 8, 8), IDS), "samples", 4),  # images and their labels
+        ({"image": torch.randn(4, 3, 8, 8), "input_ids": IDS}, "tokens", 64),
+        ({"idx": torch.arange(4), "x": torch.randn(4, 8)}, "samples", 4),  # numbers of samples
+        ({"idx": torch.arange(4), "y": torch.arange(4)}, "samples", 4),
+        ({"idx": IDS, "x": torch.randn(4, 8)}, "tokens", 64),
+        ({"input_ids": torch.arange(20), "labels": torch.arange(20)}, "tokens", 20),  # packed
+        ({"input_ids": torch.arange(20), "pixels": torch.randn(2, 3, 8, 8)}, "tokens", 20),
+        ({"tokens": torch.arange(4), "x": torch.randn(4, 8)}, "samples", 4),  # how many each has
+        ({"tokens": torch.randn(4, 16, 8)}, "samples", 4),  # embedded
+        ({"tokens": torch.ones(4, 16, dtype=torch.bool), "input_ids": IDS}, "tokens", 64),
+        ({"tokens": torch.tensor(64), "x": torch.randn(4, 8)}, "samples", 4),
+        ({"a": torch.randn(4, 8), "b": torch.randn(3, 8)}, "samples", 4),  # of two loaders, the first
+        (["text"], "batches", 1),
+        (None, "batches", 1),
+        (object(), "batches", 1),
+        ({"loss_scale": torch.tensor(1.0)}, "batches", 1),
+    ],
+)
+def test_what_there_is_is_found(batch, unit, number):
+    name, count, _ = counter("auto", None, batch)
+    assert (name, count(batch)) == (unit, number)
+
+
+def test_it_is_said_what_is_counted():
+    said = [counter("auto", None, batch)[2] for batch in ({"a": [IDS]}, torch.randn(4, 8), ["text"])]
+    assert said == [
+        "the elements of 'a.0' in the batch",
+        "the rows of the batch itself",
+        "since a list with no tensor has no rows",
+    ]
+
+
+def test_batches_need_not_be_alike():
+    x, y = torch.randn(4, 8), torch.randn(3, 8)
+    _, count, _ = counter("auto", None, {"a": x, "b": y})
+    assert [count(batch) for batch in ({"a": x, "b": y}, {"a": None, "b": y}, {"b": y}, (x,), None)] == [4, 3, 3, 4, 0]
+    _, count, _ = counter("auto", None, (x, y))
+    assert [count(batch) for batch in ((), [y], {"a": x}, Batch("a", y))] == [0, 3, 4, 3]
+
+
+def test_samples_may_be_counted_where_there_are_tokens():
+    assert counter("samples", None, IDS)[1](IDS) == 4
+
+
+def test_a_later_batch_may_be_smaller():
+    _, count, _ = counter("auto", None, {"input_ids": IDS})
+    assert count({"input_ids": IDS[:1]}) == 16
+
+
+@pytest.mark.parametrize(
+    ("unit", "key", "expected"),
+    [("auto", "a.0", ("tokens", 64)), ("points", "a.0", ("points", 64)), ("samples", "a.0", ("samples", 4))],
+)
+def test_a_tensor_may_be_named(unit, key, expected):
+    batch = {"a": [IDS]}
+    name, count, _ = counter(unit, key, batch)
+    assert (name, count(batch)) == expected
+    assert count({"a": []}) == 0  # of this batch there are none
+
+
+def test_a_function_counts_what_it_likes():
+    name, count, _ = counter("frames", lambda batch: len(batch), [1, 2, 3])
+    assert (name, count([1, 2])) == ("frames", 2)
+
+
+def test_a_batch_that_has_none_is_refused():
+    with pytest.raises(ValueError, match="count=a function of the batch"):
+        counter("tokens", None, IMAGE)
+    with pytest.raises(ValueError, match="no tensor"):
+        counter("samples", None, ["text"])
+
+
+def test_a_name_that_is_not_there_lists_those_that_are():
+    with pytest.raises(ValueError, match=r"input_ids \[4, 16\].*Use one of these names"):
+        counter("auto", "inputs", {"input_ids": IDS})
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_count_as_samples(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are a prototype
+        nested = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=layout)
+        unit, count, _ = counter("auto", None, {"x": nested})
+        assert (unit, count({"x": nested})) == ("samples", 2)

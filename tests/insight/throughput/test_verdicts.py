@@ -1,0 +1,198 @@
+"""Thresholds, and the one thing to change first."""
+
+import pytest
+
+from lightning_ups.insight.throughput.inspection import Inspection
+from lightning_ups.insight.throughput.meter import Flops, RankTimes, Summary
+from lightning_ups.insight.throughput.verdicts import checks, first_change, troubles
+
+GIB = 2**30
+HEALTHY = {
+    "unit": "tokens",
+    "device": "NVIDIA H200",
+    "num_devices": 8,
+    "steps": 100,
+    "warmup_steps": 10,
+    "units_per_s": 8e5,
+    "step_s": 1.0,
+    "fit_s": 200.0,
+    "split": {"data": 0.001, "transfer": 0.002, "forward": 0.3, "backward": 0.6, "optimizer": 0.09, "other": 0.007},
+    "inspection": Inspection(
+        steps=2, seconds=1.0, idle=0.02, exposed_communication=0.03, communication=0.3, exposed_copies=0.0
+    ),
+    "utilisation": {"mfu": 0.55, "hfu": 0.6},
+    "flops": Flops(model=1.0, hardware=1.0),
+    "memory": {"allocated": 110 * GIB, "reserved": 120 * GIB, "total": 140 * GIB, "retries": 0},
+    "gpu": {
+        "utilisation": 0.99,
+        "power_w": 690.0,
+        "clock_mhz": 1500,
+        "max_clock_mhz": 1980,
+        "slowed_by": ["power limit"],
+    },
+    "single_device": 1.1e5,
+    "hints": {"num_workers": 4, "pin_memory": True},
+}
+SMALL = {"allocated": 9 * GIB, "reserved": 10 * GIB, "total": 140 * GIB, "retries": 0}
+
+
+def run(**changed):
+    return Summary(**HEALTHY | changed)
+
+
+def looked(**changed):
+    settings = {"steps": 2, "seconds": 1.0, "idle": 0.02, "exposed_communication": 0.03, "communication": 0.3}
+    return Inspection(**{**settings, "exposed_copies": 0.0} | changed)
+
+
+def split(**changed):
+    return {**HEALTHY["split"], **changed}
+
+
+def test_a_healthy_run_passes_everything_and_nothing_is_to_change():
+    found = checks(run())
+    assert [check.passed for check in found] == [True] * 6
+    assert [check.name for check in found] == [
+        "GPU utilisation",
+        "GPU memory",
+        "waiting for data",
+        "exposed communication",
+        "MFU",
+        "scaling efficiency",
+    ]
+    assert first_change(run()) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"gpu": {"utilisation": 0.8}}, "GPU utilisation"),
+        ({"memory": SMALL}, "GPU memory"),
+        ({"memory": {**SMALL, "reserved": 139 * GIB}}, "GPU memory"),
+        ({"split": split(data=0.05)}, "waiting for data"),
+        ({"inspection": looked(exposed_communication=0.15)}, "exposed communication"),
+        ({"utilisation": {"mfu": 0.5}}, "MFU"),
+        ({"single_device": 1.25e5}, "scaling efficiency"),
+    ],
+)
+def test_each_threshold_can_fail(changed, name):
+    assert [check.name for check in checks(run(**changed)) if check.passed is False] == [name]
+
+
+def test_what_was_not_measured_neither_passes_nor_fails_and_says_why():
+    bare = Summary(unit="tokens", device="cpu", num_devices=1, steps=3, warmup_steps=0, why_no_mfu="no peak")
+    found = {check.name: check for check in checks(bare)}
+    assert [check.passed for check in found.values()] == [None, None, None, True, None, None]
+    assert found["MFU"].note == "no peak"
+    assert found["GPU utilisation"].note == "measured on GPUs only"
+    assert {check.name: check.note for check in checks(run(gpu={}))}["GPU utilisation"].endswith(
+        "(pip install nvidia-ml-py)"
+    )
+
+
+TROUBLES = {
+    "slow loader": ({"split": split(data=0.4), "inspection": looked(idle=0.42)}, "num_workers=4", "raise num_workers"),
+    "slow transfer": (
+        {"split": split(transfer=0.2), "inspection": looked(idle=0.1), "hints": {"pin_memory": False}},
+        "20% of each step",
+        "pin_memory=True",
+    ),
+    "host sync": (
+        {"inspection": looked(idle=0.3, waits=(("model.py:42 (training_step)", 2), ("other.py:1 (f)", 1)))},
+        "model.py:42 (training_step) (2x a step) and 1 more places",
+        ".item()",
+    ),
+    "batch too small": (
+        {"inspection": looked(idle=0.6), "memory": SMALL, "utilisation": {"mfu": 0.1}},
+        "93% of the memory is free",
+        "raise the batch size",
+    ),
+    "uneven steps": (
+        {"uneven": 0.3, "step_p95_s": 4.0},
+        "30% of the time is what some take longer than the median, and one in twenty takes 4.0 times",
+        "garbage collection",
+    ),
+    "slow host": ({"inspection": looked(idle=0.3)}, "idle for 30%", "Compile"),
+    "slow exchange": ({"inspection": looked(exposed_communication=0.35)}, "35% of a step", "accumulate"),
+    "throttled GPU": (
+        {"gpu": {**HEALTHY["gpu"], "clock_mhz": 990, "slowed_by": ["too hot"]}},
+        "too hot, to 990 of 1980 MHz",
+        "cooling",
+    ),
+    "out of memory, nearly": ({"memory": {**HEALTHY["memory"], "retries": 7}}, "7 allocations", "expandable_segments"),
+    "much validation": ({"pauses": {"validation": 60.0}}, "30% of the whole fit", "val_check_interval"),
+    "slow ends of epochs": ({"between_s": 50.0, "hints": {}}, "25% of the whole fit", "on_train_epoch_end"),
+    "slow checkpoints": ({"pauses": {"checkpoint": 50.0}}, "25% of the whole fit", "async_save"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_each_trouble_is_found_and_named(name):
+    changed, seen, cure = TROUBLES[name]
+    found = first_change(run(**changed))
+    assert found.name == name
+    assert seen in found.what
+    assert cure in found.change
+    assert [trouble.name for trouble in troubles(run(**changed))] == [name]
+
+
+def test_a_small_batch_is_named_though_the_gpu_is_busy():
+    found = first_change(run(memory=SMALL, utilisation={"mfu": 0.3}))
+    assert found.name == "batch too small"
+    assert "MFU is 30%" in found.what
+    assert first_change(run(utilisation={"mfu": 0.3})).name == "slow kernels"
+    assert first_change(run(utilisation={"mfu": 0.3}, memory={})).what == "MFU is 30%"  # of the rest nothing is known
+
+
+def test_the_costliest_comes_first():
+    both = run(split=split(data=0.1), inspection=looked(idle=0.12, exposed_communication=0.4))
+    assert [trouble.name for trouble in troubles(both)] == ["slow exchange", "slow loader"]
+
+
+def test_idle_time_that_the_loader_leaves_is_the_loaders():
+    waiting = run(split=split(data=0.4), inspection=looked(idle=0.4, waits=(("a.py:1 (f)", 1),)))
+    assert [trouble.name for trouble in troubles(waiting)] == ["slow loader"]
+
+
+def test_steps_that_the_loader_makes_uneven_are_the_loaders():
+    waiting = run(split=split(data=0.4), uneven=0.45, step_p95_s=4.0)
+    assert [trouble.name for trouble in troubles(waiting)] == ["slow loader"]
+
+
+def test_of_few_steps_none_is_called_uneven():
+    assert troubles(run(uneven=0.3, step_p95_s=4.0, steps=19)) == []
+
+
+def test_one_slow_rank_is_named():
+    def rank(forward):
+        return RankTimes(steps=1, seconds=1.0, units=1.0, split={"forward": forward}, split_seconds=1.0)
+
+    found = first_change(run(ranks=[rank(0.2), rank(0.2), rank(0.3)]))
+    assert found.name == "slow rank"
+    assert "rank 2 needs 50% longer" in found.what
+
+
+def test_a_slow_rank_costs_what_the_others_wait():
+    from lightning_ups.insight.throughput import RankTimes
+
+    def rank(forward):
+        return RankTimes(steps=2, seconds=2.0, units=1.0, split={"forward": 2 * forward}, split_seconds=2.0)
+
+    (found,) = troubles(run(ranks=[rank(0.8), rank(0.4)]))
+    assert "rank 0 needs 100% longer" in found.what
+    assert found.lost == pytest.approx(0.4)
+
+
+def test_workers_that_start_with_each_epoch_are_named():
+    started = {"num_workers": 8, "persistent_workers": False}
+    assert "persistent_workers=True" in first_change(run(between_s=50.0, hints=started)).change
+    assert "persistent_workers" not in first_change(run(between_s=50.0, hints={"num_workers": 0})).change
+
+
+def test_of_a_loader_that_is_not_torchs_nothing_is_guessed():
+    (found,) = [each for each in troubles(run(split={"data": 0.5}, hints={})) if each.name == "slow loader"]
+    assert found.change.startswith("raise num_workers")
+
+
+def test_a_power_limit_alone_is_no_trouble():
+    assert first_change(run(gpu={**HEALTHY["gpu"], "slowed_by": ["power limit"]})) is None

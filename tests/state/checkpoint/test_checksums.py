@@ -1,0 +1,462 @@
+"""Flipped bits in every file of a checkpoint, and what verifying reads."""
+
+import io
+import itertools
+import json
+import random
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ups.state.checkpoint import Saver, consolidated, folder, load_weights, meta, resolve
+from lightning_ups.state.checkpoint import checksums as sums
+from lightning_ups.state.checkpoint.checksums import (
+    DamagedFileError,
+    Piece,
+    RecordReader,
+    SummedRecord,
+    Verifier,
+    checksum,
+)
+from lightning_ups.state.checkpoint.io import lanes
+from lightning_ups.state.checkpoint.io.lanes import Lane
+from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
+
+FLIPS = 240  # over all files of one folder
+
+
+@pytest.fixture(autouse=True)
+def sums_on_cuda(monkeypatch):
+    monkeypatch.setattr(sums, "SUMS_ON_CUDA", True)
+
+
+def saved(path, *, threads=2, seed=0):
+    """Save weights, optimizer state, values that are no tensors, and the two files beside them."""
+    torch.manual_seed(seed)
+    weights = {f"layers.{index}.weight": torch.randn(50, 40) for index in range(2)}
+    weights |= {"large": torch.randn(700, 500), "scalar": torch.tensor(3.0), "conj": torch.randn(9, 7).mT}
+    moments = {name: {"exp_avg": torch.randn_like(value), "step": torch.tensor(7.0)} for name, value in weights.items()}
+    group = {"params": [*weights], "lr": 1e-3, "betas": (0.9, 0.95)}
+    state = {"state_dict": weights, "optimizer_0": {"state": moments, "param_groups": [group]}}
+    files = {"meta.pt": meta.dumped({"epoch": seed, "loops": {"batches": [1, 2, 3]}})}
+    files["apart.pt"] = meta.dumped({"hyper_parameters": {"width": 40, "name": "toy"}})
+    Saver(asynchronous=False, threads=threads).save(state, files=files, path=path, facts={"global_step": 7})
+    return path
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def flip(path, bit):
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def flips(path, generator):
+    """Return bits of all files: as many in each small file as in each large one, at its ends and between."""
+    files = sorted(entry for entry in path.iterdir() if entry.stat().st_size)
+    for number in range(FLIPS):
+        file = files[number % len(files)]
+        bits = 8 * file.stat().st_size
+        yield file, {0: 0, 1: bits - 1}.get(number // len(files), generator.randrange(bits))
+
+
+def read(reader, room, place):
+    if (unverified := reader.read(room, place)) is not None:
+        unverified.check_on_host()
+
+
+def loaded(path):
+    try:
+        return consolidated(resolve(path))[0], None
+    except (ValueError, FileNotFoundError) as error:
+        return None, str(error)
+
+
+def test_no_flipped_bit_is_loaded(tmp_path):
+    path = saved(tmp_path / "a")
+    before, _ = consolidated(resolve(path))
+    refused, harmless = {}, 0
+    for file, bit in flips(path, random.Random(0)):
+        flip(file, bit)
+        after, error = loaded(path)
+        if error is None:
+            harmless += 1
+            assert same(before, after), f"bit {bit} of {file.name} was loaded"
+        else:
+            refused[file.name] = refused.get(file.name, 0) + 1
+            assert file.name in error, (file.name, bit, error)
+        flip(file, bit)
+    assert same(before, consolidated(resolve(path))[0])
+    assert {*refused} == {entry.name for entry in path.iterdir()}, "a flip in each file was noticed"
+    assert sum(refused.values()) >= 200
+    assert harmless + sum(refused.values()) == FLIPS
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 4096 + 5, sums.CHUNK, sums.CHUNK + 1])
+def test_a_checksum_of_pieces_is_that_of_the_whole(tmp_path, size):
+    data = random.Random(size).randbytes(size)
+    (tmp_path / "file").write_bytes(data)
+    assert checksum(data) == sums.checksum_of_file(tmp_path / "file")
+    assert checksum(data[4096:], checksum(data[:4096])) == checksum(data)
+
+
+def test_rows_that_change_places_change_the_checksum():
+    data = random.Random(0).randbytes(3 * 4096)
+    assert checksum(data) != checksum(data[4096:8192] + data[:4096] + data[8192:])
+
+
+def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
+    data, path = random.Random(0).randbytes(1000), tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(b"other")
+        record = SummedRecord(file, ThreadPoolExecutor(1), chunk=64)
+        record.write_head(b"head")
+        record.write_body([Piece(memoryview(data)[:128]), Piece(memoryview(data)[128:])])
+        record = record.write_tail(b"tail")
+    flip(path, 8 * (5 + 4 + 300))  # in the chunk from 256 to 320
+    with path.open("rb") as file:
+        for start, length in [(0, 256), (0, 10), (63, 2), (60, 196), (320, 680), (999, 1), (330, 0)]:
+            room = bytearray(length)
+            reader = RecordReader(file, offset=5, record=record, name="file")
+            reader.verify(ends_only=True)
+            read(reader, memoryview(room), 4 + start)
+            assert room == data[start : start + length], "other chunks can be read"
+        for start, length in [(0, 1000), (0, 257), (319, 2), (256, 64), (280, 1)]:
+            with pytest.raises(DamagedFileError, match="file is damaged"):
+                read(RecordReader(file, offset=5, record=record, name="file"), memoryview(bytearray(length)), 4 + start)
+        with pytest.raises(DamagedFileError):
+            RecordReader(file, offset=5, record=record, name="file").verify()
+
+
+def test_what_helpers_verify_is_refused_before_the_tensor_is_used(tmp_path):
+    """A tensor of many pieces: each is verified while the next one is read."""
+    path, weight = tmp_path / "a", torch.randn(30 * 2**20 // 4)
+    Saver(asynchronous=False, threads=1).save({"state_dict": {"w": weight}}, files={}, path=path)
+    file, places = path / "__0_0.distcp", [10_000, 9 * 2**20, 17 * 2**20, 30 * 2**20]
+    for place in places:
+        flip(file, 8 * place)
+        with pytest.raises(DamagedFileError, match=file.name):
+            read_into({"state_dict.w": torch.zeros(30 * 2**20 // 4)}, FolderReader(path))
+        flip(file, 8 * place)
+    target = torch.zeros(30 * 2**20 // 4)
+    read_into({"state_dict.w": target}, FolderReader(path))
+    assert torch.equal(target, weight)
+
+
+def test_the_end_of_a_tensor_is_verified_while_the_next_one_is_read(tmp_path, monkeypatch):
+    tensors = {f"w{index}": torch.randn(2**18) for index in range(3)}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    reads, summed, stock = [], [], sums._sums
+    may_end = threading.Event()
+
+    def slow(view, chunk, row_sums=None):
+        summed.append(len(reads))
+        assert may_end.wait(10)
+        return stock(view, chunk, row_sums)
+
+    def noted(self, room, place):
+        reads.append(len(room))
+        if len([size for size in reads if size >= 2**20]) > 1:
+            may_end.set()
+        plain(self, room, place)
+
+    plain = RecordReader._read
+    monkeypatch.setattr(RecordReader, "_read", noted)
+    monkeypatch.setattr(sums, "_sums", slow)
+    targets = {f"state_dict.{name}": torch.zeros(2**18) for name in tensors}
+    read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    assert len(summed) == 3, "each tensor is verified"
+    for name, weight in tensors.items():
+        assert targets[f"state_dict.{name}"].equal(weight)
+
+
+def test_a_part_of_a_chunk_is_read_when_what_was_read_before_is_verified(tmp_path, monkeypatch):
+    data, path = random.Random(0).randbytes(2**20), tmp_path / "file"
+    with path.open("wb") as file, ThreadPoolExecutor(1) as helpers:
+        record = SummedRecord(file, helpers, chunk=2**19)
+        record.write_head(b"")
+        record.write_body([Piece(memoryview(data))])
+        record = record.write_tail(b"")
+    stock = sums._sums
+
+    def slow(view, chunk, row_sums=None):
+        time.sleep(0.05)
+        return stock(view, chunk, row_sums)
+
+    monkeypatch.setattr(sums, "_sums", slow)
+    with path.open("rb") as file, ThreadPoolExecutor(1) as helpers:
+        reader = RecordReader(file, offset=0, record=record, name="file", verifier=(verifier := Verifier(helpers)))
+        room = bytearray(2**19)
+        read(reader, memoryview(room), 0)
+        read(reader, memoryview(bytearray(10)), 3)
+        room[:] = bytes(2**19)
+        verifier.wait()
+
+
+@pytest.mark.parametrize("by", [[False], [True], [False, True, True], [True, False]], ids=str)
+@pytest.mark.parametrize("sizes", [[2**18, 3, 2**18], [5 * 2**19, 2**18, 2**10, 2**21, 7]])
+def test_no_buffer_is_filled_while_it_is_verified(tmp_path, monkeypatch, sizes, by):
+    """As those of a GPU: two buffers for all tensors of a thread, and helpers that are slower than the disk."""
+    turns, stock_decision = itertools.cycle(by), lanes.is_summed_on_device
+    monkeypatch.setattr(lanes, "is_summed_on_device", lambda part: stock_decision(part) and next(turns))
+    tensors = {f"w{index}": torch.randn(size) for index, size in enumerate(sizes)}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    stock = sums._sums
+
+    def slow(view, chunk, row_sums=None):
+        time.sleep(0.05)
+        return stock(view, chunk, row_sums)
+
+    monkeypatch.setattr(sums, "_sums", slow)
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    monkeypatch.setattr(Lane.__init__, "__kwdefaults__", {"piece": 2**20})
+    targets = {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()}
+    read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    for name, weight in tensors.items():
+        assert targets[f"state_dict.{name}"].equal(weight)
+
+
+EDGES = [0, 1, 4095, 4096, 2**18 - 1, 2**18, 2**20 - 1, 2**20, 2**20 + 1, 8 * 2**20 + 5000]
+
+
+def save_at_edges(path, *, device="cpu", offset=0):
+    """Save bytes of sizes around rows, chunks and pieces, each a view that begins ``offset`` bytes into its memory."""
+    generator = torch.Generator().manual_seed(0)
+    memory = [torch.randint(256, (offset + size,), dtype=torch.uint8, generator=generator) for size in EDGES]
+    tensors = {f"w{each.numel()}": each.to(device)[offset:] for each in memory}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=path)
+    return {f"state_dict.{name}": tensor for name, tensor in tensors.items()}
+
+
+@contextmanager
+def device_sums(patch):
+    """Give a list of how many bytes the device has added up at once."""
+    found, stock = [], lanes.sum_rows
+    with patch.context() as inner:
+        inner.setattr(lanes, "sum_rows", lambda part, out: (found.append(part.nbytes), stock(part, out)))
+        yield found
+
+
+@pytest.mark.parametrize("offset", [0, 8, 4096, 3, 4])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
+def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypatch, device, offset):
+    """A CPU takes the part of the GPU where there is none: buffers are used, and torch adds up the rows."""
+    save_at_edges(tmp_path / "host", offset=offset)
+    if device == "cpu":
+        monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    large = [2**18, 2**20 - 1, 2**20, 2**20 + 1, 8 * 2**20] if offset % 8 == 0 else []
+    with device_sums(monkeypatch) as summed:
+        tensors = save_at_edges(tmp_path / "device", device=device, offset=offset)
+    assert sorted(summed) == large, "the others are smaller than 256 KiB, or not aligned to 8 bytes"
+    contents = [(tmp_path / name / sums.CHECKSUMS).read_bytes() for name in ("host", "device")]
+    assert contents[0] == contents[1]
+    targets = {
+        name: torch.zeros(offset + each.numel(), dtype=torch.uint8, device=device) for name, each in tensors.items()
+    }
+    targets = {name: memory[offset:] for name, memory in targets.items()}
+    with device_sums(monkeypatch) as summed:
+        read_into(targets, FolderReader(tmp_path / "host", threads=1))
+    assert sorted(summed) == large
+    assert same(targets, tensors)
+
+
+def test_sums_of_rows_wrap_around_on_the_device_as_on_the_host():
+    words = torch.full((2, 512), -1)  # 2**64 - 1 as the host reads it
+    words[1] = torch.iinfo(torch.int64).max
+    sums.sum_rows(words.view(-1).view(torch.uint8), out := torch.empty(2, dtype=torch.int64))
+    assert out.numpy().tobytes() == np.add.reduce(words.numpy().view("<u8"), axis=1).tobytes()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
+def test_flips_are_found_by_the_sums_of_the_device(tmp_path, monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    tensors = save_at_edges(tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    generator, bits = random.Random(0), 8 * file.stat().st_size
+    for _ in range(40):
+        bit, targets = (
+            generator.randrange(bits),
+            {name: torch.zeros_like(t, device=device) for name, t in tensors.items()},
+        )
+        flip(file, bit)
+        with pytest.raises(DamagedFileError, match=file.name):
+            read_into(targets, FolderReader(tmp_path / "a", threads=1))
+        flip(file, bit)
+
+
+@pytest.mark.parametrize("size", [2**20, 20 * 2**20])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])
+def test_bytes_that_change_on_the_way_to_the_device_are_refused(tmp_path, monkeypatch, device, size):
+    def changed(part, out):
+        part[-4096] ^= 1
+        stock(part, out)
+
+    stock = lanes.sum_rows
+    if device == "cpu":
+        monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    Saver(asynchronous=False).save({"w": torch.randn(size // 4)}, files={}, path=tmp_path / "a")
+    monkeypatch.setattr(lanes, "sum_rows", changed)
+    with pytest.raises(DamagedFileError, match="distcp is damaged"):
+        read_into({"w": torch.zeros(size // 4, device=device)}, FolderReader(tmp_path / "a"))
+
+
+def test_a_device_without_memory_for_sums_leaves_them_to_the_host(tmp_path, monkeypatch):
+    def full(*args, dtype=None, **kwargs):
+        if dtype == torch.int64 and args != (0,):
+            refused.append(args)
+            raise torch.OutOfMemoryError("full")
+        return stock(*args, dtype=dtype, **kwargs)
+
+    refused, stock = [], torch.empty
+    save_at_edges(tmp_path / "host")
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    monkeypatch.setattr(lanes.torch, "empty", full)
+    save_at_edges(tmp_path / "device")
+    assert refused == [(2048,)], "a buffer tries once"
+    contents = [(tmp_path / name / sums.CHECKSUMS).read_bytes() for name in ("host", "device")]
+    assert contents[0] == contents[1]
+
+
+def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkeypatch):
+    """Its first and its last chunk are read in part, by the host; the whole ones between begin at an odd place."""
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    whole = torch.randint(256, (3 * 2**20 + 100,), dtype=torch.uint8)
+    with (tmp_path / "file").open("wb") as file, ThreadPoolExecutor(1) as helpers:
+        record = SummedRecord(file, helpers)
+        record.write_head(b"")
+        record.write_body(Lane().pieces(whole))
+        record = record.write_tail(b"")
+    for start, end, on_device in [(1000, 3 * 2**20 + 8, [2 * 2**20]), (1001, 3 * 2**20 + 50, []), (5, 2**20 - 1, [])]:
+        target = torch.zeros(end - start, dtype=torch.uint8)
+        with (tmp_path / "file").open("rb") as file, device_sums(monkeypatch) as summed:
+            reader = RecordReader(file, offset=0, record=record, name="file")
+            Lane().fill(target, lambda room, at: reader.read(room, start + at))  # noqa: B023
+        assert target.equal(whole[start:end])
+        assert summed == on_device
+
+
+def test_a_place_outside_of_a_record_is_refused():
+    file = io.BytesIO(bytes(2**13))
+    record = sums.Record(2**13, 0, 2**12, (0, checksum(bytes(2**12)), 0), 2**12)
+    for place, length in [(2**12, 100), (0, 2**12 + 1)]:
+        with pytest.raises(DamagedFileError, match="file is damaged"):
+            RecordReader(file, offset=0, record=record, name="file").read(memoryview(bytearray(length)), place)
+
+
+@pytest.mark.parametrize("place", [3, -3])
+def test_what_describes_a_tensor_is_verified_before_it_is_read(tmp_path, place):
+    path = saved(tmp_path / "a", threads=1)
+    [file] = path.glob("*.distcp")
+    entries = FolderReader(path).read_metadata().storage_data
+    large = next(entry for index, entry in entries.items() if index.fqn == "state_dict.large")
+    flip(file, 8 * (large.offset + (place if place > 0 else large.length + place)))
+    with pytest.raises(DamagedFileError, match=file.name):
+        read_into({"state_dict.large": torch.zeros(700, 500)}, FolderReader(path))
+    read_into({"state_dict.scalar": torch.zeros(())}, FolderReader(path)), "others can be read"
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path):
+    one, other = saved(tmp_path / "one"), saved(tmp_path / "other", seed=1)
+    for name in ("__0_0.distcp", "meta.pt", "checksums.json"):
+        shutil.copyfile(one / name, tmp_path / "kept")
+        if (one / name).stat().st_size == (other / name).stat().st_size:
+            shutil.copyfile(other / name, one / name)
+        else:
+            (one / name).write_bytes((other / name).read_bytes()[: (one / name).stat().st_size])
+        with pytest.raises((ValueError, FileNotFoundError), match=name):
+            consolidated(resolve(one))
+        shutil.copyfile(tmp_path / "kept", one / name)
+    consolidated(resolve(one))
+
+
+def test_one_without_checksums_is_loaded(tmp_path):
+    """As checkpoints were written before there were checksums."""
+    path = saved(tmp_path / "a")
+    assert folder.has_checksums(path)
+    before, _ = consolidated(path)
+    marker = json.loads((path / folder.MARKER).read_text())
+    for name in (sums.CHECKSUMS, "tensors.json"):
+        (path / name).unlink()
+        del marker["files"][name]
+    del marker["checksum"], marker["checksums"]
+    (path / folder.MARKER).write_text(json.dumps(marker))
+    assert not folder.has_checksums(path)
+    assert same(before, consolidated(resolve(path))[0])
+
+
+def test_every_rank_hears_of_damage_that_one_has_read(ranks, tmp_path):
+    assert "__1_0.distcp is damaged" in ranks(damaged_for_one, tmp_path)
+
+
+def damaged_for_one(path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"state_dict": {"weight": distribute_tensor(torch.arange(400_000.0).reshape(1000, 400), mesh, [Shard(0)])}}
+    saver = Saver(asynchronous=False, threads=1)
+    saver.save(state, files={"meta.pt": meta.dumped({})}, path=path / "a")
+    if mesh.get_rank() == 0:
+        flip(path / "a" / "__1_0.distcp", 5_000_000)
+    torch.distributed.barrier()
+    module = torch.nn.Linear(400, 1000, bias=False)
+    module.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(1000, 400), mesh, [Shard(0)]))
+    with pytest.raises(DamagedFileError) as error:
+        load_weights(module, path / "a", group=saver.group)
+    saver.close()
+    return str(error.value)
+
+
+def test_what_is_written_by_buffers_has_the_same_checksums(tmp_path, monkeypatch):
+    straight = saved(tmp_path / "a")
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    buffered = saved(tmp_path / "b")
+    assert (straight / sums.CHECKSUMS).read_bytes() == (buffered / sums.CHECKSUMS).read_bytes()
+    assert same(consolidated(straight)[0], consolidated(buffered)[0])
+
+
+def test_a_whole_checkpoint_is_checked(tmp_path):
+    path = saved(tmp_path / "a")
+    assert folder.damaged(path) == []
+    for name in sorted(entry.name for entry in path.iterdir() if entry.name != folder.MARKER):
+        middle = 8 * ((path / name).stat().st_size // 2)
+        flip(path / name, middle)
+        assert folder.damaged(path) == [name]
+        flip(path / name, middle)
+    assert folder.damaged(path) == []
+
+
+def test_one_file_is_checked(tmp_path):
+    folder.write_file(tmp_path / "one.ckpt", {"state_dict": {"w": torch.randn(100, 100)}})
+    assert folder.damaged(tmp_path / "one.ckpt") == []
+    flip(tmp_path / "one.ckpt", 8 * 20_000)
+    assert folder.damaged(tmp_path / "one.ckpt") == ["one.ckpt"]
+
+
+def test_the_form_of_the_file_of_checksums():
+    stream = io.BytesIO()
+    record = SummedRecord(stream, ThreadPoolExecutor(1))
+    record.write_head(b"head")
+    record.write_body([Piece(memoryview(b"body"))])
+    record = record.write_tail(b"")
+    assert stream.getvalue() == b"headbody"
+    assert [*record.spans()] == [(0, 4), (4, 8), (8, 8)]
+    assert sums.from_json(json.loads(sums.as_json({("file", 3): record}))) == {("file", 3): record}

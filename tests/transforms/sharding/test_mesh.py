@@ -1,0 +1,96 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lightning_ups.transforms.sharding.mesh import MeshSizes, build_mesh, data_mesh, device_of, least_of_ranks, part_of
+
+
+def test_whatever_is_not_asked_for_otherwise_shards():
+    assert MeshSizes.of(8) == MeshSizes(replicate=1, shard=8, tensor=1)
+    assert MeshSizes.of(8, replicate=2, tensor=2) == MeshSizes(replicate=2, shard=2, tensor=2)
+    assert MeshSizes.of(8, replicate=None, tensor=2) == MeshSizes(replicate=4, shard=1, tensor=2)
+
+
+@pytest.mark.parametrize(("replicate", "tensor"), [(3, 1), (1, 3), (4, 4), (1, 0), (-1, 1)])
+def test_what_does_not_divide_is_refused(replicate, tensor):
+    with pytest.raises(ValueError, match=r"8 devices cannot be divided.*Choose sizes whose product divides 8"):
+        MeshSizes.of(8, replicate=replicate, tensor=tensor)
+
+
+def layout(replicate):
+    mesh = build_mesh("cpu", MeshSizes.of(4, replicate=replicate, tensor=2))
+    return (
+        mesh.mesh_dim_names,
+        data_mesh(mesh).mesh_dim_names,
+        mesh["data_parallel"].mesh.tolist(),
+        mesh["tensor_parallel"].mesh.tolist(),
+    )
+
+
+def test_neighbours_split_matrices_and_the_data_dimension_has_one_name(four_ranks):
+    assert four_ranks(layout, 1) == (("data_parallel", "tensor_parallel"), ("data_parallel",), [0, 2], [0, 1])
+    names, sharded, data, tensor = four_ranks(layout, 2)
+    assert names == ("replicate", "shard", "tensor_parallel")
+    assert sharded == ("replicate", "shard")
+    assert (data, tensor) == ([0, 2], [0, 1])
+
+
+def built():
+    sizes, others = MeshSizes.of(2), MeshSizes.of(2, tensor=2)
+    first, other = build_mesh("cpu", sizes), build_mesh("cpu", others)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    again = build_mesh("cpu", sizes)
+    return again is first, other is first, len(dist.distributed_c10d._world.pg_map) - groups
+
+
+def test_all_runs_of_a_process_share_a_mesh_and_its_groups(ranks):
+    assert ranks(built) == (True, False, 0)
+
+
+def stays_on_its_mesh():
+    """Return whether what is made of a tensor is on the mesh of that, after another mesh was equal to it."""
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    (distribute_tensor(torch.randn(8), other, [Shard(0), Replicate()]).detach() * 2).to(torch.bfloat16)
+    mesh = build_mesh("cpu", MeshSizes.of(2))
+    assert mesh == other
+    assert mesh is not other
+    made = distribute_tensor(torch.randn(8), mesh, [Shard(0), Replicate()])
+    return [each.device_mesh is mesh for each in (made, made.detach(), made * 2, made.to(torch.bfloat16))]
+
+
+def test_what_torch_knows_of_an_equal_mesh_is_forgotten(ranks):
+    assert ranks(stays_on_its_mesh) == [True] * 4
+
+
+def test_a_mesh_of_another_world_is_left(tmp_path):
+    meshes = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / str(number)}", rank=0, world_size=1)
+        meshes.append(build_mesh("cpu", MeshSizes.of(1)))
+        dist.destroy_process_group()
+    assert meshes[0] is not meshes[1]
+
+
+def parts():
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(15.0).view(3, 5)
+    same = [
+        torch.equal(part_of(whole, mesh, [p]), distribute_tensor(whole, mesh, [p]).to_local())
+        for p in (Shard(0), Shard(1), Replicate())
+    ]
+    one = part_of(torch.ones(1), mesh, [Shard(0)])
+    return same, one.numel() == (mesh.get_local_rank() == 0), device_of(mesh)
+
+
+def test_a_part_is_what_a_distributed_tensor_keeps(ranks):
+    assert ranks(parts) == ([True] * 3, True, torch.device("cpu"))
+
+
+def decided():
+    rank = torch.distributed.get_rank()
+    return least_of_ranks(2**40 + rank, 7 - rank, device=torch.device("cpu"))
+
+
+def test_ranks_decide_by_the_one_that_has_least(ranks):
+    assert ranks(decided) == [2**40, 6]

@@ -1,0 +1,102 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_ups.transforms.sharding.replicated import BufferSync, average_gradients, give_first
+
+
+def averaged(unused):
+    rank = dist.get_rank()
+    parameters = [
+        nn.Parameter(torch.tensor(1.0)),
+        nn.Parameter(torch.ones(2, dtype=torch.complex64)),
+        nn.Parameter(torch.ones(3, dtype=torch.float64)),
+        nn.Parameter(torch.ones(1)),
+    ]
+    for p in parameters[:3]:
+        p.grad = torch.full_like(p, rank + (1j * rank if p.is_complex() else 0))
+    if unused and rank == 0:
+        parameters[3].grad = torch.ones(1)
+    for _ in range(2):  # a second time changes nothing
+        average_gradients(parameters, group=dist.group.WORLD, unused=unused)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def test_gradients_are_the_mean_in_their_own_type(ranks):
+    assert ranks(averaged, False) == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, None]
+    assert ranks(averaged, True) == [0.5, [0.5 + 0.5j] * 2, [0.5] * 3, [0.5]]
+
+
+def averaged_sparse():
+    p = nn.Parameter(torch.ones(4, 2))
+    if dist.get_rank() == 0:
+        p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2), check_invariants=True)
+    idle = nn.Parameter(torch.ones(1))
+    average_gradients([p, idle], group=dist.group.WORLD, unused=True)
+    return p.grad.to_dense().tolist(), idle.grad
+
+
+def test_a_sparse_gradient_of_one_rank_and_none_of_any(ranks):
+    assert ranks(averaged_sparse) == ([[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]], None)
+
+
+def given():
+    rank = dist.get_rank()
+    memory = torch.arange(8.0).view(4, 2) + 10 * rank
+    tensors = [
+        memory[:, 0],  # whose memory is the other column's, too
+        (torch.arange(4.0).view(2, 2) + 10 * rank).t(),
+        torch.full((1,), float(rank)).expand(3),
+        torch.full((2,), complex(rank, 1)),
+        torch.zeros(0),
+    ]
+    give_first(tensors, group=dist.group.WORLD)
+    every = [None] * 2
+    dist.all_gather_object(every, ([t.tolist() for t in tensors], memory[:, 1].tolist()))
+    return every
+
+
+def test_the_first_ranks_values_whatever_the_strides(ranks):
+    first, second = ranks(given)
+    assert second[0] == first[0] == [[0, 2, 4, 6], [[0, 2], [1, 3]], [0, 0, 0], [1j, 1j], []]
+    assert second[1] == [11, 13, 15, 17]
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("sometimes", torch.zeros(()))
+
+    def step(self):
+        rank = dist.get_rank()
+        self.steps += rank + 1
+        self.norm.running_mean += rank
+        if rank == 1:
+            self.sometimes += 1  # on one rank only: all must still send the same
+
+
+def synced():
+    model = Counts()
+    model.table += dist.get_rank()  # as an earlier run may have left it
+    sync, sent = BufferSync(model, group=dist.group.WORLD), []
+    for _ in range(3):
+        sync()
+        sent.append({name: b.clone() for name, b in model.named_buffers()})
+        model.step()
+        sync.note_step()
+    every = [None] * 2
+    dist.all_gather_object(every, sent)
+    equal = [all(torch.equal(a[n], b[n]) for n in a) for a, b in zip(*every, strict=True)]
+    return equal, sync._names, sent[2]["steps"].item()
+
+
+def test_what_changes_is_the_first_ranks(ranks):
+    equal, names, steps = ranks(synced)
+    assert equal == [True, True, True]
+    assert set(names) == {
+        "steps", "sometimes", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    }  # fmt: skip
+    assert steps == 2

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from lightning_ups.transforms.te.names import from_te_names, te_name_of, to_te_names
+
+LAYOUTS = {
+    "ffn": {
+        "layer_norm_weight": ("norm.weight",),
+        "fc1_weight": ("ffn.gate.weight", "ffn.up.weight"),
+        "fc2_weight": ("ffn.down.weight",),
+    }
+}
+
+
+def tensors():
+    torch.manual_seed(0)
+    shapes = {"norm.weight": (4,), "ffn.gate.weight": (6, 4), "ffn.up.weight": (6, 4), "ffn.down.weight": (4, 6)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()} | {"head.weight": torch.randn(2, 4)}
+
+
+def test_there_and_back():
+    ours = tensors()
+    theirs = to_te_names(ours, LAYOUTS)
+    assert theirs.keys() == {"ffn.layer_norm_weight", "ffn.fc1_weight", "ffn.fc2_weight", "head.weight"}
+    assert torch.equal(theirs["ffn.fc1_weight"][:6], ours["ffn.gate.weight"])  # the half that is activated
+    back = from_te_names(theirs | {"ffn._extra_state": torch.empty(0)}, LAYOUTS, like=ours)
+    assert back.keys() == ours.keys()
+    assert all(torch.equal(back[name], value) for name, value in ours.items())
+
+
+def test_half_a_product_is_refused():
+    part = {name: value for name, value in tensors().items() if name != "ffn.up.weight"}
+    with pytest.raises(KeyError, match=r"ffn\.up\.weight"):
+        to_te_names(part, LAYOUTS)
+
+
+def test_an_optimizer_without_some_of_them():
+    frozen = {"head.weight": torch.zeros(2, 4)}
+    assert to_te_names(frozen, LAYOUTS).keys() == {"head.weight"}
+
+
+def test_the_name_of_one():
+    assert te_name_of("ffn.up.weight", LAYOUTS) == "ffn.fc1_weight"
+    assert te_name_of("head.weight", LAYOUTS) == "head.weight"
