@@ -31,13 +31,15 @@ TRAINER = {
     "predict": "run its prediction loop",
 }
 TOOLS = {  # a command appears when its module exists, and is imported when it is called
-    "explain": _Tool("show what a configuration will do, in which order, and what is refused", "explain"),
-    "presets": _Tool("list the configurations that the package ships, or print one", "presets"),
-    "doctor": _Tool("show the machine, its packages, and what can run here", "doctor"),
-    "plan": _Tool("predict the memory of a configuration, without a GPU: what fits, and what to change", "plan"),
-    "verify": _Tool("check that a configuration trains as the plain model does", "verify"),
-    "advise": _Tool("measure which layers would be faster in float8, and by how much", "advise"),
-    "export": _Tool("write a checkpoint in another format", "export"),
+    "explain": _Tool("show what a configuration will do, in which order, and what is refused", "commands.explain"),
+    "presets": _Tool("list the configurations that the package ships, or print one", "config.presets"),
+    "doctor": _Tool("show the machine, its packages, and what can run here", "commands.doctor"),
+    "plan": _Tool(
+        "predict the memory of a configuration, without a GPU: what fits, and what to change", "commands.plan"
+    ),
+    "verify": _Tool("check that a configuration trains as the plain model does", "commands.verify"),
+    "advise": _Tool("measure which layers would be faster in float8, and by how much", "commands.advise"),
+    "export": _Tool("write a checkpoint in another format", "commands.export"),
 }
 
 
@@ -72,14 +74,14 @@ def _run(words: list[str]) -> int:
 def _call(command: str, words: list[str]) -> int:
     if command in TRAINER:
         return importlib.import_module("lightning_ups.cli").main([command, *words])
-    tool = importlib.import_module(f"lightning_ups.tools.{TOOLS[command].module}")
+    tool = importlib.import_module(f"lightning_ups.{TOOLS[command].module}")
     if hasattr(tool, "main") and (code := tool.main(words)) is not None:  # None: it needs a configuration
         return code
     return importlib.import_module("lightning_ups.cli").show(tool, words)
 
 
 def _tools() -> Iterator[str]:
-    return (name for name, tool in TOOLS.items() if find_spec(f"lightning_ups.tools.{tool.module}") is not None)
+    return (name for name, tool in TOOLS.items() if find_spec(f"lightning_ups.{tool.module}") is not None)
 
 
 def _help() -> str:

@@ -94,7 +94,7 @@ class TestPage:
     def test_commands_exist(self, page):
         from lightning_ups.__main__ import TOOLS, TRAINER
 
-        known = {*TRAINER, *(name for name, tool in TOOLS.items() if find_spec(f"lightning_ups.tools.{tool.module}"))}
+        known = {*TRAINER, *(name for name, tool in TOOLS.items() if find_spec(f"lightning_ups.{tool.module}"))}
         for command in re.findall(r"python -m lightning_ups (\w+)", page.read_text()):
             assert command in known, f"python -m lightning_ups {command} in {page.name}"
 

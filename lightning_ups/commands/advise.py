@@ -22,7 +22,7 @@ from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.precision.arguments import check_head, check_tokens
 from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.float8 import mx as float8_mx
+from lightning_ups.transforms.float8.mx import MX_CAPABILITY
 from lightning_ups.transforms.float8.convert import Recipe, fitting_linears, why_left
 from lightning_ups.transforms.te.convert import TEConversion
 
@@ -229,7 +229,7 @@ def _why_not(trial: Trial, recipe: str, device: torch.device | None) -> Exceptio
 
 
 def _known(device: torch.device) -> Sequence[str]:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= float8_mx.CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= MX_CAPABILITY:
         return (*RECIPES, "mxfp8")
     return RECIPES
 

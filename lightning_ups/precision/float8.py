@@ -27,7 +27,7 @@ from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.casting.autocast_errors import refused_autocast
 from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.float8 import mx as float8_mx
+from lightning_ups.transforms.float8.mx import MX_CAPABILITY
 from lightning_ups.transforms.float8.convert import (
     Float8Conversion,
     Format,
@@ -295,10 +295,10 @@ class Float8Precision(PolicyPrecision):
         what = f"{device.type}" if found is None else f"{torch.cuda.get_device_name(device)}, capability {found}"
         if found is None or found < CAPABILITY:
             raise RuntimeError(_incapable(what))
-        if self.recipe == "mxfp8" and found < float8_mx.CAPABILITY:
+        if self.recipe == "mxfp8" and found < MX_CAPABILITY:
             raise RuntimeError(
                 f"Float8Precision(recipe='mxfp8') cannot run on this device: {what}."
-                f" Products in MXFP8 need a GPU of capability {float8_mx.CAPABILITY} or higher, such as B200."
+                f" Products in MXFP8 need a GPU of capability {MX_CAPABILITY} or higher, such as B200."
                 " Use recipe='tensorwise', or, to test, emulate=True."
             )
 

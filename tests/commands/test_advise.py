@@ -5,7 +5,6 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
-from tests.tools.test_asked import DEFAULTS
 from torch import nn
 
 from lightning_ups.__main__ import main
@@ -20,6 +19,7 @@ from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te
 from tests.cli_toys import Data, Toy
+from tests.config.test_asked import DEFAULTS
 
 
 class Wide(Toy):
@@ -372,7 +372,7 @@ def test_options_of_its_own_are_taken_out():
 def test_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(
-        "model: {class_path: tests.tools.test_advise.Wide}\n"
+        "model: {class_path: tests.commands.test_advise.Wide}\n"
         "data: {class_path: tests.cli_toys.Data}\n"
         "trainer: {accelerator: cpu, max_steps: 1}\n"
     )

@@ -14,7 +14,7 @@ from lightning_ups.commands import doctor
 from lightning_ups.commands.doctor import main
 from lightning_ups.commands.machine import hardware
 from lightning_ups.commands.machine.hardware import TECHNIQUES
-from tests.tools.here import here
+from tests.commands.here import here
 
 ANSI = re.compile(r"\x1b\[")
 

@@ -1,5 +1,4 @@
 import pytest
-from tests.tools.test_asked import DEFAULTS
 from torch import nn
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
@@ -8,6 +7,7 @@ from lightning_ups.config.asked import Asked, run_of
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.cli_toys import Late, Toy
+from tests.config.test_asked import DEFAULTS
 
 
 @pytest.fixture

@@ -170,7 +170,9 @@ def test_what_is_not_trusted_is_left_out_and_told(ranks, tmp_path, capsys):
     ranks(strange, tmp_path)
     arguments = ["--checkpoint", str(tmp_path / "trained.ckpt"), "--format", "torch", "--output"]
     main([*arguments, str(tmp_path / "one")])
-    assert "hyper_parameters.strange (tests.tools.test_export.Strange). --trust keeps them." in capsys.readouterr().out
+    assert (
+        "hyper_parameters.strange (tests.commands.test_export.Strange). --trust keeps them." in capsys.readouterr().out
+    )
     main([*arguments, str(tmp_path / "all"), "--trust"])
     saved = torch.load(tmp_path / "all" / "checkpoint.ckpt", weights_only=False)
     assert isinstance(saved["hyper_parameters"]["strange"], Strange)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from tests.tools.test_asked import DEFAULTS
 from torch.utils.data import DataLoader
 
 from lightning_ups.__main__ import main as command_line
@@ -17,6 +16,7 @@ from lightning_ups.insight.dry_run.plan import Planner
 from lightning_ups.insight.dry_run.rehearsal import Uncountable
 from lightning_ups.models import GPTModule
 from tests.cli_toys import Data, Toy
+from tests.config.test_asked import DEFAULTS
 
 SETTINGS = DEFAULTS | {"accumulate_grad_batches": 1}
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import Precision
-from tests.tools.test_asked import DEFAULTS
 
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.commands import trial as trials
@@ -16,6 +15,7 @@ from lightning_ups.insight.throughput import Inspection
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.cli_toys import Data, Noted, Toy
+from tests.config.test_asked import DEFAULTS
 
 
 class Watch(Callback):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from tests.tools.test_asked import DEFAULTS
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,7 +24,8 @@ from lightning_ups.insight.verify.faults import FAULTS
 from lightning_ups.insight.verify.verify import REST, Departure
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te
-from tests.tools.deep import Deep
+from tests.commands.deep import Deep
+from tests.config.test_asked import DEFAULTS
 
 BLOCK = "model.layers.11"
 
@@ -504,7 +504,7 @@ def test_options_of_its_own_are_taken_out():
 
 
 CONFIG = """
-model: {class_path: tests.tools.deep.Deep, init_args: {num_layers: 2}}
+model: {class_path: tests.commands.deep.Deep, init_args: {num_layers: 2}}
 data: {class_path: RandomTokens, init_args: {vocab_size: 64, seq_len: 32, batch_size: 4}}
 trainer: {accelerator: cpu, max_steps: 1, plugins: [{class_path: BF16Precision}]}
 """

@@ -272,7 +272,7 @@ sys.exit(explained(run, debug=False))
     [
         ("print('x' * 100_000)", "stdout"),
         ("import rich.console; rich.console.Console().print('x')", "stdout"),  # which ends by itself
-        ("from lightning_ups.tools import presets; presets.text('none of them')", "stderr"),
+        ("from lightning_ups.config import presets; presets.text('none of them')", "stderr"),
         ("print('x' * 100_000, file=sys.stderr)", "stderr"),
         ("raise KeyboardInterrupt", "stderr"),
     ],

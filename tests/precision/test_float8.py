@@ -3,7 +3,6 @@ import logging
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from tests.tools.test_asked import DEFAULTS
 from torch import nn
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
@@ -14,6 +13,7 @@ from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.precision import float8 as float8_precision
 from lightning_ups.precision.float8 import _warn_of_eager
 from lightning_ups.transforms.float8.convert import float8_linears
+from tests.config.test_asked import DEFAULTS
 from tests.toys import Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

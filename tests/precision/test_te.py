@@ -4,7 +4,6 @@ import os
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from tests.tools.test_asked import DEFAULTS
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -17,6 +16,7 @@ from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.te.fusions import Fusion
 from tests import fake_te
+from tests.config.test_asked import DEFAULTS
 from tests.toys import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -103,7 +103,7 @@ def watched_waits(counts: "Counter[str]") -> Iterator[None]:
 
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 
 
 def _place() -> str | None:

@@ -17,9 +17,9 @@ from lightning_ups.transforms.float8.layers import (
     refuse_tracing,
 )
 
-__all__ = ["CAPABILITY", "mx_linear_from"]
+__all__ = ["MX_CAPABILITY", "mx_linear_from"]
 
-CAPABILITY = (10, 0)  # Blackwell multiplies in it; Hopper does not
+MX_CAPABILITY = (10, 0)  # Blackwell multiplies in it; Hopper does not
 _BLOCK = 32
 
 

@@ -5,7 +5,7 @@ from lightning_ups._compat.torch import probes
 from lightning_ups.commands.machine import hardware
 from lightning_ups.commands.machine.hardware import TECHNIQUES, Finding, Technique, examine
 from lightning_ups.commands.machine.packages import KNOWN, Machine, Package
-from tests.tools.here import here
+from tests.commands.here import here
 
 ROWS = {technique.name: technique for technique in TECHNIQUES}
 GPUS = {"V100": (7, 0), "A100": (8, 0), "L40S": (8, 9), "H100": (9, 0), "B200": (10, 0)}

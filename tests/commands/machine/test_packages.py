@@ -6,7 +6,7 @@ import torch
 from lightning_ups._compat.environment import installed
 from lightning_ups.commands.machine import packages as machine
 from lightning_ups.commands.machine.packages import KNOWN, Known, Machine
-from tests.tools.here import here
+from tests.commands.here import here
 
 
 def test_this_machine_is_described():
