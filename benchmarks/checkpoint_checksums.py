@@ -84,7 +84,7 @@ def _rates() -> dict[str, dict[str, float]]:
     import hashlib
     import zlib
 
-    from lightning_ups.state.checkpoint.checksums import CHUNK, checksum
+    from lightning_ups.state.checkpoint import CHUNK, checksum
 
     functions = {
         "ours": checksum,
@@ -184,7 +184,7 @@ def _rounds(
 
 
 def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int | None, *, side: str) -> Folder:
-    from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
+    from lightning_ups.state.checkpoint import FolderReader, read_into
 
     sync, background = savers
     found = dict[str, Any]()
@@ -218,9 +218,7 @@ def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int |
 @contextmanager
 def _without_checksums() -> Iterator[None]:
     """Let checkpoints be written and read without checksums of their data."""
-    from lightning_ups.state.checkpoint import folder
-    from lightning_ups.state.checkpoint.checksums import Piece, SummedRecord
-    from lightning_ups.state.checkpoint.io import lanes
+    from lightning_ups.state.checkpoint import Piece, SummedRecord, folder, lanes
 
     def write_body(self: SummedRecord, pieces: Iterable[Piece]) -> None:
         for piece in pieces:

@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.data import RandomTokens
-from lightning_ups.insight.throughput.flops import count_flops
+from lightning_ups.insight.throughput import count_flops
 from lightning_ups.models import GPT, SIZES, GPTModule
 from lightning_ups.models.gpt import Size
 from lightning_ups.precision import BF16Precision
-from lightning_ups.transforms.recompute.wrapping import recompute
+from lightning_ups.transforms.recompute import recompute
 
 TINY = os.environ.get("UPS_BENCH_SIZE") == "tiny"
 SIZE: Size = "tiny" if TINY else "1B"

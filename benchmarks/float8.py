@@ -562,7 +562,7 @@ def _trial(model: str, *, tiny: bool) -> Any:
 
 def _made_up(product: Any, recipe: str) -> Any:
     """Return times that follow from shapes: wide products win, narrow ones lose."""
-    from lightning_ups.insight.advise.table import Times
+    from lightning_ups.insight.advise import Times
 
     third = product.flops / 1e6  # nothing on any device: large enough to decide
     if recipe != "bfloat16":

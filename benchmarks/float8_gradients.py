@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ups.data import StdlibText
-from lightning_ups.insight.verify.rounding import rounded
+from lightning_ups.insight.verify import rounded
 from lightning_ups.models import GPTModule
 from lightning_ups.models.gpt import Size
 from lightning_ups.precision import BF16Precision

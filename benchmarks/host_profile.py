@@ -35,7 +35,7 @@ from processes import Interrupted, finished, portable, result_of
 
 from lightning_ups.models.gpt import GPTModule
 from lightning_ups.optim import MasteredOptimizer, MasterWeights
-from lightning_ups.transforms.compile.cuda_graphs import OwnGradients
+from lightning_ups.transforms.compile import OwnGradients
 
 PLAIN, PROFILED, SHOWN = 60, 40, 45
 PARTS = {

@@ -56,7 +56,7 @@ from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.clip import clip_coefficient, total_norm
 from lightning_ups.transforms.flags import PacedCollection
-from lightning_ups.transforms.float8.convert import convert_to_float8
+from lightning_ups.transforms.float8 import convert_to_float8
 
 ON_GPU = torch.cuda.is_available()
 BACKEND = "inductor" if ON_GPU else "aot_eager"

@@ -165,9 +165,8 @@ def planned(config: Configuration) -> dict[str, Any]:
     """Return what the plan says of ``config``, in GiB."""
     import torch
 
-    from lightning_ups.insight.dry_run.plan import Planner
-    from lightning_ups.insight.memory.account import GIB
-    from lightning_ups.insight.memory.devices import DEVICES
+    from lightning_ups.insight.dry_run import Planner
+    from lightning_ups.insight.memory import DEVICES, GIB
     from lightning_ups.order import Placement, Run
 
     module = _module(config)

@@ -40,7 +40,7 @@ from lightning_ups.models.gpt import GPT, SIZES, GPTConfig
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
-from lightning_ups.transforms.te.convert import convert_to_te
+from lightning_ups.transforms.te import convert_to_te
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

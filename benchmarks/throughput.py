@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_ups.callbacks import Compile, TokenThroughput
-from lightning_ups.insight.throughput import Summary, checks, first_change, peaks_of
-from lightning_ups.insight.throughput.table import rendered
+from lightning_ups.insight.throughput import Summary, checks, first_change, peaks_of, rendered
 from lightning_ups.models import GPTModule
 from lightning_ups.precision import BF16Precision
 

@@ -27,7 +27,7 @@ from lightning_ups.commands.trial import Trial
 from lightning_ups.commands.verify import verify
 from lightning_ups.config.asked import run_of
 from lightning_ups.data import RandomTokens
-from lightning_ups.insight.verify.faults import FAULTS
+from lightning_ups.insight.verify import FAULTS
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 

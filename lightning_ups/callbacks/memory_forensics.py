@@ -21,12 +21,8 @@ from lightning_ups._compat.torch.allocator import (
     end_history,
     write_snapshot,
 )
-from lightning_ups.insight.dry_run.plan import Planner
-from lightning_ups.insight.dry_run.rehearsal import Uncountable
-from lightning_ups.insight.memory.account import GIB, Moment, readable
-from lightning_ups.insight.memory.devices import Device
-from lightning_ups.insight.memory.fake_module import fake_batch, twin
-from lightning_ups.insight.memory.owners import holders, is_out_of_memory
+from lightning_ups.insight.dry_run import Planner, Uncountable
+from lightning_ups.insight.memory import GIB, Device, Moment, fake_batch, holders, is_out_of_memory, readable, twin
 from lightning_ups.order import Run, Stage
 from lightning_ups.order.arguments import check_kind, check_least, check_path
 from lightning_ups.transforms.blocks import find_blocks

@@ -13,18 +13,33 @@ import torch
 from lightning_ups._compat.optional.te import engine, why_not
 from lightning_ups._compat.torch.fake import fake_step, fake_twin
 from lightning_ups.commands.trial import Trial, WorkClock
-from lightning_ups.insight.advise.advice import Advice, best_recipe
-from lightning_ups.insight.advise.engine import ENGINE, engine_layers, engine_recipe, is_engine, read_first
-from lightning_ups.insight.advise.shapes import Layer, check_ran, layers_of, layers_with_rows, names_of, products_of
-from lightning_ups.insight.advise.table import Table, Timer, cache_path, obtain_table, where
-from lightning_ups.insight.advise.timer import timer_on
+from lightning_ups.insight.advise import (
+    ENGINE,
+    Advice,
+    Layer,
+    Table,
+    Timer,
+    best_recipe,
+    cache_path,
+    check_ran,
+    engine_layers,
+    engine_recipe,
+    is_engine,
+    layers_of,
+    layers_with_rows,
+    names_of,
+    obtain_table,
+    products_of,
+    read_first,
+    timer_on,
+    where,
+)
 from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.precision.arguments import check_head, check_tokens
-from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.float8.mx import MX_CAPABILITY
-from lightning_ups.transforms.float8.convert import Recipe, fitting_linears, why_left
-from lightning_ups.transforms.te.convert import TEConversion
+from lightning_ups.transforms.casting import kept_in_float32, within
+from lightning_ups.transforms.float8 import MX_CAPABILITY, Recipe, fitting_linears, why_left
+from lightning_ups.transforms.te import TEConversion
 
 __all__ = ["TRIES", "advise", "own_options", "show"]
 

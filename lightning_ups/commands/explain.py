@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_ups.config.asked import Asked, counted
 from lightning_ups.order import PolicyPrecision, Run, Stage, Step, policy_of, refusals
 from lightning_ups.transforms.blocks import find_blocks, select_blocks, select_parameters
-from lightning_ups.transforms.simple_fsdp.parametrize import check_parametrisable, is_parametrised
+from lightning_ups.transforms.simple_fsdp import check_parametrisable, is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
 __all__ = ["show"]

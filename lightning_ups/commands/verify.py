@@ -18,29 +18,32 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.compile.inductor import eager_random_numbers
 from lightning_ups.commands.trial import Trial
-from lightning_ups.insight.verify.faults import FAULTS, Fault
-from lightning_ups.insight.verify.rounding import Rounding, rounded_linears
-from lightning_ups.insight.verify.verify import (
+from lightning_ups.insight.verify import (
+    FAULTS,
     REST,
     Band,
     Departure,
+    Fault,
+    Rounding,
     Step,
+    Tape,
+    Watch,
     band_between,
     departures,
     distances,
     first_block,
     is_same,
     largest,
+    rounded_linears,
 )
-from lightning_ups.insight.verify.watch import Tape, Watch
 from lightning_ups.order import Weights, policy_of
 from lightning_ups.order.policy import STOCK_POLICIES
 from lightning_ups.order.refusals import check
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision
 from lightning_ups.state.checkpoint import check_file
 from lightning_ups.transforms.blocks import find_blocks
-from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.float8.convert import fitting_linears
+from lightning_ups.transforms.casting import kept_in_float32, within
+from lightning_ups.transforms.float8 import fitting_linears
 
 __all__ = ["OPTIONS", "TRIES", "Verdict", "own_options", "show", "verify"]
 

@@ -3,8 +3,7 @@
 from lightning_ups.optim.class_name import go_by_the_name_of
 from lightning_ups.optim.low_bit import check_rounding, make_portable
 from lightning_ups.optim.master_weights import MasteredOptimizer, MasterWeights
-from lightning_ups.optim.offload.offload import OffloadedOptimizer, Update
-from lightning_ups.optim.offload.torchao import TorchAOOffloaded
+from lightning_ups.optim.offload import OffloadedOptimizer, TorchAOOffloaded, Update
 from lightning_ups.optim.options import check_options, refuse_state_of_others
 from lightning_ups.optim.reduction import reduce_into_masters
 

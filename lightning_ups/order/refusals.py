@@ -11,8 +11,8 @@ from lightning_ups.order.policy import STOCK_POLICIES, policy_of
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
 from lightning_ups.transforms.blocks import select_blocks
-from lightning_ups.transforms.fsdp.sharding import is_sharded
-from lightning_ups.transforms.simple_fsdp.parametrize import is_parametrised
+from lightning_ups.transforms.fsdp import is_sharded
+from lightning_ups.transforms.simple_fsdp import is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
 __all__ = ["REFUSALS", "Refusal", "check", "one_graph", "refusals", "refuse_precision", "refuse_second"]

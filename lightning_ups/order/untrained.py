@@ -177,7 +177,7 @@ class _Watch:
 
     def _reached(self, model: LightningModule, parameters: Sequence[nn.Parameter]) -> list[bool]:
         """Run the step's batch forward again, and return which of ``parameters`` its loss depends on."""
-        from lightning_ups.transforms.compile.trial import State  # the compiler: imported for those who need it
+        from lightning_ups.transforms.compile import State  # the compiler: imported for those who need it
 
         assert self._batch is not None
         before, random_now = State(model), _random_state()

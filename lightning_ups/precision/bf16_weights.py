@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_ups.optim.master_weights import has_statistics
 from lightning_ups.order import DtypePolicy, PolicyPrecision
 from lightning_ups.transforms.blocks import roots
-from lightning_ups.transforms.casting.cast import cast_around
+from lightning_ups.transforms.casting import cast_around
 from lightning_ups.transforms.error_hints import advice_on_mixed_types
 
 __all__ = ["BF16WeightsPrecision"]

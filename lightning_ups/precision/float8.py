@@ -15,23 +15,29 @@ from typing_extensions import override
 
 from lightning_ups._compat.lightning.trainer import trainer_of
 from lightning_ups._compat.torch.fake import fake_step, fake_twin, first_batch
-from lightning_ups.insight.advise.advice import Advice
-from lightning_ups.insight.advise.agreement import agreed
-from lightning_ups.insight.advise.shapes import check_ran, layers_of, layers_with_rows, products_of
-from lightning_ups.insight.advise.table import Timer, obtain_table
-from lightning_ups.insight.advise.timer import timer_on
+from lightning_ups.insight.advise import (
+    Advice,
+    Timer,
+    agreed,
+    check_ran,
+    layers_of,
+    layers_with_rows,
+    obtain_table,
+    products_of,
+    timer_on,
+)
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns
-from lightning_ups.transforms.casting.autocast_errors import refused_autocast
-from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.float8.mx import MX_CAPABILITY
-from lightning_ups.transforms.float8.convert import (
+from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
+from lightning_ups.transforms.float8 import (
+    MX_CAPABILITY,
     Float8Conversion,
     Format,
     Recipe,
+    Scales,
     check_recipe,
     compiler_settings,
     conversion_of,
@@ -40,9 +46,8 @@ from lightning_ups.transforms.float8.convert import (
     float8_linears,
     why_none_fits,
 )
-from lightning_ups.transforms.float8.gather import Scales
-from lightning_ups.transforms.fsdp.sharding import is_sharded
-from lightning_ups.transforms.sharding.mesh import TENSOR
+from lightning_ups.transforms.fsdp import is_sharded
+from lightning_ups.transforms.sharding import TENSOR
 
 __all__ = ["Float8Precision"]
 

@@ -27,25 +27,40 @@ from lightning_ups._compat.optional.te import (
     why_not_on,
 )
 from lightning_ups._compat.torch.fake import fake_step, fake_twin, first_batch
-from lightning_ups.insight.advise.advice import Advice
-from lightning_ups.insight.advise.agreement import agreed
-from lightning_ups.insight.advise.engine import engine_layers, engine_name, modules_of, read_first
-from lightning_ups.insight.advise.shapes import Layer, check_ran, layers_of, layers_with_rows, products_of
-from lightning_ups.insight.advise.table import Timer, obtain_table
-from lightning_ups.insight.advise.timer import timer_on
+from lightning_ups.insight.advise import (
+    Advice,
+    Layer,
+    Timer,
+    agreed,
+    check_ran,
+    engine_layers,
+    engine_name,
+    layers_of,
+    layers_with_rows,
+    modules_of,
+    obtain_table,
+    products_of,
+    read_first,
+    timer_on,
+)
 from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Weights
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
-from lightning_ups.transforms.casting.autocast_errors import refused_autocast
-from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.fsdp.sharding import is_sharded
+from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
+from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
-from lightning_ups.transforms.recompute.wrapping import checkpointing_by
-from lightning_ups.transforms.sharding.mesh import DATA, TENSOR
-from lightning_ups.transforms.te.attention import EngineAttention, engine_attention
-from lightning_ups.transforms.te.convert import MULTIPLE, Fuse, TEConversion, convert_to_te
-from lightning_ups.transforms.te.fusions import Fusion
+from lightning_ups.transforms.recompute import checkpointing_by
+from lightning_ups.transforms.sharding import DATA, TENSOR
+from lightning_ups.transforms.te import (
+    MULTIPLE,
+    EngineAttention,
+    Fuse,
+    Fusion,
+    TEConversion,
+    convert_to_te,
+    engine_attention,
+)
 
 __all__ = ["TEPrecision"]
 

@@ -53,17 +53,27 @@ from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Sa
 from lightning_ups.strategies.waiting import come_together
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.error_hints import note_shards
-from lightning_ups.transforms.fsdp.interrupts import keeping_interrupt
-from lightning_ups.transforms.fsdp.shard_copy import shard_alike
-from lightning_ups.transforms.fsdp.sharding import unsharded
+from lightning_ups.transforms.fsdp import keeping_interrupt, shard_alike, unsharded
 from lightning_ups.transforms.patching import instead_of
-from lightning_ups.transforms.sharding.materialize import Initialisation, is_on_meta, plan_initialisation
-from lightning_ups.transforms.sharding.mesh import DATA, TENSOR, MeshSizes, build_mesh, data_mesh, num_shares
-from lightning_ups.transforms.sharding.mixed_step import one_kind_at_a_time
-from lightning_ups.transforms.sharding.one_batch import check_one_batch, share_random_state
-from lightning_ups.transforms.sharding.replicated import BufferSync, average_gradients, give_first
-from lightning_ups.transforms.sharding.sharded_before import recall
-from lightning_ups.transforms.sharding.sharded_step import explaining_shards
+from lightning_ups.transforms.sharding import (
+    DATA,
+    TENSOR,
+    BufferSync,
+    Initialisation,
+    MeshSizes,
+    average_gradients,
+    build_mesh,
+    check_one_batch,
+    data_mesh,
+    explaining_shards,
+    give_first,
+    is_on_meta,
+    num_shares,
+    one_kind_at_a_time,
+    plan_initialisation,
+    recall,
+    share_random_state,
+)
 
 __all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
 

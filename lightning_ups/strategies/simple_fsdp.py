@@ -19,17 +19,24 @@ from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, a
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
 from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
-from lightning_ups.transforms.compile.advice import advice_for_one_graph, advice_if_uncompiled
-from lightning_ups.transforms.compile.backward_count import repeated_backward
-from lightning_ups.transforms.compile.compiler import Compiled, Compiler, compiled, refuse_compiled
-from lightning_ups.transforms.compile.frame import hearing, prepared
+from lightning_ups.transforms.compile import (
+    Compiled,
+    Compiler,
+    advice_for_one_graph,
+    advice_if_uncompiled,
+    compiled,
+    hearing,
+    prepared,
+    refuse_compiled,
+    repeated_backward,
+)
 from lightning_ups.transforms.error_hints import explaining_shards_read, explaining_types, note_second_backward
-from lightning_ups.transforms.fsdp.accumulate import Sync
+from lightning_ups.transforms.fsdp import Sync
 from lightning_ups.transforms.kv_cache import without_kv_cache
 from lightning_ups.transforms.shards_in_steps import plain_from_shards, refusing_gradients_of_shards
-from lightning_ups.transforms.simple_fsdp.gather_graph import GatherPlan
-from lightning_ups.transforms.simple_fsdp.parametrize import (
+from lightning_ups.transforms.simple_fsdp import (
     Gathering,
+    GatherPlan,
     Parametrised,
     ParametriseOptions,
     parametrise,

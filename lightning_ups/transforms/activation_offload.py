@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ups._compat.torch.tensors.autograd import dense_parts, differentiated_by_torch_func, has_values
-from lightning_ups.optim.offload.layout import Form, form_of, plain_parts, view_of
-from lightning_ups.optim.offload.memory import Mark, Memory, memory_of
+from lightning_ups.optim.offload import Form, Mark, Memory, form_of, memory_of, plain_parts, view_of
 from lightning_ups.transforms.error_hints import explaining_torch_func
 from lightning_ups.transforms.forward import Forward, replaced_forward
 

@@ -30,8 +30,7 @@ from lightning_ups._compat.environment import (
     working_tree,
 )
 from lightning_ups._compat.lightning.hyperparameters import logged_hyperparameters
-from lightning_ups.insight.report.dtypes import layer_dtypes, shown
-from lightning_ups.insight.report.manifest import difference, flattened, reserve, write
+from lightning_ups.insight.report import difference, flattened, layer_dtypes, reserve, shown, write
 from lightning_ups.insight.throughput import tensors_of
 from lightning_ups.order import (
     PolicyPrecision,

@@ -15,8 +15,7 @@ from typing_extensions import override
 from lightning_ups._compat.lightning.outputs import was_skipped
 from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
-from lightning_ups.insight.throughput import Summary, first_change, own_peaks
-from lightning_ups.insight.throughput.table import rendered
+from lightning_ups.insight.throughput import Summary, first_change, own_peaks, rendered
 from lightning_ups.order import Report, Run, applied, refuse_second
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
 from lightning_ups.transforms.patching import instead_of

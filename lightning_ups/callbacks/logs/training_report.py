@@ -17,11 +17,8 @@ from lightning_ups._compat.optional.packages import has
 from lightning_ups.callbacks.acceleration_flags import AccelerationFlags
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
 from lightning_ups.callbacks.logs.token_throughput import TokenThroughput
-from lightning_ups.insight.report import Content, History, page, write_pictures
-from lightning_ups.insight.report.manifest import reserve
-from lightning_ups.insight.report.pictures import can_draw
-from lightning_ups.insight.throughput import Summary, checks, first_change
-from lightning_ups.insight.throughput.table import PHASE_NAMES, rows
+from lightning_ups.insight.report import Content, History, can_draw, page, reserve, write_pictures
+from lightning_ups.insight.throughput import PHASE_NAMES, Summary, checks, first_change, rows
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import quoted

@@ -1,1 +1,42 @@
 """Measuring which float8 recipe is fastest for the shapes of a model."""
+
+from lightning_ups.insight.advise.advice import Advice, best_recipe
+from lightning_ups.insight.advise.agreement import agreed
+from lightning_ups.insight.advise.engine import (
+    ENGINE,
+    engine_layers,
+    engine_name,
+    engine_recipe,
+    is_engine,
+    modules_of,
+    read_first,
+)
+from lightning_ups.insight.advise.shapes import Layer, check_ran, layers_of, layers_with_rows, names_of, products_of
+from lightning_ups.insight.advise.table import Table, Timer, Times, cache_path, obtain_table, where
+from lightning_ups.insight.advise.timer import timer_on
+
+__all__ = [
+    "ENGINE",
+    "Advice",
+    "Layer",
+    "Table",
+    "Timer",
+    "Times",
+    "agreed",
+    "best_recipe",
+    "cache_path",
+    "check_ran",
+    "engine_layers",
+    "engine_name",
+    "engine_recipe",
+    "is_engine",
+    "layers_of",
+    "layers_with_rows",
+    "modules_of",
+    "names_of",
+    "obtain_table",
+    "products_of",
+    "read_first",
+    "timer_on",
+    "where",
+]

@@ -11,8 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups._compat.optional.te import autocast, make_recipe
 from lightning_ups.insight.advise.shapes import Layer, Product
-from lightning_ups.transforms.te.convert import TEConversion
-from lightning_ups.transforms.te.modules import Borrower, lay_together, linear_for, norm_linear_for, norm_mlp_for
+from lightning_ups.transforms.te import Borrower, TEConversion, lay_together, linear_for, norm_linear_for, norm_mlp_for
 
 __all__ = [
     "ENGINE",

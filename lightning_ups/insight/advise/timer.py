@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ups.insight.advise.engine import Modules, engine_context, engine_forward, is_engine
 from lightning_ups.insight.advise.shapes import Product
 from lightning_ups.insight.advise.table import BFLOAT16, Timer, Times
-from lightning_ups.transforms.float8.convert import Recipe, compiler_settings, float8_swap
+from lightning_ups.transforms.float8 import Recipe, compiler_settings, float8_swap
 
 __all__ = ["Clock", "timer_on"]
 

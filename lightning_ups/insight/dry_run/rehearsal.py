@@ -19,13 +19,19 @@ from torch.optim import Optimizer
 from lightning_ups._compat.lightning.trainer import trainer_of
 from lightning_ups._compat.torch.log_levels import only_from
 from lightning_ups._compat.torch.rehearsal import NEEDS_VALUES, FakeTensorMode, fake_mode
-from lightning_ups.insight.memory.account import Ledger, Phase
-from lightning_ups.insight.memory.compiled import as_compiled
-from lightning_ups.insight.memory.cuda import step_as_on_cuda
-from lightning_ups.insight.memory.fake_module import fake_batch, twin
-from lightning_ups.insight.memory.offloaded import RehearsedMemory
-from lightning_ups.insight.memory.step import Play, Step, rehearse
-from lightning_ups.insight.memory.tensor_parallel import cut_for_one_device
+from lightning_ups.insight.memory import (
+    Ledger,
+    Phase,
+    Play,
+    RehearsedMemory,
+    Step,
+    as_compiled,
+    cut_for_one_device,
+    fake_batch,
+    rehearse,
+    step_as_on_cuda,
+    twin,
+)
 from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.optim.adamw_step import suits_one_kernel
 from lightning_ups.optim.low_bit import make_state_alone
@@ -36,11 +42,9 @@ from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.blocks import Blocks, roots, select_blocks, with_losses
-from lightning_ups.transforms.casting.cast import cast_around
-from lightning_ups.transforms.casting.in_float32 import computing_in_float32, kept_in_float32, within
-from lightning_ups.transforms.casting.matmuls import matmul_weights
+from lightning_ups.transforms.casting import cast_around, computing_in_float32, kept_in_float32, matmul_weights, within
 from lightning_ups.transforms.kv_cache import without_kv_cache
-from lightning_ups.transforms.recompute.wrapping import recompute
+from lightning_ups.transforms.recompute import recompute
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
 __all__ = ["Change", "OptimizerShare", "Uncountable", "optimizer_share", "rehearse_run"]

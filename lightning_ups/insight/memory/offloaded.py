@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.rehearsal import FakeTensor
 from lightning_ups.insight.memory.account import Ledger
-from lightning_ups.optim.offload.memory import Copy, Mark, Memory
+from lightning_ups.optim.offload import Copy, Mark, Memory
 
 __all__ = ["RehearsedMemory"]
 

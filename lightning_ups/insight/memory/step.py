@@ -14,7 +14,7 @@ from lightning_ups._compat.torch.distributions import without_checks
 from lightning_ups._compat.torch.rehearsal import FakeTensorMode
 from lightning_ups.insight.memory.account import Ledger, Moment, Phase
 from lightning_ups.insight.memory.cuda import as_on_cuda
-from lightning_ups.transforms.float8.convert import float8_linears
+from lightning_ups.transforms.float8 import float8_linears
 
 __all__ = ["Play", "Step", "rehearse"]
 

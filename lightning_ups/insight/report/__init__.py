@@ -1,7 +1,22 @@
 """A run's report: one page that needs nothing else, and pictures of its curves."""
 
+from lightning_ups.insight.report.dtypes import layer_dtypes, shown
 from lightning_ups.insight.report.history import Chart, History
 from lightning_ups.insight.report.html_page import Content, page
-from lightning_ups.insight.report.pictures import write_pictures
+from lightning_ups.insight.report.manifest import difference, flattened, reserve, write
+from lightning_ups.insight.report.pictures import can_draw, write_pictures
 
-__all__ = ["Chart", "Content", "History", "page", "write_pictures"]
+__all__ = [
+    "Chart",
+    "Content",
+    "History",
+    "can_draw",
+    "difference",
+    "flattened",
+    "layer_dtypes",
+    "page",
+    "reserve",
+    "shown",
+    "write",
+    "write_pictures",
+]

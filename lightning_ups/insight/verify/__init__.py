@@ -1,1 +1,37 @@
 """Comparing a run with a reference run."""
+
+from lightning_ups.insight.verify.faults import FAULTS, Fault
+from lightning_ups.insight.verify.rounding import Rounding, rounded, rounded_linears
+from lightning_ups.insight.verify.verify import (
+    REST,
+    Band,
+    Departure,
+    Step,
+    band_between,
+    departures,
+    distances,
+    first_block,
+    is_same,
+    largest,
+)
+from lightning_ups.insight.verify.watch import Tape, Watch
+
+__all__ = [
+    "FAULTS",
+    "REST",
+    "Band",
+    "Departure",
+    "Fault",
+    "Rounding",
+    "Step",
+    "Tape",
+    "Watch",
+    "band_between",
+    "departures",
+    "distances",
+    "first_block",
+    "is_same",
+    "largest",
+    "rounded",
+    "rounded_linears",
+]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_ups.transforms.forward import Forward, replaced_forward
-from lightning_ups.transforms.te.forward import is_computed
+from lightning_ups.transforms.te import is_computed
 
 __all__ = ["FAULTS", "Fault"]
 

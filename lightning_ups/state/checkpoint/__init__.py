@@ -1,5 +1,6 @@
 """Checkpoints by torch's distributed checkpointing (DCP): saving, loading, and the folder they live in."""
 
+from lightning_ups.state.checkpoint.checksums import CHUNK, Piece, SummedRecord, checksum
 from lightning_ups.state.checkpoint.claims import claim, neighbors
 from lightning_ups.state.checkpoint.consolidation import (
     SavedWeights,
@@ -23,6 +24,8 @@ from lightning_ups.state.checkpoint.folder import (
     settle,
     unwritable,
 )
+from lightning_ups.state.checkpoint.io import lanes
+from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 from lightning_ups.state.checkpoint.loading import load, load_optimizers, load_weights, resolve
 from lightning_ups.state.checkpoint.meta import damage_told
 from lightning_ups.state.checkpoint.saver import Phase, Saver, SaveTimes
@@ -30,12 +33,17 @@ from lightning_ups.state.checkpoint.saving import gathered, numbered, save_shard
 from lightning_ups.state.checkpoint.state import named_state
 
 __all__ = [
+    "CHUNK",
     "MODELS",
+    "FolderReader",
     "Phase",
+    "Piece",
     "SaveTimes",
     "SavedWeights",
     "Saver",
+    "SummedRecord",
     "check_file",
+    "checksum",
     "claim",
     "clean",
     "consolidated",
@@ -45,6 +53,7 @@ __all__ = [
     "gathered",
     "has_checksums",
     "is_complete",
+    "lanes",
     "load",
     "load_optimizers",
     "load_weights",
@@ -56,6 +65,7 @@ __all__ = [
     "newest",
     "newest_within",
     "numbered",
+    "read_into",
     "remove",
     "resolve",
     "rest_of",

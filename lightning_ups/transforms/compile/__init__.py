@@ -1,1 +1,43 @@
 """Compiling modules, and choosing between eager code, compiled code and CUDA graphs."""
+
+from lightning_ups.transforms.compile.advice import advice_for_one_graph, advice_if_uncompiled
+from lightning_ups.transforms.compile.backward_count import repeated_backward
+from lightning_ups.transforms.compile.cache import CacheFile
+from lightning_ups.transforms.compile.compiler import (
+    Compiled,
+    Compiler,
+    Mode,
+    OnFailure,
+    compiled,
+    compiled_by_model,
+    is_compiled,
+    refuse_compiled,
+)
+from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, begin_step
+from lightning_ups.transforms.compile.frame import hearing, prepared
+from lightning_ups.transforms.compile.mode import Choice, Clock
+from lightning_ups.transforms.compile.replay import Replay
+from lightning_ups.transforms.compile.trial import State
+
+__all__ = [
+    "CacheFile",
+    "Choice",
+    "Clock",
+    "Compiled",
+    "Compiler",
+    "Mode",
+    "OnFailure",
+    "OwnGradients",
+    "Replay",
+    "State",
+    "advice_for_one_graph",
+    "advice_if_uncompiled",
+    "begin_step",
+    "compiled",
+    "compiled_by_model",
+    "hearing",
+    "is_compiled",
+    "prepared",
+    "refuse_compiled",
+    "repeated_backward",
+]

@@ -29,7 +29,7 @@ from lightning_ups.transforms.compile.replay import Replay, call_of
 from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.forward import Forward, replaced_forward
 from lightning_ups.transforms.quoted import first_line
-from lightning_ups.transforms.recompute.wrapping import is_recomputed
+from lightning_ups.transforms.recompute import is_recomputed
 
 __all__ = [
     "Compiled",

@@ -1,1 +1,35 @@
 """Float8 layers by torchao."""
+
+from lightning_ups.transforms.float8.convert import (
+    Float8Conversion,
+    Format,
+    Recipe,
+    check_recipe,
+    compiler_settings,
+    conversion_of,
+    convert_to_float8,
+    fitting_linears,
+    float8_linears,
+    float8_swap,
+    why_left,
+    why_none_fits,
+)
+from lightning_ups.transforms.float8.gather import Scales
+from lightning_ups.transforms.float8.mx import MX_CAPABILITY
+
+__all__ = [
+    "MX_CAPABILITY",
+    "Float8Conversion",
+    "Format",
+    "Recipe",
+    "Scales",
+    "check_recipe",
+    "compiler_settings",
+    "conversion_of",
+    "convert_to_float8",
+    "fitting_linears",
+    "float8_linears",
+    "float8_swap",
+    "why_left",
+    "why_none_fits",
+]

@@ -19,7 +19,7 @@ from lightning_ups.kernels import float8_casts, float8_casts_triton, float8_row_
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.kernels.float8_casts_triton import maxima_where_written
 from lightning_ups.transforms.blocks import find_blocks, select_names
-from lightning_ups.transforms.casting.other_layers import name_other_layers
+from lightning_ups.transforms.casting import name_other_layers
 from lightning_ups.transforms.float8 import product as float8_product
 from lightning_ups.transforms.float8 import row_product as float8_row_product
 from lightning_ups.transforms.float8.gather import show_plain_weight

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_ups._compat.torch.fsdp.state import gathered_with
-from lightning_ups.transforms.compile.compiler import is_compiled
+from lightning_ups.transforms.compile import is_compiled
 
 __all__ = ["gather_with_blocks", "gathered_when_called", "sharded_in"]
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.torch.fsdp.state import gathered_type
 from lightning_ups._compat.torch.tensors.tensors import plain_memory
-from lightning_ups.transforms.sharding.mesh import least_of_ranks
+from lightning_ups.transforms.sharding import least_of_ranks
 
 __all__ = ["Keeping", "choose_keeping", "gathered_bytes", "keep_gathered", "least_headroom"]
 

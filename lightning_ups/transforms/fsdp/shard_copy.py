@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_ups.transforms.sharding.mesh import local_part
+from lightning_ups.transforms.sharding import local_part
 
 __all__ = ["shard_alike"]
 

@@ -28,13 +28,14 @@ from lightning_ups._compat.torch.fsdp.state import (
 )
 from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.blocks import own_class, select_parameters
-from lightning_ups.transforms.casting.cast import cast_tensors, is_wide
-from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.casting.matmuls import matmul_weights
-from lightning_ups.transforms.sharding.mesh import DATA, TENSOR, data_mesh, device_of
-from lightning_ups.transforms.sharding.replicated import give_first
-from lightning_ups.transforms.sharding.sharded_before import (
+from lightning_ups.transforms.casting import cast_tensors, is_wide, kept_in_float32, matmul_weights, within
+from lightning_ups.transforms.sharding import (
+    DATA,
+    TENSOR,
     check_same,
+    data_mesh,
+    device_of,
+    give_first,
     recall,
     refuse_hooks_after,
     refuse_lazy,

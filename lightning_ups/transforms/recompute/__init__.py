@@ -1,1 +1,23 @@
 """Recomputing activations in the backward."""
+
+from lightning_ups.transforms.recompute.determinism import note_recomputed_otherwise
+from lightning_ups.transforms.recompute.wrapping import (
+    Kept,
+    Save,
+    checkpointing_by,
+    is_recomputed,
+    memory_budget,
+    recompute,
+    refuse_recomputed,
+)
+
+__all__ = [
+    "Kept",
+    "Save",
+    "checkpointing_by",
+    "is_recomputed",
+    "memory_budget",
+    "note_recomputed_otherwise",
+    "recompute",
+    "refuse_recomputed",
+]

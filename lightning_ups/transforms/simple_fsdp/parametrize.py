@@ -21,13 +21,15 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.tensors.tensors import gradient_hooks
 from lightning_ups._compat.torch.versions import NormWithStatistics
-from lightning_ups.transforms.casting.cast import cast_around, is_wide
-from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.casting.matmuls import matmul_weights
-from lightning_ups.transforms.sharding.mesh import DATA, data_mesh, device_of, num_shares, part_of
-from lightning_ups.transforms.sharding.replicated import give_first
-from lightning_ups.transforms.sharding.sharded_before import (
+from lightning_ups.transforms.casting import cast_around, is_wide, kept_in_float32, matmul_weights, within
+from lightning_ups.transforms.sharding import (
+    DATA,
     check_same,
+    data_mesh,
+    device_of,
+    give_first,
+    num_shares,
+    part_of,
     recall,
     refuse_hooks_after,
     refuse_lazy,

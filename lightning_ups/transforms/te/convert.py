@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ups._compat.optional.te import begin_scales, forget_scales, holds_engine_modules, scales, set_scales
 from lightning_ups.transforms.blocks import find_blocks, select_names
-from lightning_ups.transforms.casting.in_float32 import kept_in_float32, within
-from lightning_ups.transforms.casting.other_layers import name_other_layers
+from lightning_ups.transforms.casting import kept_in_float32, name_other_layers, within
 from lightning_ups.transforms.te.forward import COMPUTED_WITHIN, Calls, Joint, PassedOn, computed_by, is_computed
 from lightning_ups.transforms.te.fusions import Fusion, fusions_in
 from lightning_ups.transforms.te.modules import (
