@@ -1,7 +1,7 @@
 """A double of Transformer Engine 2.20.2 that runs on the CPU: the same names, signatures, layouts and state.
 
 It computes what the real modules compute, in plain torch; inside `autocast` it rounds what enters a product to float8
-by the recipe's scale, forward only. `install` puts it where `transformer_engine` would be; `_compat/optional/test_te.py`
+by the recipe's scale, forward only. `install` puts it where `transformer_engine` would be; `test_te.py`
 compares its signatures with those of the release, and with the installed package where there is one.
 """
 

@@ -9,9 +9,9 @@ zip header before the tensor's bytes and a directory after them. Head and tail h
 between have one for each chunk, so that a rank that needs a part of a tensor verifies the chunks that it reads.
 
 Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. For tensors on a GPU,
-the GPU can compute the sums of the rows; the host receives 8 bytes per row, and only computes CRC-32 of these sums and of
-the bytes after the last row. `is_summed_on_device` decides; the checksums are the same. On CUDA this is switched off: it
-has not run there yet.
+the GPU can compute the sums of the rows; the host receives 8 bytes per row, and only computes CRC-32 of these sums and
+of the bytes after the last row. `is_summed_on_device` decides; the checksums are the same. On CUDA this is switched off,
+since it has not run there yet.
 """
 
 import json
