@@ -22,7 +22,6 @@ import warnings
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import tests.transforms.test_te as converted
 import torch
 
 # What looks for CUDA or triton when it is imported comes before they seem to be there.
@@ -32,6 +31,7 @@ from transformers import LlamaForCausalLM  # noqa: F401
 
 import lightning_ups.precision  # noqa: F401
 import tests.precision.test_te as trained
+import tests.transforms.te.test_convert as converted
 from lightning_ups._compat.optional import te as compat
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.precision import BF16Precision, TEPrecision

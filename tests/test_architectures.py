@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from tests.transforms.test_shard import sharded_model
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +14,7 @@ from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.compile.compiler import Compiler, compiled
 from lightning_ups.transforms.recompute.wrapping import recompute
 from tests.architectures import rebuild, recorded
+from tests.transforms.fsdp.test_sharding import sharded_model
 
 # The share of all weights that blocks hold, and that the largest block holds, in per cent; where the blocks are, with
 # "*" for each number, and how many of them are there.

@@ -5,13 +5,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tests.transforms.checkpoint import test_loading as saving
-from tests.transforms.checkpoint.test_checksums import flip, saved
 from torch.utils.data import DataLoader
 
 from lightning_ups.commands.export import main
 from lightning_ups.models.gpt import GPTModule
 from lightning_ups.strategies import FSDP2Strategy
+from tests.state.checkpoint import test_loading as saving
+from tests.state.checkpoint.test_checksums import flip, saved
 
 TOKENS = torch.arange(34).reshape(2, 17) % 64
 

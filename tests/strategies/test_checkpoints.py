@@ -18,8 +18,6 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from safetensors.torch import save_file
-from tests.transforms.checkpoint.test_lanes import interrupts
-from tests.transforms.checkpoint.test_saver import by_slow_buffers, fill_disk
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,6 +28,8 @@ from lightning_ups.state.checkpoint import consolidated, is_complete, newest
 from lightning_ups.state.checkpoint.io import lanes
 from lightning_ups.strategies import FSDP2Strategy
 from tests.ranks import Ranks
+from tests.state.checkpoint.io.test_lanes import interrupts
+from tests.state.checkpoint.test_saver import by_slow_buffers, fill_disk
 from tests.strategies.cases import whole
 from tests.toys import Net, data, loader
 

@@ -4,10 +4,10 @@ import os
 import signal
 
 import pytest
-from tests.transforms.test_interrupts import interrupted_between_two_lines
 
 from lightning_ups.strategies import FSDP2Strategy
 from tests.toys import Net, loader, trainer
+from tests.transforms.fsdp.test_interrupts import interrupted_between_two_lines
 
 
 class Signalled(Net):

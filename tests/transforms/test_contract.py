@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups import transforms
+from lightning_ups import insight, state, transforms
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.casting.cast import cast_around
 from lightning_ups.transforms.casting.in_float32 import computing_in_float32
@@ -292,7 +292,8 @@ def changes_modules(what):
 
 def changing():
     found = {}
-    for info in pkgutil.walk_packages(transforms.__path__, f"{transforms.__name__}."):
+    rooms = (transforms, insight, state)
+    for info in (info for room in rooms for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")):
         module = import_module(info.name)
         exported = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
         own = {name: what for name, what in exported.items() if getattr(what, "__module__", None) == info.name}
@@ -301,7 +302,7 @@ def changing():
 
 
 def test_all_that_changes_modules_is_under_the_contract_or_excepted():
-    from tests.transforms.test_te import SUBJECTS as OF_TE
+    from tests.transforms.te.test_convert import SUBJECTS as OF_TE
 
     obeying = {function for subject in (*SUBJECTS.values(), *OF_TE.values()) for function in subject.of}
     found = changing()

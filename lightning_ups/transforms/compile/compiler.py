@@ -542,7 +542,7 @@ class _Block:
             del self.group.evaluation[self.name]
         self.group = self._run.join(self, module)
 
-    # What compile_trial.Caller asks for.
+    # What trial.Caller asks for.
 
     @property
     def records(self) -> bool:

@@ -108,7 +108,7 @@ class Frame:
         self.recompiles: list[str] = []  # the guard that failed, once for each call that compiled again
         self.failures: list[str] = []
         self.no_cuda_graphs: list[str] = []
-        self.recordings = 0  # CUDA graphs that `compile_replay` has seen recorded for it
+        self.recordings = 0  # CUDA graphs that `replay.py` has seen recorded for it
         self.askers: list[str] = []  # the blocks whose calls made a graph
         self.full = False  # Dynamo has met its limit here, and compiles nothing more, whatever the call
         self.full_inside = False  # the same for a function that it calls after a graph break

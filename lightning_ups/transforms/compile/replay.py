@@ -264,7 +264,7 @@ class Replay:
             " Set mode='default' to do without from the start."
         )
 
-    # What compile_trial.Caller asks for, on behalf of the recording.
+    # What trial.Caller asks for, on behalf of the recording.
 
     is_settled = False
 

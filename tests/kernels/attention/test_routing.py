@@ -3,14 +3,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from tests.kernels.attention.test_fa4 import Package
-from tests.kernels.attention.test_sdpa import Names
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ups.kernels.attention import routed_attention, routing, support
 from lightning_ups.kernels.attention.backends import fa4
+from tests.kernels.attention.backends.test_fa4 import Package
+from tests.kernels.attention.backends.test_sdpa import Names
 from tests.kernels.attention.cases import Case, worst
 
 ORIGINAL = F.scaled_dot_product_attention

@@ -3,7 +3,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.transforms.checkpoint.test_loading import sharded_file, single_file, trained
 
 from lightning_ups.state.checkpoint.consolidation import (
     SavedWeights,
@@ -12,6 +11,7 @@ from lightning_ups.state.checkpoint.consolidation import (
     rest_of,
     write_safetensors,
 )
+from tests.state.checkpoint.test_loading import sharded_file, single_file, trained
 
 
 def test_a_folder_becomes_what_one_device_would_have_saved(tmp_path):

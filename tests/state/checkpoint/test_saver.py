@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.transforms.checkpoint.test_lanes import Cuda, interrupts
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -18,6 +17,7 @@ from lightning_ups.state.checkpoint import saver as saver_module
 from lightning_ups.state.checkpoint.io import lanes
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 from lightning_ups.state.checkpoint.saver import Saver
+from tests.state.checkpoint.io.test_lanes import Cuda, interrupts
 
 
 def read(path):

@@ -4,7 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.transforms.test_float8_product import (
+from torch._dynamo import config  # noqa: TID251  (a user's setting, by the name that torch documents)
+
+from lightning_ups.transforms.float8 import row_product as float8_row_product
+from lightning_ups.transforms.float8.convert import compiler_settings
+from lightning_ups.transforms.recompute.wrapping import recompute
+from tests.transforms.float8.test_product import (
     OURS,
     assert_equal,
     by_torchao,
@@ -14,11 +19,6 @@ from tests.transforms.test_float8_product import (
     trained,
     trained_on_gpu,
 )
-from torch._dynamo import config  # noqa: TID251  (a user's setting, by the name that torch documents)
-
-from lightning_ups.transforms.float8 import row_product as float8_row_product
-from lightning_ups.transforms.float8.convert import compiler_settings
-from lightning_ups.transforms.recompute.wrapping import recompute
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 RECIPES = ["rowwise", "rowwise_with_gw_hp"]

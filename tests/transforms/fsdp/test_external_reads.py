@@ -1,10 +1,10 @@
 import torch
-from tests.transforms.test_shard import sharded_model
 from torch import nn
 from torch.nn.functional import linear
 
 from lightning_ups._compat.torch.fsdp.state import begin_forward, end_forward, expect_backward, initialise, unreduced
 from lightning_ups.transforms.fsdp.external_reads import OutsideReads
+from tests.transforms.fsdp.test_sharding import sharded_model
 
 
 class Model(nn.Module):

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tests.transforms.test_recompute_buffers import Codebook
 from torch import nn
 
 from lightning_ups.transforms.compile.compiler import Compiler, compiled
 from lightning_ups.transforms.recompute.wrapping import recompute
 from tests.transforms.contract import Block, Model, grads, saved_bytes
+from tests.transforms.recompute.test_buffers import Codebook
 
 
 class Sum(nn.Linear):

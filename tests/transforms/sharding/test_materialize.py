@@ -1,10 +1,10 @@
 import pytest
 import torch
-from tests.transforms.test_shard import sharded_model
 from torch import nn
 
 from lightning_ups._compat.torch.fsdp.recording import recording
 from lightning_ups.transforms.sharding.materialize import is_on_meta, plan_initialisation
+from tests.transforms.fsdp.test_sharding import sharded_model
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,6 @@ import torch
 import torch._inductor.config as inductor_config  # noqa: TID251
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from tests.transforms.test_parametrise import done
 from torch import fx, nn
 from torch._dynamo import register_backend  # noqa: TID251  (the documented way to register a backend)
 from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
@@ -19,6 +18,7 @@ from lightning_ups.transforms.compile.compiler import compiled
 from lightning_ups.transforms.compile.frame import Compiler, prepared
 from lightning_ups.transforms.sharding.mesh import MeshSizes, build_mesh
 from lightning_ups.transforms.simple_fsdp.gather_graph import GatherPlan
+from tests.transforms.simple_fsdp.test_parametrize import done
 
 
 class Block(nn.Module):

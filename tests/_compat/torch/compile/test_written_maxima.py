@@ -206,7 +206,7 @@ def test_caches_know_it():
 
 SCHEDULED = """
 import re
-from tests._compat.test_written_maxima import blocks, by_kernels_alone
+from tests._compat.torch.compile.test_written_maxima import blocks, by_kernels_alone
 from lightning_ups.transforms.float8.convert import compiler_settings
 from tests.compiled_for_cuda import scheduled
 
