@@ -10,8 +10,8 @@ between have one for each chunk, so that a rank that needs a part of a tensor ve
 
 Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. For tensors on a GPU,
 the GPU can compute the sums of the rows; the host receives 8 bytes per row, and only computes CRC-32 of these sums and
-of the bytes after the last row. `is_summed_on_device` decides; the checksums are the same. It is off on CUDA, where it has
-not run yet.
+of the bytes after the last row. `is_summed_on_device` decides; the checksums are the same. It is off on CUDA, where it
+has not run yet.
 """
 
 import json
