@@ -358,7 +358,7 @@ def test_breaks_are_counted_with_their_reason():
         (facts,) = run.facts["groups"]
         assert facts["graphs"] >= 2
         assert run.facts["breaks"] >= 1
-        assert any("test_compile.py" in reason for reason in facts["breaks"])
+        assert any("test_compiler.py" in reason for reason in facts["breaks"])
         assert "graph break" in run.groups[0].summary
 
 
@@ -382,7 +382,7 @@ class Raises(nn.Module):
     ("kind", "said"),
     [
         (Broken, r"branching.*, at torchmetrics/aggregation\.py"),
-        (Raises, r"'Raises' object has no attribute 'scale'.*, at transforms/test_compile\.py"),
+        (Raises, r"'Raises' object has no attribute 'scale'.*, at compile/test_compiler\.py"),
     ],
 )
 def test_what_cannot_be_one_graph_is_said_with_its_place(kind, said):

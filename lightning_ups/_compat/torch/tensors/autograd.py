@@ -54,12 +54,17 @@ _BUDGET_BEFORE = 1.0
 
 @contextmanager
 def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
-    """Apply custom autograd functions to what ``change`` makes of their inputs, while the context is open."""
+    """Apply custom autograd functions to what ``change`` makes of their inputs, while the context is open.
+
+    Functions of torch.distributed, such as those of a DTensor's methods, keep their inputs.
+    """
     kind: Any = torch.autograd.Function
     before = vars(kind)["apply"]
 
     @wraps(before.__func__)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch.distributed."):
+            return before.__func__(cls, *args, **kwargs)
         return before.__func__(cls, *change(args), **change(kwargs))
 
     kind.apply = classmethod(apply)

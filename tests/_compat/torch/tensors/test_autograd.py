@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ups._compat.torch.tensors.autograd import (
     activation_memory_budget,
+    changing_function_inputs,
     dense_parts,
     differentiated_by_torch_func,
     in_backward,
@@ -200,3 +201,21 @@ def test_without_autocast_types_are_those_given_on_meta_too():
             with without_autocast(device):
                 assert (x @ x).dtype == torch.float32
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize(("module", "expected"), [(__name__, 20.0), ("torch.distributed.tensor._api", 2.0)])
+def test_inputs_of_functions_of_users_are_changed_and_of_distributed_ones_not(monkeypatch, module, expected):
+    monkeypatch.setattr(Doubled, "__module__", module)
+    with changing_function_inputs(lambda values: values if isinstance(values, dict) else [10 * v for v in values]):
+        assert Doubled.apply(torch.tensor(1.0)).item() == expected
+    assert Doubled.apply(torch.tensor(1.0)).item() == 2
