@@ -1,4 +1,5 @@
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -173,10 +174,14 @@ def test_a_line_whose_package_is_missing_is_named(zoo, monkeypatch, capsys):
     assert "timm_vit: left out, since timm is not installed" in capsys.readouterr().out
 
 
+def job(zoo, name, *, gib=1.0, **seconds):
+    return zoo.Job(name, 0, {**seconds}, dict.fromkeys(seconds, gib))
+
+
 class Call:
     """Options of a call, with a process that takes no time."""
 
-    tiny, limit, blocks = False, 10, (2, 0.1)
+    tiny, limit, blocks, share, untimed = False, 10, (2, 0.1), 2, None
 
     def __init__(self, deadline):
         self.deadline = deadline
@@ -197,7 +202,7 @@ def made(zoo, monkeypatch, tmp_path):
 
     def make(jobs, deadline):
         output = tmp_path / "zoo.jsonl"
-        left = zoo.Zoo(output, Call(deadline), ["0", "1", "0", "1"]).make(jobs)
+        left = zoo.Zoo(output, Call(deadline), ["0", "1"]).make(jobs)
         return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else [], left
 
     return make
@@ -205,7 +210,7 @@ def made(zoo, monkeypatch, tmp_path):
 
 def test_all_sides_of_a_line_run_on_one_gpu(made, zoo):
     names = [*zoo.LINES][:20]
-    records, left = made([zoo.Job(name, 0, {"stock": 1, "preset": 2}) for name in names], 100)
+    records, left = made([job(zoo, name, stock=1, preset=2) for name in names], 100)
     assert left == 0
     assert Counter(record["line"] for record in records) == dict.fromkeys(names, 2)
     places = {(record["line"], record["gpus"]) for record in records}
@@ -213,8 +218,26 @@ def test_all_sides_of_a_line_run_on_one_gpu(made, zoo):
     assert records[0]["notes"] == ["Compile: 3 blocks"]
 
 
+def test_runs_share_a_gpu_as_far_as_its_memory_goes(made, zoo, monkeypatch):
+    running, most = [], []
+    finished = zoo.finished
+
+    def slowly(words, **options):
+        running.append(options["environment"]["CUDA_VISIBLE_DEVICES"])
+        most.append(running.count("0"))
+        time.sleep(0.05)
+        running.remove(options["environment"]["CUDA_VISIBLE_DEVICES"])
+        return finished(words, **options)
+
+    monkeypatch.setattr(zoo, "finished", slowly)
+    for gib, expected in ((1.0, 2), (zoo.EXPECTED_GIB, 1)):
+        most.clear()
+        records, left = made([job(zoo, name, gib=gib, stock=1) for name in [*zoo.LINES][:8]], 100)
+        assert (left, max(most)) == (0, expected)
+
+
 def test_a_line_that_cannot_end_in_time_is_not_begun(made, zoo):
-    jobs = [zoo.Job("llama", 0, {"stock": 10, "preset": 200}), zoo.Job("gpt2", 0, {"stock": 10})]
+    jobs = [job(zoo, "llama", stock=10, preset=200), job(zoo, "gpt2", stock=10)]
     records, left = made(jobs, 60)
     assert [record["line"] for record in records] == ["gpt2"]
     assert left == 2
