@@ -232,7 +232,7 @@ def test_runs_share_a_gpu_as_far_as_its_memory_goes(made, zoo, monkeypatch):
     monkeypatch.setattr(zoo, "finished", slowly)
     for gib, expected in ((1.0, 2), (zoo.EXPECTED_GIB, 1)):
         most.clear()
-        records, left = made([job(zoo, name, gib=gib, stock=1) for name in [*zoo.LINES][:8]], 100)
+        _, left = made([job(zoo, name, gib=gib, stock=1) for name in [*zoo.LINES][:8]], 100)
         assert (left, max(most)) == (0, expected)
 
 

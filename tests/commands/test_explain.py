@@ -87,13 +87,11 @@ def test_a_strategy_that_compiles_says_so_unless_a_compile_is_given(lines):
     assert row(lines(Compile(backend="aot_eager"), **compiling)[1], "compile").startswith("Compile")
 
 
-def test_a_module_that_cannot_be_one_graph_is_refused_before(lines):
+@pytest.mark.parametrize("strategy", ["fsdp2", "simple_fsdp"])
+def test_a_recurrent_layer_is_not_refused(lines, strategy):
     module = Toy()
     module.memory = nn.LSTM(8, 8)
-    assert lines(strategy="fsdp2", module=module)[0] == 0
-    code, out = lines(strategy="simple_fsdp", module=module)
-    assert code == 2
-    assert "memory is a recurrent layer, LSTM." in " ".join(out)
+    assert lines(strategy=strategy, module=module)[0] == 0
 
 
 def test_who_makes_the_optimizer(lines):

@@ -12,7 +12,7 @@ import torch
 from lightning_ups._compat.optional import te
 from tests import fake_te, te_source
 
-KNOWN = json.loads((Path(__file__).parent.parent / "te_signatures.json").read_text())  # of release 2.20.2
+KNOWN = json.loads((Path(__file__).parents[2] / "te_signatures.json").read_text())  # of release 2.20.2
 DOUBLES = fake_te.NAMES["transformer_engine.pytorch"]
 
 
@@ -317,7 +317,7 @@ def test_modules_of_the_package_are_found_by_their_module():
 def release():
     """Return what the release's own Python does on the CPU, its kernels stood in for."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.te_on_cpu", str(source())]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-4000:]

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_ups._compat.torch import versions as compat
 
-PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
 
 
 def oldest_torch():

@@ -12,7 +12,7 @@ from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.fake_module import twin
 from lightning_ups.insight.memory.step import Play, rehearse
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 N = 64 * 1024  # numbers of a 256 x 256 matrix
 BYTES = 4 * N
 

@@ -135,7 +135,7 @@ def test_on_two_gpus_not_a_bit_changes(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(RUN)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = {"PYTHONPATH": str(Path(__file__).parents[4]), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(launch, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr[-3000:]
     same = json.loads(done.stdout.splitlines()[-1])
