@@ -1,1 +1,0 @@
-"""The commands beside fit: they parse and print."""
