@@ -1,5 +1,6 @@
 """Importing and running the scripts of ``benchmarks/``, which are no package."""
 
+import gc
 import importlib
 import os
 import subprocess
@@ -25,6 +26,7 @@ def _forget():
         file = getattr(module, "__file__", None)
         if file is not None and Path(file).is_relative_to(BENCHMARKS):
             del sys.modules[name]
+    gc.collect()  # their classes, which the command line would list among all subclasses
 
 
 @pytest.fixture
