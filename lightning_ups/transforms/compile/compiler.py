@@ -90,7 +90,7 @@ def compiled(
         clock: Times blocks compiled and uncompiled after the first step, so that those run uncompiled that are faster
             uncompiled. None: all stay compiled.
         note: Called with what was found by that.
-        advice: Added to what is told of a block that is left uncompiled in training.
+        advice: Appended to the warning about a block that stays uncompiled in training.
 
     Raises:
         RuntimeError: At a call, if a block does not compile and ``on_failure`` is ``"raise"``.
@@ -247,7 +247,7 @@ class Compiled:
         self.unchecked = False
 
     def tell_news(self) -> None:
-        """Take it that there is something new to `check`."""
+        """Request another `check`, since something has changed."""
         self.unchecked = True
         self.on_news()
 
