@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_ups.transforms.patching import instead_of
 
@@ -41,8 +42,8 @@ def refusing_gradients_of_shards(step: str) -> Iterator[None]:
     before: Any = torch.autograd.grad
 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = [inputs] if isinstance(inputs, Tensor) else [*inputs]
-        if any(isinstance(given, nn.Parameter) and isinstance(given, DTensor) for given in inputs):
+        given = tree_leaves(inputs)  # a tensor, several, or since torch 2.13 a dict of them
+        if any(isinstance(each, nn.Parameter) and isinstance(each, DTensor) for each in given):
             raise RuntimeError(
                 f"{step} asks torch.autograd.grad for gradients of parameters. SimpleFSDPStrategy averages these over"
                 " all devices, where DDP gives those of one device's batch. Use strategy='ddp'."

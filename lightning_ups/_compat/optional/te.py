@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from lightning_ups._compat.optional.cudnn import cudnn_conflict, torchs_cudnn_first
 from lightning_ups._compat.optional.packages import has, require
-from lightning_ups._compat.torch.tensors.autograd import outside_modes
+from lightning_ups._compat.torch.tensors.autograd import checkpoint_options, outside_modes
 
 __all__ = [
     "attention_for",
@@ -194,6 +195,10 @@ def checkpoint_by(recipe: Any) -> Callable[..., Any]:
     def checkpoint(function: Callable[..., Any], *args: Any, context_fn: Any = noop_context_fn, **options: Any) -> Any:
         def contexts() -> tuple[Any, Any]:
             first, second = context_fn()
+            if isinstance(
+                first, TorchDispatchMode
+            ):  # a selective checkpoint's, which torch's own checkpoint tells this
+                vars(first).update(checkpoint_options())
             return first, _Together(lambda: te.autocast(enabled=False, recipe=recipe), lambda: second)
 
         return te.checkpoint(function, *args, context_fn=contexts, **options)

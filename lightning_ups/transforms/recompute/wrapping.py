@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_ups._compat.torch.compile.partitioner import random_numbers_kept
 from lightning_ups._compat.torch.tensors.autograd import (
     activation_memory_budget,
+    checkpoint_options,
     has_values,
     hidden_from_dynamo,
     in_torch_func,
@@ -318,7 +319,7 @@ def _run_eager(
 ) -> Any:
     _refuse_torch_func(block)
     before = _Before([], [], [])
-    checkpointed = _CHECKPOINTS[-1] if _CHECKPOINTS else checkpoint
+    checkpointed = _CHECKPOINTS[-1] if _CHECKPOINTS else partial(checkpoint, **checkpoint_options())
     kept = _OPENED[block].kept if block in _OPENED else None
     if kept is None:
         return _finished(checkpointed, run, before, kwargs, block, *args, **options)

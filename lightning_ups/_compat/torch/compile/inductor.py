@@ -60,20 +60,25 @@ def even_splits() -> Iterator[None]:
     """
     from torch._inductor.choices import InductorChoices
 
-    plain = getattr(InductorChoices, "reduction_split_factor", None)
+    kind: Any = InductorChoices
+    plain = vars(kind).get("reduction_split_factor")
     if plain is None:
         yield
         return
+    parameters = inspect.signature(kind.reduction_split_factor)
 
-    def even(device: Any, reduction_numel_hint: int, numel_hint: int, inner_reduction: bool) -> int:  # noqa: FBT001
-        found = plain(device, reduction_numel_hint, numel_hint, inner_reduction)
-        return _evenly(found, reduction_numel_hint) if inner_reduction else found
+    def even(*args: Any, **kwargs: Any) -> int:
+        call = parameters.bind(*args, **kwargs).arguments
+        found = function(*args, **kwargs)
+        return _evenly(found, call["reduction_numel_hint"]) if call["inner_reduction"] else found
 
-    InductorChoices.reduction_split_factor = staticmethod(even)  # type: ignore[method-assign]
+    # A static method until torch 2.13.
+    function = plain.__func__ if isinstance(plain, staticmethod) else plain
+    kind.reduction_split_factor = staticmethod(even) if isinstance(plain, staticmethod) else even
     try:
         yield
     finally:
-        InductorChoices.reduction_split_factor = staticmethod(plain)  # type: ignore[method-assign]
+        kind.reduction_split_factor = plain
 
 
 def _evenly(splits: int, size: int) -> int:

@@ -214,9 +214,9 @@ def _after(node: fx.Node) -> list[fx.Node]:
 
 @contextmanager
 def _without_estimates() -> Iterator[None]:
-    # Torch 2.13 asks triton for the bandwidth of the device before it looks at the plan, which needs no estimate.
+    # Since torch 2.13 the pass asks triton for the bandwidth of the device, which its plan does not need.
     estimation: Any = importlib.import_module("torch.utils._runtime_estimation")
-    if has("triton") or not hasattr(estimation, "get_gpu_dram_gbps"):
+    if (has("triton") and torch.cuda.is_available()) or not hasattr(estimation, "get_gpu_dram_gbps"):
         yield
         return
     before = estimation.get_gpu_dram_gbps

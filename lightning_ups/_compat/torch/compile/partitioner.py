@@ -71,8 +71,8 @@ def gradients_apart() -> Iterator[None]:
         yield  # another torch, which may leave equal nodes alone
         return
 
-    def fx_graph_cse(graph: fx.Graph) -> fx.Graph:
-        merged = original(graph)
+    def fx_graph_cse(*args: Any, **kwargs: Any) -> fx.Graph:
+        merged = original(*args, **kwargs)
         _wait_once(merged)
         return merged
 
@@ -109,12 +109,14 @@ def random_states_in_place() -> Iterator[None]:
         yield  # another torch, whose own order may be right
         return
 
-    def functionalize_rng_ops(
-        joint_module: fx.GraphModule, fw_module: fx.GraphModule, bw_module: fx.GraphModule, num_sym_nodes: int
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        saved = [p for p in bw_module.graph.find_nodes(op="placeholder") if "tangent" not in p.name]
-        opaque = [p for p in saved if is_opaque(p)]
-        forward, backward = original(joint_module, fw_module, bw_module, num_sym_nodes + len(opaque))
+    parameters = inspect.signature(original)
+
+    def functionalize_rng_ops(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        call = parameters.bind(*args, **kwargs)
+        placeholders = call.arguments["bw_module"].graph.find_nodes(op="placeholder")
+        opaque = [p for p in placeholders if "tangent" not in p.name and is_opaque(p)]
+        call.arguments["num_sym_nodes"] += len(opaque)
+        forward, backward = original(*call.args, **call.kwargs)
         for state in backward.graph.find_nodes(op="placeholder") if opaque else ():
             if state.name.startswith("rng_state_output"):
                 opaque[0].prepend(state)
@@ -145,7 +147,9 @@ def random_numbers_kept() -> Iterator[None]:
         original = module.choose_saved_values_set
 
         @wraps(original)
-        def choose_saved_values_set(graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        def choose_saved_values_set(
+            graph: fx.Graph, node_info: Any, memory_budget: float = 1, *args: Any, **kwargs: Any
+        ) -> list[fx.Node]:
             random = [node for node in graph.nodes if node_info.is_required_fw(node) and _draws(node)]
             random = [node for node in random if "recompute" not in node.meta]  # the user's own marks
             for node in random:
@@ -154,7 +158,7 @@ def random_numbers_kept() -> Iterator[None]:
             if memory_budget < _NOTHING:
                 # Torch goes by no mark then.
                 return list(dict.fromkeys([*node_info.inputs, *(leaf for node in random for leaf in _leaves(node))]))
-            saved = original(graph, node_info, memory_budget)
+            saved = original(graph, node_info, memory_budget, *args, **kwargs)
             # A cut goes through the parts of a result of many; where there is no choice torch names the whole of it.
             return list(dict.fromkeys(part for node in saved for part in (_leaves(node) if node in random else [node])))
 

@@ -1,9 +1,10 @@
 """What autograd, checkpointing and the compiler's partitioner keep for backward, by torch's private names."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -22,11 +23,12 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
 __all__ = [
     "activation_memory_budget",
     "changing_function_inputs",
+    "checkpoint_options",
     "dense_parts",
     "differentiated_by_torch_func",
     "has_values",
@@ -61,17 +63,28 @@ def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
     kind: Any = torch.autograd.Function
     before = vars(kind)["apply"]
 
-    @wraps(before.__func__)
+    @wraps(kind.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        applied = before.__get__(None, cls)  # a method of Python's, or since torch 2.14 one of C++
         if cls.__module__.startswith("torch.distributed."):
-            return before.__func__(cls, *args, **kwargs)
-        return before.__func__(cls, *change(args), **change(kwargs))
+            return applied(*args, **kwargs)
+        return applied(*change(args), **change(kwargs))
 
     kind.apply = classmethod(apply)
     try:
         yield
     finally:
         kind.apply = before
+
+
+@cache
+def checkpoint_options() -> dict[str, Any]:
+    """Return what `torch.utils.checkpoint.checkpoint` is called with in all versions, if they differ.
+
+    What a selective checkpoint saves is not given to hooks on saved tensors, as in torch before 2.14.
+    """
+    name = "respect_saved_tensors_hooks"
+    return {name: False} if name in inspect.signature(checkpoint).parameters else {}
 
 
 def in_backward() -> bool:
@@ -138,6 +151,7 @@ def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         see(tensor)
         return pack(tensor)
 
+    _mark_as_internal(pack_and_see, hooks)
     with torch.autograd.graph.saved_tensors_hooks(pack_and_see, unpack):
         yield
 
@@ -204,8 +218,17 @@ def saved_at_any_version(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             )
         return saved
 
+    _mark_as_internal(pack, None)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _mark_as_internal(pack: Any, outer: Any) -> None:
+    """Let a selective checkpoint inside see the hooks ``outer`` instead of ``pack``, as it does for torch's own hooks.
+
+    Since torch 2.14 it warns where hooks of the user's are in force, and will call them for what it saves.
+    """
+    pack._checkpoint_internal, pack._user_hooks = True, outer
 
 
 def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

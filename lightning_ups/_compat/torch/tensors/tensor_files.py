@@ -58,14 +58,14 @@ def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
 
     None for a file that holds anything else than the bytes of one tensor, or holds them in another order.
     """
+    file.seek(0)  # which the reader takes for the beginning
+    reader: Any = torch._C.PyTorchFileReader(file)  # type: ignore[arg-type]
+    if [name for name in reader.get_all_records() if name.startswith("data/")] != ["data/0"]:
+        return None  # also a sparse tensor, whose indices torch would check without their values being there
     file.seek(0)
     with torch.serialization.skip_data():
         tensor = torch.load(file, map_location="cpu", weights_only=True)
-    file.seek(0)  # which it takes for the beginning
-    reader: Any = torch._C.PyTorchFileReader(file)  # type: ignore[arg-type]
-    if not isinstance(tensor, Tensor) or [name for name in reader.get_all_records() if name[:5] == "data/"] != [
-        "data/0"
-    ]:
+    if not isinstance(tensor, Tensor):
         return None
     if reader.has_record("byteorder") and reader.get_record("byteorder") != sys.byteorder.encode():
         return None

@@ -58,7 +58,7 @@ def test_much_is_reduced_in_aligned_pieces_of_one_size(size, monkeypatch):
     monkeypatch.setattr(DeviceProperties, "create", lambda *_: H200)
 
     def split():
-        return InductorChoices.reduction_split_factor(torch.device("cpu"), size, 1, inner_reduction=True)
+        return InductorChoices().reduction_split_factor(torch.device("cpu"), size, 1, inner_reduction=True)
 
     plain = split()
     with even_splits():
@@ -72,11 +72,11 @@ def test_much_is_reduced_in_aligned_pieces_of_one_size(size, monkeypatch):
 def test_what_has_no_such_pieces_is_split_as_before(size, monkeypatch):
     monkeypatch.setattr(DeviceProperties, "create", lambda *_: H200)
     arguments = (torch.device("cpu"), size, 1)
-    plain = InductorChoices.reduction_split_factor(*arguments, inner_reduction=True)
-    outer = InductorChoices.reduction_split_factor(*arguments, inner_reduction=False)
+    plain = InductorChoices().reduction_split_factor(*arguments, inner_reduction=True)
+    outer = InductorChoices().reduction_split_factor(*arguments, inner_reduction=False)
     with even_splits():
-        assert InductorChoices.reduction_split_factor(*arguments, inner_reduction=True) == plain
-        assert InductorChoices.reduction_split_factor(*arguments, inner_reduction=False) == outer
+        assert InductorChoices().reduction_split_factor(*arguments, inner_reduction=True) == plain
+        assert InductorChoices().reduction_split_factor(*arguments, inner_reduction=False) == outer
 
 
 @pytest.mark.gpu
