@@ -25,9 +25,9 @@ from typing_extensions import override
 
 from lightning_ups._compat.lightning.averages import averaged_copies
 from lightning_ups._compat.lightning.evaluation import (
+    has_weak_references,
     keeping_attributes,
     move_all_but_parameters,
-    tied_recurrent,
     without_inference_mode,
 )
 from lightning_ups._compat.lightning.finetuning import finetuning_by_identity
@@ -509,7 +509,7 @@ class ShardingStrategy(ModelParallelStrategy):
     def model_to_device(self) -> None:
         # Sharding moved parameters and buffers; what is left are metrics and the module's own idea of its device.
         assert self.lightning_module is not None
-        if self._offload or tied_recurrent(self.lightning_module):
+        if self._offload or has_weak_references(self.lightning_module):
             move_all_but_parameters(self.lightning_module, self.root_device)
         else:
             with keeping_attributes(self.lightning_module):

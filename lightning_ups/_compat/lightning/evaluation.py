@@ -1,5 +1,7 @@
 """Lightning's private ways of evaluating and of moving a module, where sharding needs others."""
 
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,8 +9,9 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["keeping_attributes", "move_all_but_parameters", "tied_recurrent", "without_inference_mode"]
+__all__ = ["has_weak_references", "keeping_attributes", "move_all_but_parameters", "without_inference_mode"]
 
 
 @contextmanager
@@ -46,11 +49,13 @@ def keeping_attributes(module: nn.Module) -> Iterator[None]:
         vars(p).update({key: value for key, value in before[name].items() if key not in vars(p)})
 
 
-def tied_recurrent(module: nn.Module) -> bool:
-    """Return whether two recurrent layers in ``module`` share a weight.
+def has_weak_references(module: nn.Module) -> bool:
+    """Return whether anything keeps weak references to sharded parameters of ``module``, which ``Module.to`` refuses.
 
-    Each keeps weak references to its weights, with which ``Module.to`` cannot move sharded ones of the other.
+    Dynamo does since torch 2.14 once the module was compiled. So does a recurrent layer, which renews its own in
+    ``Module.to`` but not those of another layer that shares a weight.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
-    weights = [id(p) for layer in layers for p in dict.fromkeys(layer.parameters(recurse=False))]
-    return len(weights) > len(set(weights))
+    held = Counter(id(p) for layer in layers for p in dict.fromkeys(layer.parameters(recurse=False)))
+    shards = [p for p in module.parameters() if isinstance(p, DTensor)]
+    return any(held[id(p)] > 1 or weakref.getweakrefcount(p) > held[id(p)] for p in shards)

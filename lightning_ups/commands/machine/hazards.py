@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from packaging.version import Version
+
 from lightning_ups._compat.environment import installed
+from lightning_ups._compat.torch.versions import UNTESTED
 from lightning_ups.commands.machine.packages import Machine
 
 __all__ = ["HAZARDS", "Advice", "Hazard", "warnings_for"]
@@ -57,6 +60,11 @@ def _malicious(_: Machine) -> str | None:
     versions = {name: installed(name) for name in ("lightning", "pytorch-lightning")}
     found = [f"{name} {version}" for name, version in versions.items() if version in _MALICIOUS]
     return f"{' and '.join(found)} is installed." if found else None
+
+
+def _untested_torch(machine: Machine) -> str | None:
+    found = Version(machine.packages["torch"].version)
+    return f"torch {found} is newer than any that lightning_ups was tested with." if found.release >= UNTESTED else None
 
 
 def _set(*names: str) -> Callable[[Machine], str | None]:
@@ -129,6 +137,11 @@ HAZARDS: tuple[Hazard, ...] = (
         found=_malicious,
         why="Its wheels of 2026-04-30 were uploaded by an attacker and steal credentials (GHSA-w37p-236h-pfx3).",
         cure="Remove it, change every secret that this machine had, and run: pip install 'lightning>=2.6.6,<2.7'.",
+    ),
+    Hazard(
+        found=_untested_torch,
+        why="A part that depends on private names of torch may be refused, left out or fail.",
+        cure=f"Update lightning_ups, or run: pip install 'torch<{UNTESTED[0]}.{UNTESTED[1]}'.",
     ),
     Hazard(
         found=_cpu_build,

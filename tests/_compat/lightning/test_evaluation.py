@@ -1,12 +1,15 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_ups._compat.lightning import evaluation
 from lightning_ups._compat.lightning.evaluation import (
+    has_weak_references,
     keeping_attributes,
     move_all_but_parameters,
-    tied_recurrent,
     without_inference_mode,
 )
 from tests.toys import Net, trainer
@@ -47,8 +50,12 @@ def test_attributes_of_parameters_outlive_a_move():
     assert vars(layer.weight) == {"no_decay": True, "new": 1}
 
 
-def test_recurrent_layers_that_share_a_weight():
-    layers = nn.ModuleList(nn.GRU(2, 2) for _ in range(2))
-    assert not tied_recurrent(layers)
+def test_weak_references_but_those_that_a_recurrent_layer_renews(monkeypatch):
+    monkeypatch.setattr(evaluation, "DTensor", nn.Parameter)  # as if all were sharded
+    layers = nn.ModuleList([nn.GRU(2, 2), nn.GRU(2, 2), nn.Linear(2, 2)])
+    assert not has_weak_references(layers)
+    reference = weakref.ref(layers[2].weight)
+    assert has_weak_references(layers)
+    del reference
     layers[1].weight_ih_l0 = layers[0].weight_ih_l0
-    assert tied_recurrent(layers)
+    assert has_weak_references(layers)

@@ -1,5 +1,6 @@
 import tomllib
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,14 @@ from lightning_ups._compat.torch import versions as compat
 PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
 
 
-def oldest_torch():
+def torch_bound(operator):
     (torch,) = [r for r in map(Requirement, PYPROJECT["project"]["dependencies"]) if r.name == "torch"]
-    return min(Version(s.version).release[:2] for s in torch.specifier if s.operator == ">=")
+    (bound,) = [s for s in torch.specifier if s.operator == operator]
+    return Version(bound.version).release[:2]
+
+
+def oldest_torch():
+    return torch_bound(">=")
 
 
 @pytest.mark.parametrize("shim", compat.SHIMS, ids=lambda s: s.name)
@@ -28,6 +34,11 @@ def test_no_shim_outlives_its_reason(shim):
 
 def test_oldest_torch_is_read_from_pyproject():
     assert oldest_torch() == (2, 11)
+
+
+def test_pyproject_allows_the_tested_torch_and_no_later_one():
+    assert torch_bound("<") == compat.UNTESTED
+    assert Version(version("torch")).release < compat.UNTESTED
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm2d])

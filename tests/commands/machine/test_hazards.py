@@ -32,6 +32,13 @@ def test_the_stolen_releases(monkeypatch, package, version):
     assert "change every secret" in advice.cure
 
 
+@pytest.mark.parametrize("version", ["2.15.0", "2.15.0.dev20260101+cu130", "3.0.1"])
+def test_a_torch_beyond_the_tested_ones(version):
+    (advice,) = warnings_for(machine(packages={"torch": Package(version=version)}))
+    assert version in advice.what
+    assert "'torch<2.15'" in advice.cure
+
+
 @pytest.mark.parametrize(
     ("environment", "what"),
     [
