@@ -8,10 +8,9 @@ Note [Records]. What DCP saves of one tensor is a record: a run of bytes in a ``
 zip header before the tensor's bytes and a directory after them. Head and tail have a checksum each, and the bytes
 between have one for each chunk, so that a rank that needs a part of a tensor verifies the chunks that it reads.
 
-Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. For tensors on a GPU,
-the GPU can compute the sums of the rows; the host receives 8 bytes per row, and only computes CRC-32 of these sums and
-of the bytes after the last row. `is_summed_on_device` decides; the checksums are the same. It is off on CUDA, where it
-has not run yet.
+Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. The sums of the rows
+of a tensor on a GPU are therefore computed there, in one call for each tensor. The host receives 8 bytes per row, and
+only computes CRC-32 of these sums and of the bytes after the last row.
 """
 
 import json
@@ -42,14 +41,13 @@ __all__ = [
     "checksum_of_file",
     "damage",
     "from_json",
-    "is_summed_on_device",
-    "sum_rows",
+    "row_sums",
+    "worth_summing_on_device",
 ]
 
 CHECKSUMS = "checksums.json"
 CHUNK = 2**20  # bytes: small enough to stay in a core's cache between being summed and being copied
 ROW = 4096  # bytes
-SUMS_ON_CUDA = False
 _WORTH = 2**18  # bytes for which another thread, or the GPU, is asked
 
 
@@ -81,20 +79,29 @@ def checksum_of_file(path: Path) -> int:
     return found
 
 
-def is_summed_on_device(part: Tensor) -> bool:
-    """Return whether the device or the host adds up the rows of ``part``, contiguous bytes that pass through a lane.
+def worth_summing_on_device(row: Tensor, *, chunk: int) -> bool:
+    """Return whether the device of ``row``, contiguous bytes, can add up its rows, and does so faster than the host.
 
-    The device needs 64-bit words that are aligned, and does not speed up small parts.
+    Args:
+        row: From the beginning of a chunk on. The device needs 64-bit words that are aligned.
+        chunk: Bytes that have one checksum.
     """
-    if part.is_cuda and not SUMS_ON_CUDA:
-        return False
-    return part.nbytes >= _WORTH and part.data_ptr() % 8 == 0 and part.storage_offset() % 8 == 0
+    is_aligned = row.data_ptr() % 8 == 0 and row.storage_offset() % 8 == 0
+    return row.nbytes >= _WORTH and is_aligned and chunk % ROW == 0
 
 
-def sum_rows(part: Tensor, out: Tensor) -> None:
-    """Add up the 64-bit words of each whole row of ``part``, on its device. Like NumPy's, the sums wrap around."""
-    rows = part.nbytes // ROW
-    torch.sum(part[: rows * ROW].view(torch.int64).view(rows, ROW // 8), 1, out=out)
+def row_sums(row: Tensor) -> memoryview:
+    """Return the sums of the 64-bit words of each whole row of ``row``, added up by its device.
+
+    Like those of NumPy, they wrap around.
+    """
+    rows = row.nbytes // ROW
+    words = row[: rows * ROW].view(torch.int64).view(rows, ROW // 8)
+    try:
+        sums = words.sum(1)
+    except torch.OutOfMemoryError:  # a full GPU can still be saved
+        sums = words.cpu().sum(1)
+    return memoryview(sums.cpu().numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> list[int]:

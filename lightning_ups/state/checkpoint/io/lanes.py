@@ -1,8 +1,8 @@
 """Moving the bytes of tensors between memory, of the host or of a GPU, and files: several at once.
 
 A lane is what one thread needs. From and to the host it moves the bytes as they lie. Between a GPU and a file it has
-two small pinned buffers, which take turns: while the file is written from one, the GPU fills the other. The GPU adds up
-the rows of each piece, too, see Note [Sums on the device].
+two small pinned buffers, which take turns: while the file is written from one, the GPU fills the other. The GPU also
+adds up the rows of each tensor, see Note [Sums on the device].
 
 Note [Who has a lane]. A lane that is at work belongs to that work alone. It is kept for the next only when all that
 worked beside it have ended well; after an error or an interrupt, wherever that came, nobody uses its buffers again. The
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ups._compat.torch.tensors.pinned import pinned, unpin
-from lightning_ups.state.checkpoint.checksums import ROW, Piece, Unverified, is_summed_on_device, sum_rows
+from lightning_ups.state.checkpoint.checksums import ROW, Piece, Unverified, row_sums, worth_summing_on_device
 
 __all__ = ["Lane", "Lanes", "bytes_of", "lanes_by_default", "on_this_gpu", "spread", "wait_for_devices"]
 
@@ -219,10 +219,11 @@ class Lane:
                 yield Piece(_memory(piece))
             return
         buffers, fetched = self._both(source.device), list[_Buffer]()
+        sums = buffers[0].row_sums(source) if worth_summing_on_device(source, chunk=self.piece) else None
         for number, piece in enumerate(source.split(self.piece)):
             self.check()
             buffer = buffers[number % 2]
-            buffer.fetch(piece)
+            buffer.fetch(piece, None if sums is None else _sums_of(sums, number * self.piece, piece.nbytes))
             if fetched:
                 yield fetched.pop().content()
             fetched.append(buffer)
@@ -239,19 +240,35 @@ class Lane:
         Raises:
             DamagedFileError: If something read here or before is not what was written.
         """
-        direct = self._direct(target)
-        buffers = () if direct else self._both(target.device)
+        buffers: list[_Buffer] = [] if self._direct(target) else [*self._both(target.device)]
+        on_device = list[tuple[int, Unverified]]()
         for number, piece in enumerate(target.split(self.piece)):
             self.check()
-            if direct:
-                if (unverified := read(_memory(piece), number * self.piece)) is not None:
-                    unverified.check_on_host()
+            place = number * self.piece
+            if buffers:
+                self._filled += 1  # of all rows: a helper may still verify the buffer that was filled last
+                buffer = buffers[self._filled % 2]
+                unverified = read(buffer.room(piece.nbytes), place)
+                buffer.send(piece)
+            else:
+                unverified = read(_memory(piece), place)
+            if unverified is None:
                 continue
-            self._filled += 1  # of all rows: a helper may still verify the buffer that was filled last
-            buffer = buffers[self._filled % 2]
-            buffer.send(piece, read(buffer.room(piece.nbytes), number * self.piece))
+            place += unverified.start
+            if on_device or (buffers and self._sums_on_device(target[place:], unverified.chunk)):
+                on_device.append((place, unverified))
+            else:
+                unverified.check_on_host()
         for buffer in buffers:
-            buffer.verify()
+            buffer.wait()
+        if on_device:
+            (start, _), (end, last) = on_device[0], on_device[-1]
+            sums = buffers[0].row_sums(target[start : end + len(last.data)])
+            for place, unverified in on_device:
+                unverified.check(_sums_of(sums, place - start, len(unverified.data)))
+
+    def _sums_on_device(self, row: Tensor, chunk: int) -> bool:
+        return self.piece % chunk == 0 and worth_summing_on_device(row, chunk=chunk)
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -274,21 +291,15 @@ class _Buffer:
     """Memory of the host, and the stream of a GPU that fills or reads it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._device, self._used, self._rows = device, 0, nbytes // ROW
-        self._device_sums: Tensor | None = None
-        self._row_sums: memoryview | None = None  # of the piece, once the stream has been waited for
-        self._unverified: Unverified | None = None
-        start = -(-nbytes // 8) * 8
+        self._device, self._used = device, 0
+        self._row_sums: memoryview | None = None  # of the piece
         with self._on_device():
-            self.memory = _pinned(start + 8 * self._rows)
+            self.memory = _pinned(nbytes)
             self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host_sums = self.memory[start:].view(torch.int64)
 
-    def fetch(self, piece: Tensor) -> None:
-        self._used = piece.nbytes
-        on_device = self._can_sum(piece)
+    def fetch(self, piece: Tensor, sums: memoryview | None = None) -> None:
+        self._used, self._row_sums = piece.nbytes, sums
         with self._at_work():
-            self._row_sums = self._sum(piece) if on_device else None
             self.memory[: self._used].copy_(piece, non_blocking=self._stream is not None)
 
     def content(self) -> Piece:
@@ -296,51 +307,21 @@ class _Buffer:
         return Piece(_memory(self.memory[: self._used]), self._row_sums)
 
     def room(self, nbytes: int) -> memoryview:
-        self.verify()
+        self.wait()
         self._used = nbytes
         return _memory(self.memory[:nbytes])
 
-    def send(self, piece: Tensor, unverified: Unverified | None) -> None:
-        part = piece[:0] if unverified is None else piece[unverified.start :][: len(unverified.data)]
-        on_device = self._can_sum(part)
+    def send(self, piece: Tensor) -> None:
         with self._at_work():
             piece.copy_(self.memory[: self._used], non_blocking=self._stream is not None)
-            self._row_sums = self._sum(part) if on_device else None
-        if on_device:
-            self._unverified = unverified
-        elif unverified is not None:
-            unverified.check_on_host()
 
-    def verify(self) -> None:
-        """Wait, and verify what was sent if the device has added it up."""
-        self.wait()
-        unverified, self._unverified = self._unverified, None
-        if unverified is not None:
-            unverified.check(self._row_sums)
+    def row_sums(self, row: Tensor) -> memoryview:
+        with self._at_work():
+            return row_sums(row)
 
     def wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _can_sum(self, part: Tensor) -> bool:
-        if not is_summed_on_device(part):
-            return False
-        if self._device_sums is None:
-            try:
-                self._device_sums = torch.empty(self._rows, dtype=torch.int64, device=part.device)
-            except torch.OutOfMemoryError:  # the host sums instead: a full GPU can still be saved
-                self._device_sums = torch.empty(0, dtype=torch.int64)
-            if self._stream is not None:  # the memory may have been another tensor's until now
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self._device_sums.numel() > 0
-
-    def _sum(self, part: Tensor) -> memoryview:
-        assert self._device_sums is not None
-        rows = part.nbytes // ROW
-        sums, found = self._device_sums[:rows], self._host_sums[:rows]
-        sum_rows(part, sums)
-        found.copy_(sums, non_blocking=self._stream is not None)
-        return _memory(found).cast("B")
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -350,6 +331,11 @@ class _Buffer:
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+def _sums_of(sums: memoryview, place: int, nbytes: int) -> memoryview:
+    """Return those of the whole rows of ``nbytes`` that begin at ``place``."""
+    return sums[place // ROW * 8 :][: nbytes // ROW * 8]
 
 
 def _pinned(nbytes: int) -> Tensor:
