@@ -165,8 +165,7 @@ def planned(config: Configuration) -> dict[str, Any]:
     """Return what the plan says of ``config``, in GiB."""
     import torch
 
-    from lightning_ups.insight.dry_run import Planner
-    from lightning_ups.insight.memory import DEVICES, GIB
+    from lightning_ups.insight.memory import DEVICES, GIB, Planner
     from lightning_ups.order import Placement, Run
 
     module = _module(config)

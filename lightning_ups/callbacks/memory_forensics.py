@@ -21,8 +21,17 @@ from lightning_ups._compat.torch.allocator import (
     end_history,
     write_snapshot,
 )
-from lightning_ups.insight.dry_run import Planner, Uncountable
-from lightning_ups.insight.memory import GIB, Device, Moment, fake_batch, holders, is_out_of_memory, readable, twin
+from lightning_ups.insight.dry_run import FakeCopies
+from lightning_ups.insight.memory import (
+    GIB,
+    Device,
+    Moment,
+    Planner,
+    Uncountable,
+    holders,
+    is_out_of_memory,
+    readable,
+)
 from lightning_ups.order import Run, Stage
 from lightning_ups.order.arguments import check_kind, check_least, check_path
 from lightning_ups.transforms.blocks import find_blocks
@@ -245,7 +254,7 @@ class MemoryForensics(Callback):
             )
         return Planner(
             asked,
-            fake_batch(self._batch, mode=None),
+            FakeCopies().copy(self._batch, "the batch"),
             microbatches=trainer.accumulate_grad_batches,
             device=kind,
         )
@@ -274,9 +283,9 @@ _PARTS = {  # the innermost counts
 
 
 def _described(module: LightningModule) -> LightningModule:
-    copied = twin(module, mode=None, without=trainer_of(module))
-    assert isinstance(copied, LightningModule)
-    return copied
+    copies = FakeCopies()
+    copies.keep(trainer_of(module), None)
+    return copies.copy(module)
 
 
 def _compiled_whole(trainer: Trainer) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 
 from lightning_ups._compat.optional.te import engine, why_not
-from lightning_ups._compat.torch.fake import fake_step, fake_twin
 from lightning_ups.commands.trial import Trial, WorkClock
 from lightning_ups.insight.advise import (
     ENGINE,
@@ -25,7 +24,7 @@ from lightning_ups.insight.advise import (
     engine_layers,
     engine_recipe,
     is_engine,
-    layers_of,
+    layers_in_step,
     layers_with_rows,
     names_of,
     obtain_table,
@@ -276,9 +275,7 @@ def _layers(trial: Trial, names: Sequence[str], *, head: bool, tokens: int | Non
 
 
 def _called(trial: Trial, linears: Iterable[str], batch: Any) -> list[Layer]:
-    with fake_twin(trial.module) as twin:
-        fakes: dict[str, Any] = {name: twin.get_submodule(name) for name in linears}
-        return layers_of(fakes, lambda: fake_step(twin, batch))
+    return layers_in_step(trial.module, linears, batch)
 
 
 def _given(trial: Trial, linears: Iterable[str], tokens: int) -> list[Layer]:

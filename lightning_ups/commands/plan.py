@@ -14,8 +14,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_ups.config.asked import Asked, counted
-from lightning_ups.insight.dry_run import MOST, Planner, Uncountable, Variant
-from lightning_ups.insight.memory import DEVICES, GIB, Device, Moment, device_of, readable, textbook
+from lightning_ups.insight.memory import (
+    DEVICES,
+    GIB,
+    MOST,
+    Device,
+    Moment,
+    Planner,
+    Uncountable,
+    Variant,
+    device_of,
+    readable,
+    textbook,
+)
 from lightning_ups.order import policy_of, refusals
 from lightning_ups.transforms.quoted import quoted
 

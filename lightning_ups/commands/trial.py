@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_ups._compat.torch.fake import attach, first_batch
+from lightning_ups._compat.lightning.fit_setup import attach, first_batch
 from lightning_ups._compat.torch.log_levels import only_from
 from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
 from lightning_ups.config.layers import items

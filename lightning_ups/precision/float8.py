@@ -13,14 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ups._compat.lightning.fit_setup import first_batch
 from lightning_ups._compat.lightning.trainer import trainer_of
-from lightning_ups._compat.torch.fake import fake_step, fake_twin, first_batch
 from lightning_ups.insight.advise import (
     Advice,
     Timer,
     agreed,
     check_ran,
-    layers_of,
+    layers_in_step,
     layers_with_rows,
     obtain_table,
     products_of,
@@ -202,10 +202,7 @@ class Float8Precision(PolicyPrecision):
         if self.tokens is not None:
             layers = layers_with_rows(linears, self.tokens)
         else:
-            batch = first_batch(module.trainer)
-            with fake_twin(module) as twin:
-                fakes: Any = {name: twin.get_submodule(name) for name in linears}
-                layers = layers_of(fakes, lambda: fake_step(twin, batch))
+            layers = layers_in_step(module, linears, first_batch(module.trainer))
             if linears:
                 check_ran(layers, linears=linears, of=type(module).__name__, tokens="tokens=16384")
         device = module.trainer.strategy.root_device

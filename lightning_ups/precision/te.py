@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ups._compat.lightning.fit_setup import first_batch
 from lightning_ups._compat.lightning.trainer import trainer_of
 from lightning_ups._compat.optional.te import (
     autocast,
@@ -26,7 +27,6 @@ from lightning_ups._compat.optional.te import (
     why_not,
     why_not_on,
 )
-from lightning_ups._compat.torch.fake import fake_step, fake_twin, first_batch
 from lightning_ups.insight.advise import (
     Advice,
     Layer,
@@ -35,7 +35,7 @@ from lightning_ups.insight.advise import (
     check_ran,
     engine_layers,
     engine_name,
-    layers_of,
+    layers_in_step,
     layers_with_rows,
     modules_of,
     obtain_table,
@@ -288,10 +288,7 @@ class TEPrecision(PolicyPrecision):
         linears: dict[str, Any] = {name: module.get_submodule(name) for name in read_first(plan).values()}
         if self.tokens is not None:
             return engine_layers(plan, layers_with_rows(linears, self.tokens))
-        batch = first_batch(module.trainer)
-        with fake_twin(module) as twin:
-            fakes: Any = {name: twin.get_submodule(name) for name in linears}
-            called = layers_of(fakes, lambda: fake_step(twin, batch))
+        called = layers_in_step(module, linears, first_batch(module.trainer))
         if linears:
             check_ran(called, linears=linears, of=type(module).__name__, tokens="tokens=16384")
         return engine_layers(plan, called)

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from lightning_ups.insight.dry_run.plan import Planner
+from lightning_ups.insight.memory.plan import Planner
 
 
 @pytest.fixture

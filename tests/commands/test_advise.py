@@ -143,7 +143,7 @@ class Looking(Wide):
     """Cannot run without values."""
 
     def training_step(self, batch, index):
-        return super().training_step(batch, index) if batch.sum().item() else None
+        return super().training_step(batch[batch.sum(1) != 0], index)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ class Looking(Wide):
     ids=["option", "precision"],
 )
 def test_rows_can_be_given_where_no_step_shows_them(asked, options, capsys):
-    with pytest.raises(ValueError, match=r"Looking.training_step could not run without values.*tokens="):
+    with pytest.raises(ValueError, match=r"Looking.training_step .*tokens="):
         show(trial(Looking()), dry=True)
     assert show(trial(Looking(), **asked), dry=True, **options) == 0
     assert "64 x 16 x 32" in capsys.readouterr().out

@@ -12,8 +12,8 @@ from lightning_ups.__main__ import main as command_line
 from lightning_ups.callbacks import ActivationOffload
 from lightning_ups.commands.plan import main, own_options, read_batch, show
 from lightning_ups.config.asked import Asked, run_of
-from lightning_ups.insight.dry_run.plan import Planner
-from lightning_ups.insight.dry_run.rehearsal import Uncountable
+from lightning_ups.insight.memory.described_run import Uncountable
+from lightning_ups.insight.memory.plan import Planner
 from lightning_ups.models import GPTModule
 from tests.cli_toys import Data, Toy
 from tests.config.test_asked import DEFAULTS

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ups._compat.torch.rehearsal import partitioning_backend
+from lightning_ups._compat.torch.fake_tensors import partitioning_backend
 from lightning_ups.callbacks import Compile
 from lightning_ups.callbacks.logs.progress import LeanProgressBar
 from lightning_ups.data import RandomTokens

@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-from lightning_ups._compat.torch.rehearsal import FakeTensorMode
+from lightning_ups._compat.torch.fake_tensors import FakeTensorMode
 from lightning_ups.optim import MasteredOptimizer, MasterWeights, adamw_step
 from lightning_ups.optim.adamw_slots import slots_of
 from lightning_ups.optim.adamw_step import (

@@ -6,7 +6,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_ups._compat.torch.rehearsal import fake_mode
+from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups.callbacks import OptimizerOffload
 from lightning_ups.optim import OffloadedOptimizer, check_rounding, make_portable
 from lightning_ups.optim.low_bit import is_low_bit, make_state_alone

@@ -1,4 +1,4 @@
-"""Counting apart what is recomputed: torch's counter does not tell it from the rest."""
+"""A FLOP counter that counts recomputation separately."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["RecomputeCounter", "run_backward"]
 
 
 def run_backward(loss: Tensor) -> None:
-    """Do what ``loss.backward()`` does, with the function modes that are on: torch leaves them out of a backward."""
+    """Call ``loss.backward()`` with active function modes, which torch disables in ``Tensor.backward``."""
     engine: Any = torch.autograd.Variable._execution_engine
     keep_graph = create_graph = False
     options = {"allow_unreachable": True, "accumulate_grad": True}
@@ -22,11 +22,11 @@ def run_backward(loss: Tensor) -> None:
 
 
 class RecomputeCounter(FlopCounterMode):
-    """Counts all that runs, as torch's does, and in ``recomputed`` what ran once more within a backward pass.
+    """Counts like torch's counter, and in ``recomputed`` the part that activation checkpointing computes again.
 
     Args:
-        forwards: Operators that no backward calls by itself.
-        **options: Those of torch's counter.
+        forwards: Operators that only a forward pass calls.
+        **options: Options of torch's counter.
     """
 
     def __init__(self, *, forwards: Collection[Any] = (), **options: Any) -> None:
@@ -36,8 +36,7 @@ class RecomputeCounter(FlopCounterMode):
 
     @override
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        # The formulas of backward run without grad mode; what is recomputed runs with it, to be differentiated, but for
-        # the inside of operators that bring a backward of their own.
+        # Backward formulas run without grad mode. Recomputation runs with it, except inside custom autograd functions.
         again = in_backward() and (torch.is_grad_enabled() or func_packet in self._forwards)
         before = self.flop_counts["Global"].get(func_packet, 0) if again else 0
         result = super()._count_flops(func_packet, out, args, kwargs)

@@ -11,7 +11,14 @@ from lightning_ups.insight.advise.engine import (
     modules_of,
     read_first,
 )
-from lightning_ups.insight.advise.shapes import Layer, check_ran, layers_of, layers_with_rows, names_of, products_of
+from lightning_ups.insight.advise.shapes import (
+    Layer,
+    check_ran,
+    layers_in_step,
+    layers_with_rows,
+    names_of,
+    products_of,
+)
 from lightning_ups.insight.advise.table import Table, Timer, Times, cache_path, obtain_table, where
 from lightning_ups.insight.advise.timer import timer_on
 
@@ -30,7 +37,7 @@ __all__ = [
     "engine_name",
     "engine_recipe",
     "is_engine",
-    "layers_of",
+    "layers_in_step",
     "layers_with_rows",
     "modules_of",
     "names_of",

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Layer", "Product", "check_ran", "layers_of", "layers_with_rows", "names_of", "products_of"]
+from lightning_ups.insight.dry_run import NotCopiedError, call_training_step, plain_run
+
+__all__ = ["Layer", "Product", "check_ran", "layers_in_step", "layers_with_rows", "names_of", "products_of"]
 
 
 @dataclass(frozen=True, order=True)
@@ -72,25 +74,38 @@ class Layer:
     wgrad: bool = True
 
 
-def layers_of(linears: Mapping[str, nn.Linear], step: Callable[[], Any]) -> list[Layer]:
-    """Run ``step`` and return those of ``linears`` that were called in it.
+def layers_in_step(module: nn.Module, names: Iterable[str], batch: Any) -> list[Layer]:
+    """Return the linear layers of ``names`` that a training step of ``module`` with ``batch`` calls.
 
-    Args:
-        linears: Layers by name.
-        step: Such as a ``training_step``. Without values is enough: only shapes are looked at.
+    Raises:
+        ValueError: If the step cannot run on fake tensors.
     """
-    calls: dict[str, Counter[Product]] = {name: Counter() for name in linears}
+    calls: dict[str, Counter[Product]] = {name: Counter() for name in names}
     passing: set[str] = set()  # those that pass a gradient on
-    with ExitStack() as stack:
-        for name, linear in linears.items():
-            hook = _count(calls[name], passes_on=partial(passing.add, name))
-            stack.callback(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        step()
+    try:
+        with plain_run(module, batch) as dry_run, ExitStack() as stack:
+            linears: dict[str, Any] = {name: dry_run.module.get_submodule(name) for name in calls}
+            for name, linear in linears.items():
+                hook = _count(calls[name], passes_on=partial(passing.add, name))
+                stack.callback(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            call_training_step(dry_run.module, dry_run.batch)
+    except NotCopiedError as error:
+        raise ValueError(_refusal(module, f"it uses {error}")) from error
+    except Exception as error:
+        raise ValueError(_refusal(module, (str(error) or repr(error)).splitlines()[0].rstrip("."))) from error
     return [
         Layer(name, dict(counted), dgrad=name in passing, wgrad=linears[name].weight.requires_grad)
         for name, counted in calls.items()
         if counted
     ]
+
+
+def _refusal(module: nn.Module, reason: str) -> str:
+    return (
+        f"{type(module).__name__}.training_step failed on fake tensors: {reason}."
+        " If it fails in fit as well, fix it there. Otherwise give the number of rows of its linear layers: tokens=...,"
+        " usually batch size times sequence length."
+    )
 
 
 def check_ran(layers: Sequence[Layer], *, linears: Iterable[str], of: str, tokens: str) -> None:

@@ -1,6 +1,7 @@
-"""One training step on fake tensors, and what it tells of memory and time."""
+"""One training step on fake tensors: nothing is computed, and nothing of the run changes."""
 
-from lightning_ups.insight.dry_run.plan import MOST, Planner, Variant
-from lightning_ups.insight.dry_run.rehearsal import Uncountable
+from lightning_ups.insight.dry_run.copies import FakeCopies
+from lightning_ups.insight.dry_run.engine import DryRun, call_training_step, loss_in, plain_run
+from lightning_ups.insight.dry_run.not_copied import NotCopiedError
 
-__all__ = ["MOST", "Planner", "Uncountable", "Variant"]
+__all__ = ["DryRun", "FakeCopies", "NotCopiedError", "call_training_step", "loss_in", "plain_run"]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_ups._compat.torch.rehearsal import is_tracing
+from lightning_ups._compat.torch.fake_tensors import is_tracing
 
 __all__ = ["FIXED", "GIB", "Kind", "Ledger", "Moment", "Phase", "allocated", "readable"]
 

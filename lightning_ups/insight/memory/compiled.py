@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from lightning_ups._compat.torch.rehearsal import (
+from lightning_ups._compat.torch.fake_tensors import (
     forget_compiled,
     is_fused,
     is_view,

@@ -1,4 +1,4 @@
-"""Where a rehearsed step moves what it saves for backward: a host whose memory is counted apart from the device's."""
+"""The host's memory in a dry run, to which a step moves tensors that it saves for backward."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,37 +6,34 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups._compat.torch.rehearsal import FakeTensor
+from lightning_ups._compat.torch.fake_tensors import FakeTensor
 from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.optim.offload import Copy, Mark, Memory
 
-__all__ = ["RehearsedMemory"]
+__all__ = ["HostMemory"]
 
 
-class RehearsedMemory(Memory):
-    """Memory for fake tensors, in which nothing is copied, and what is on the device is entered in a ledger.
-
-    Args:
-        ledger: What counts the device's memory.
+class HostMemory(Memory):
+    """Holds fake tensors: copies nothing, and counts what is on the device in ``ledger``.
 
     Attributes:
-        on_host: The bytes of the host's memory that were ever taken.
+        used: Bytes of the host's memory, at most.
     """
 
     moves = FakeTensor
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__(torch.device("cpu"))  # as all fake tensors of a rehearsal
-        self.on_host = 0
+        super().__init__(torch.device("cpu"))  # the device of all fake tensors
+        self.used = 0
         self._ledger = ledger
-        self._owners: dict[int, str] = {}  # whose activation is in which memory of the host
+        self._owners: dict[int, str] = {}  # of the activation in each storage
 
     @override
     def host(self, nbytes: int) -> Tensor:
         with self._ledger.paused():
             memory = super().host(nbytes)
         self._ledger.leave_out(memory)
-        self.on_host += nbytes
+        self.used += nbytes
         return memory
 
     @override

@@ -1,7 +1,7 @@
-"""Rehearsing a step of training on fake tensors: what it would take of a GPU's memory, when, and for what."""
+"""The memory of a training step on fake tensors: how much it takes of a GPU, when, and for what."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,40 +10,38 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_ups._compat.torch.distributions import without_checks
-from lightning_ups._compat.torch.rehearsal import FakeTensorMode
 from lightning_ups.insight.memory.account import Ledger, Moment, Phase
 from lightning_ups.insight.memory.cuda import as_on_cuda
 from lightning_ups.transforms.float8 import float8_linears
 
-__all__ = ["Play", "Step", "rehearse"]
+__all__ = ["Play", "Step", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Play:
-    """What a step consists of. Everything in it lives in the fakes of ``mode``.
+    """The parts of a step, all on fake tensors.
 
     Args:
-        module: The module's twin.
+        module: A copied module.
         loss: Runs the forward pass of a training step and returns its loss.
-        optimizers: Makes the optimizers, over the parameters of the twin.
-        mode: What fakes.
-        masters: Full-precision parameters beside those of the twin.
+        optimizers: Creates the optimizers.
+        opened: Opens the dry run.
+        masters: Full-precision master weights.
         blocks: The submodules to which memory is assigned, by name.
         batch: The batch.
-        around_forward: Makes a context for the forward pass, such as autocast.
-        before_step: What runs between backward and the optimizer, such as clipping, given an optimizer.
-        microbatches: How many batches an optimizer step has.
-        gradients: Whether the optimizers find gradients that no backward has made.
+        around_forward: Creates a context for the forward pass, such as autocast.
+        before_step: Called with each optimizer before its step, such as for clipping.
+        microbatches: Batches in an optimizer step.
+        gradients: Whether the optimizers get gradients without a backward pass.
         parts: The submodules by which parameters are counted, by name. None: ``blocks``.
-        own_step: Runs, in place of ``loss``, a training step that makes its own backward passes and steps of the
-            optimizers that it is given; it is given what notes that a phase begins, too.
+        own_step: Runs a training step with manual optimization, in place of ``loss``. Called with the optimizers and
+            with a function that it calls when a phase begins.
     """
 
     module: nn.Module
     loss: Callable[[], Tensor]
     optimizers: Callable[[], Sequence[Optimizer]]
-    mode: FakeTensorMode
+    opened: Callable[[], AbstractContextManager[Any]]
     masters: Sequence[nn.Parameter] = ()
     blocks: Mapping[str, nn.Module] = field(default_factory=dict)
     batch: Any = None
@@ -54,26 +52,21 @@ class Play:
     parts: Mapping[str, nn.Module] | None = None
     own_step: Callable[[Sequence[Optimizer], Callable[[Phase], None]], None] | None = None
 
-    @property
-    def counted(self) -> Mapping[str, nn.Module]:
-        """The submodules by which parameters are counted."""
-        return self.blocks if self.parts is None else self.parts
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a rehearsed step took.
+    """The memory of a step.
 
     Args:
-        peaks: For each phase, when it took the most.
-        fixed: What there is between two steps; of gradients, what the optimizer leaves.
-        loose: For each phase and block, when the most was alive of what is not sharded with the parameters.
-        saved: When the forward pass had ended: what is kept for backward.
-        elements: The parameters of each block; under the empty name those of no block.
-        trained: Those of them that are trained.
-        largest: The largest parameter.
-        in_float8: Those of ``elements`` that are weights of layers that multiply in float8.
-        on_host: Bytes of the host's memory that what is saved for backward takes.
+        peaks: The largest moment of each phase.
+        fixed: What is held between two steps, with the gradients that the optimizer leaves.
+        loose: The moment of each phase and block with the most memory that is not sharded with the parameters.
+        saved: The end of the forward pass, with all that is saved for backward.
+        elements: The parameters of each block; under the empty name those outside of blocks.
+        trained: The trained ones of them.
+        largest: The elements of the largest parameter.
+        in_float8: The part of ``elements`` in weights of float8 layers.
+        on_host: Bytes of tensors saved for backward on the host.
     """
 
     peaks: Mapping[Phase, Moment]
@@ -88,27 +81,22 @@ class Step:
 
     @property
     def peak(self) -> Moment:
-        """When it took the most."""
+        """The largest moment."""
         return max(self.peaks.values(), key=lambda moment: moment.total)
 
 
-def rehearse(play: Play, *, ledger: Ledger) -> Step:
-    """Run two optimizer steps of ``play``, the first to make what optimizers keep, and return what the second takes."""
-    with ExitStack() as stack:
-        stack.enter_context(play.mode)
-        stack.enter_context(without_checks())
-        stack.enter_context(_followed(play.blocks, ledger))
-        stack.enter_context(ledger)
+def measure(play: Play, *, ledger: Ledger) -> Step:
+    """Run two optimizer steps, the first to create optimizer state, and return the memory of the second."""
+    run_step = _step if play.own_step is None else _manual_step
+    with play.opened(), _blocks_followed(play.blocks, ledger), ledger:
         optimizers = _set_up(play, ledger)
-        stack.enter_context(_gradients_claimed(play, ledger))
-        if play.own_step is not None:
-            _step_by_itself(play, ledger, optimizers)  # which may free gradients, before and after
-        fixed = ledger.now()
-        ledger.forget_peaks()
-        if play.own_step is not None:
-            saved = _step_by_itself(play, ledger, optimizers)
-        else:
-            saved = _step(play, ledger, optimizers)
+        with _gradients_claimed(play, ledger):
+            if play.own_step is not None:
+                run_step(play, ledger, optimizers)  # it may free gradients before or after
+            fixed = ledger.now()
+            ledger.forget_peaks()
+            saved = run_step(play, ledger, optimizers)
+    float8_weights = {layer.weight for layer in float8_linears(play.module).values()}
     return Step(
         peaks={phase: moment for phase, moment in ledger.peaks.items() if phase != "setup"},
         fixed=fixed,
@@ -117,17 +105,17 @@ def rehearse(play: Play, *, ledger: Ledger) -> Step:
         elements=_elements(play),
         trained=_elements(play, of=lambda p: p.requires_grad),
         largest=max((p.numel() for p in play.module.parameters()), default=0),
-        in_float8=_elements(play, of={m.weight for m in float8_linears(play.module).values()}.__contains__),
+        in_float8=_elements(play, of=float8_weights.__contains__),
     )
 
 
 def _step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
     saved = Moment()
-    with as_on_cuda():  # in backward too, where blocks are recomputed
+    with as_on_cuda():  # also in backward, where blocks are recomputed
         for index in range(play.microbatches):
             saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
     if play.gradients:
-        _make_gradients(play, ledger)
+        _create_gradients(play, ledger)
     ledger.start("optimizer")
     for optimizer in optimizers:
         play.before_step(optimizer)
@@ -135,7 +123,7 @@ def _step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment
     return saved
 
 
-def _step_by_itself(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
+def _manual_step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
     assert play.own_step is not None
     saved = [Moment()]
 
@@ -155,24 +143,24 @@ def _set_up(play: Play, ledger: Ledger) -> list[Optimizer]:
         ledger.claim([parameter], "parameters", owner)
     ledger.claim(play.module.buffers(), "buffers")
     ledger.claim(play.masters, "master weights")
-    ledger.claim((leaf for leaf in tree_leaves(play.batch) if isinstance(leaf, Tensor)), "batch")
+    ledger.claim(_tensors(play.batch), "batch")
     optimizers = [*play.optimizers()]
-    _make_gradients(play, ledger)
+    _create_gradients(play, ledger)
     for optimizer in optimizers:
         optimizer.step()
-        ledger.claim(_state(optimizer), "optimizer state")
-    return optimizers  # the gradients stay, as after a step that Lightning has made
+        ledger.claim(_tensors([*optimizer.state.values()]), "optimizer state")
+    return optimizers  # the gradients stay, as after a step of Lightning's
 
 
-def _make_gradients(play: Play, ledger: Ledger) -> None:
+def _create_gradients(play: Play, ledger: Ledger) -> None:
     for parameter in play.module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
             ledger.claim([parameter.grad], "gradients")
 
 
-def _state(optimizer: Optimizer) -> list[Tensor]:
-    return [leaf for state in optimizer.state.values() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _forward_backward(play: Play, ledger: Ledger, *, optimizers: Sequence[Optimizer] | None) -> Moment:
@@ -180,7 +168,7 @@ def _forward_backward(play: Play, ledger: Ledger, *, optimizers: Sequence[Optimi
     with play.around_forward():
         loss = play.loss()
     saved = ledger.now()
-    if optimizers is not None:  # Lightning frees the gradients of the step before after the first forward pass
+    if optimizers is not None:  # Lightning frees the gradients of the previous step after the first forward pass
         play.module.zero_grad()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -192,14 +180,14 @@ def _forward_backward(play: Play, ledger: Ledger, *, optimizers: Sequence[Optimi
 
 
 @contextmanager
-def _followed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[None]:
-    """Let ``ledger`` know which block runs: from its call to its return, and from its gradient to the next one's."""
+def _blocks_followed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[None]:
+    """Tell ``ledger`` which block runs: in forward until it returns, in backward until another one's gradient."""
     with ExitStack() as undo:
         for name, block in blocks.items():
             outer: list[str] = []
 
             def enter(_: nn.Module, _args: Any, *, name: str = name, outer: list[str] = outer) -> None:
-                if ledger.phase == "forward":  # in backward it is run a second time
+                if ledger.phase == "forward":  # in backward it is recomputed
                     outer.append(ledger.place)
                     ledger.start("forward", name)
 
@@ -207,8 +195,8 @@ def _followed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[None]
                 if ledger.phase != "forward":
                     return
                 ledger.start("forward", outer.pop() if outer else "")
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, Tensor) and leaf.requires_grad:
+                for leaf in _tensors(output):
+                    if leaf.requires_grad:
                         leaf.register_hook(lambda _, name=name: ledger.start("backward", name))
 
             undo.callback(block.register_forward_pre_hook(enter).remove)
@@ -230,9 +218,13 @@ def _gradients_claimed(play: Play, ledger: Ledger) -> Iterator[None]:
         yield
 
 
+def _parts(play: Play) -> Mapping[str, nn.Module]:
+    return play.blocks if play.parts is None else play.parts
+
+
 def _owners(play: Play) -> dict[nn.Parameter, str]:
     owners: dict[nn.Parameter, str] = {}
-    for name, block in play.counted.items():
+    for name, block in _parts(play).items():
         for parameter in block.parameters():
             owners.setdefault(parameter, name)
     for parameter in play.module.parameters():
@@ -241,7 +233,7 @@ def _owners(play: Play) -> dict[nn.Parameter, str]:
 
 
 def _elements(play: Play, *, of: Callable[[Tensor], bool] = lambda _: True) -> dict[str, int]:
-    sums = {"": 0, **dict.fromkeys(play.counted, 0)}
+    sums = {"": 0, **dict.fromkeys(_parts(play), 0)}
     for parameter, owner in _owners(play).items():
         if of(parameter):
             sums[owner] += parameter.numel()

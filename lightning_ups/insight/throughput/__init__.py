@@ -1,6 +1,6 @@
 """How fast a run is, what its time goes into, and what to change first."""
 
-from lightning_ups.insight.throughput.counting import StepFlops, step_flops
+from lightning_ups.insight.throughput.counted_step import StepFlops, step_flops
 from lightning_ups.insight.throughput.flops import count_flops
 from lightning_ups.insight.throughput.inspection import Inspection, Span, look
 from lightning_ups.insight.throughput.meter import Flops, Meter, RankTimes, Summary, quantile
@@ -8,7 +8,6 @@ from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, own_peaks,
 from lightning_ups.insight.throughput.table import PHASE_NAMES, rendered, rows
 from lightning_ups.insight.throughput.timeline import Phase, StepTime, Timeline, clock_for
 from lightning_ups.insight.throughput.units import Count, counter, tensors_of
-from lightning_ups.insight.throughput.untouched import NotCopiedError
 from lightning_ups.insight.throughput.verdicts import Check, Trouble, checks, first_change, troubles
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "Flops",
     "Inspection",
     "Meter",
-    "NotCopiedError",
     "Peaks",
     "Phase",
     "RankTimes",

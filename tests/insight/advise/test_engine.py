@@ -10,7 +10,7 @@ from lightning_ups.insight.advise.engine import (
     modules_of,
     read_first,
 )
-from lightning_ups.insight.advise.shapes import Layer, Product, layers_of
+from lightning_ups.insight.advise.shapes import Layer, Product, layers_in_step
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.transforms.te.convert import convert_to_te
 from tests import fake_te
@@ -28,8 +28,8 @@ def plan():
 
 
 def called(model, conversion, *, seq):
-    linears = {name: model.get_submodule(name) for name in read_first(conversion).values()}
-    return layers_of(linears, lambda: model(torch.zeros(2, seq, dtype=torch.long)))
+    model.training_step = lambda batch: model(batch)
+    return layers_in_step(model, read_first(conversion).values(), torch.zeros(2, seq, dtype=torch.long))
 
 
 def test_what_is_computed_as_one_is_one_product(plan):

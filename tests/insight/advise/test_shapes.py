@@ -1,54 +1,86 @@
+from types import MethodType
+
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups.insight.advise.shapes import Layer, Product, layers_of, layers_with_rows, names_of, products_of
+from lightning_ups.insight.advise.shapes import Layer, Product, layers_in_step, layers_with_rows, names_of, products_of
+
+
+class Stepping(nn.ModuleDict):
+    """Linear layers, and a training step given as a function of them."""
+
+    def __init__(self, step, **layers):
+        super().__init__(layers)
+        self.training_step = MethodType(step, self)
+
+    def found(self, batch):
+        return layers_in_step(self, [*self], batch)
+
+
+def linears(*names):
+    return {name: nn.Linear(4, 4) for name in names}
 
 
 def test_rows_and_calls_of_each_layer():
-    model = nn.ModuleDict({"a": nn.Linear(4, 8), "b": nn.Linear(8, 4), "idle": nn.Linear(4, 4)})
-
-    def step():
-        x = model["a"](torch.ones(3, 5, 4))
+    def step(model, batch):
+        x = model["a"](batch)
         model["b"](x)
         model["b"](input=x[:1])
 
-    found = layers_of(dict(model.items()), step)
-    assert found == [
+    model = Stepping(step, a=nn.Linear(4, 8), b=nn.Linear(8, 4), idle=nn.Linear(4, 4))
+    assert model.found(torch.ones(3, 5, 4)) == [
         Layer("a", {Product(15, 4, 8): 1}, dgrad=False),
         Layer("b", {Product(15, 8, 4): 1, Product(5, 8, 4): 1}),
     ]
     assert not model["a"]._forward_pre_hooks
 
 
-def test_rows_that_are_given_are_those_of_one_call():
-    linears = {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
-    seen = layers_of(linears, lambda: linears["down"](linears["up"](torch.empty(5, 4, requires_grad=True))))
-    assert layers_with_rows(linears, 5) == seen
+def test_given_rows_are_those_of_one_call():
+    def step(model, batch):
+        model["down"](model["up"](batch.requires_grad_()))
+
+    model = Stepping(step, up=nn.Linear(4, 8), down=nn.Linear(8, 4))
+    assert layers_with_rows(dict(model.items()), 5) == model.found(torch.ones(5, 4))
 
 
 def test_gradients_that_are_not_computed_are_known():
-    linears = {name: nn.Linear(4, 4) for name in ("frozen", "adapter", "base", "head")}
+    def step(model, batch):
+        x = model["frozen"](batch)
+        model["head"](model["base"](x + model["adapter"](x)))
+
+    model = Stepping(step, **linears("frozen", "adapter", "base", "head"))
     for name in ("frozen", "base"):
-        linears[name].requires_grad_(False)
-
-    def step():
-        x = linears["frozen"](torch.ones(2, 4))
-        linears["head"](linears["base"](x + linears["adapter"](x)))
-
-    found = {layer.name: (layer.dgrad, layer.wgrad) for layer in layers_of(linears, step)}
+        model[name].requires_grad_(False)
+    found = {layer.name: (layer.dgrad, layer.wgrad) for layer in model.found(torch.ones(2, 4))}
     assert found == {
         "frozen": (False, False),
         "adapter": (False, True),
         "base": (True, False),
         "head": (True, True),
     }
-    assert [layer.wgrad for layer in layers_with_rows(linears, 2)] == [False, True, False, True]
+    assert [layer.wgrad for layer in layers_with_rows(dict(model.items()), 2)] == [False, True, False, True]
 
 
-def test_what_a_checkpoint_runs_without_gradients_first_has_them_later():
-    linear, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
-    assert layers_of({"a": linear}, lambda: checkpoint(linear, x, use_reentrant=True))[0].dgrad
+def test_a_reentrant_checkpoint_hides_no_gradient():
+    def step(model, batch):
+        checkpoint(model["a"], batch.requires_grad_(), use_reentrant=True)
+
+    assert Stepping(step, **linears("a")).found(torch.ones(2, 4))[0].dgrad
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "reason"),
+    [
+        (lambda model, batch: model["a"](batch[batch.nonzero()]), torch.ones(2, 4), "nonzero"),
+        (lambda model, batch: next(batch), (x for x in ()), "the batch, a generator"),
+    ],
+    ids=["values", "generator"],
+)
+def test_a_step_that_cannot_run_on_fake_tensors_asks_for_the_rows(step, batch, reason):
+    with pytest.raises(ValueError, match=f"Stepping.training_step .*{reason}.*tokens="):
+        Stepping(step, **linears("a")).found(batch)
 
 
 def test_shapes_are_counted_over_layers():

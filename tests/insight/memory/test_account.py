@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ups._compat.torch.rehearsal import fake_mode
+from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups.insight.memory.account import GIB, Ledger, Moment, allocated, readable
 
 KB = 1024

@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups._compat.torch.rehearsal import fake_mode
+from lightning_ups._compat.torch.fake_tensors import fake_mode
+from lightning_ups.insight.dry_run import FakeCopies
 from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.compiled import Program, as_compiled
-from lightning_ups.insight.memory.fake_module import twin
 from lightning_ups.transforms.recompute.wrapping import recompute
 
 KB = 1024
@@ -27,7 +27,7 @@ class Block(nn.Module):
 def saved(*, compiled, save=None, depth=2):
     """Return the bytes that ``depth`` blocks keep, for an input of 64 KB."""
     mode, ledger = fake_mode(), Ledger()
-    module = twin(nn.Sequential(*(Block() for _ in range(depth))), mode=mode)
+    module = FakeCopies(mode=mode).copy(nn.Sequential(*(Block() for _ in range(depth))))
     with mode, ledger:
         x = torch.empty(1024, 16, requires_grad=True)
         ledger.claim(module.parameters(), "parameters")
@@ -81,7 +81,7 @@ def test_recomputed_and_compiled():
 @pytest.mark.parametrize("reduces", [False, True])
 def test_gradients_that_the_graph_reduces_are_claimed_as_they_are_made(reduces):
     mode, ledger = fake_mode(), Ledger()
-    module = twin(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))), mode=mode)
+    module = FakeCopies(mode=mode).copy(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))))
     with mode, ledger:
         x = torch.empty(8, 128)  # 4 KB, beside weights of 64 KB
         ledger.claim([x], "batch")
@@ -105,7 +105,7 @@ def test_gradients_that_the_graph_reduces_are_claimed_as_they_are_made(reduces):
 
 def test_what_is_fused_is_never_there():
     mode, ledger = fake_mode(), Ledger()
-    module = twin(Block(), mode=mode)
+    module = FakeCopies(mode=mode).copy(Block())
     with mode, ledger, torch.no_grad():
         x = torch.empty(1024, 16)
         ledger.claim([*module.parameters(), x], "parameters")
@@ -130,7 +130,7 @@ def test_equal_blocks_share_their_graphs(monkeypatch):
 def test_forwards_are_put_back_and_the_size_may_change():
     module = nn.Sequential(Block(), Block())
     mode, ledger = fake_mode(), Ledger()
-    other = twin(module, mode=mode)
+    other = FakeCopies(mode=mode).copy(module)
     for samples in (3, 7):
         with mode, ledger, as_compiled(other, ledger=ledger):
             assert other(torch.empty(samples, 16)).shape == (samples, 16)
@@ -170,7 +170,7 @@ def test_a_graph_break_is_no_obstacle(scope):
             return x * 2
 
     mode, ledger = fake_mode(), Ledger()
-    module = twin(Broken(), mode=mode)
+    module = FakeCopies(mode=mode).copy(Broken())
     with mode, ledger, as_compiled([module], ledger=ledger):
         x = torch.empty(scope, 16, requires_grad=True)
         module(x).sum().backward()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_ups._compat.torch.rehearsal import fake_mode
+from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.cuda import as_on_cpu, as_on_cuda, step_as_on_cuda
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_ups._compat.torch.tensors.autograd import outside_modes
 from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload
-from lightning_ups.insight.dry_run.plan import Planner
 from lightning_ups.insight.memory.account import Ledger, Moment
 from lightning_ups.insight.memory.layout import Layout, between, peak_of
+from lightning_ups.insight.memory.plan import Planner
 from lightning_ups.insight.memory.step import Step
 from lightning_ups.optim.offload.memory import Memory
 from lightning_ups.order import Placement, Run

@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_ups._compat.torch.rehearsal import fake_mode
+from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups._compat.torch.tensors.autograd import outside_modes
+from lightning_ups.insight.dry_run import FakeCopies
 from lightning_ups.insight.memory.account import Ledger, allocated
-from lightning_ups.insight.memory.fake_module import twin
-from lightning_ups.insight.memory.offloaded import RehearsedMemory
-from lightning_ups.insight.memory.step import Play, rehearse
+from lightning_ups.insight.memory.offloaded import HostMemory
+from lightning_ups.insight.memory.step import Play, measure
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.recompute.wrapping import recompute
 from tests.optim.offloading import LateMemory
@@ -117,34 +117,34 @@ def measured(**setting):
     return live.peak, memory.on_host
 
 
-def rehearsed(**setting):
+def dry_run(**setting):
     mode, ledger = fake_mode(), Ledger()
-    module, memory = twin(model(), mode=mode), RehearsedMemory(ledger)
+    module, memory = FakeCopies(mode=mode).copy(model()), HostMemory(ledger)
     with mode:
         x = torch.empty(ROWS, WIDTH)
     play = Play(
         module=module,
         loss=lambda: module(x).sum(),
         optimizers=lambda: [torch.optim.SGD(module.parameters(), lr=0.1)],
-        mode=mode,
+        opened=lambda: mode,
         blocks={str(i): block for i, block in enumerate(module)},
         batch=x,
     )
     with moving(module, memory, **setting):
-        step = rehearse(play, ledger=ledger)
-    return step, memory.on_host
+        step = measure(play, ledger=ledger)
+    return step, memory.used
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_as_much_as_was_measured(setting):
-    peak, on_host = measured(**setting)
-    step, host = rehearsed(**setting)
+    peak, used = measured(**setting)
+    step, host = dry_run(**setting)
     assert step.peak.total == pytest.approx(peak, rel=0.01)
-    assert host == on_host > 0
+    assert host == used > 0
 
 
 def test_whose_what_comes_back_is():
-    step, _ = rehearsed()
+    step, _ = dry_run()
     here = step.loose["backward", "2"].by_owner("activations")
     assert here["1"] == 4 * INPUT + INPUT  # what this block was given as well
     assert here["0"] == INPUT  # what the block before was given

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups._compat.torch.rehearsal import fake_mode
+from lightning_ups._compat.torch.fake_tensors import fake_mode
+from lightning_ups.insight.dry_run import FakeCopies
 from lightning_ups.insight.memory.account import Ledger
-from lightning_ups.insight.memory.fake_module import twin
-from lightning_ups.insight.memory.step import Play, rehearse
+from lightning_ups.insight.memory.step import Play, measure
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 N = 64 * 1024  # numbers of a 256 x 256 matrix
@@ -19,14 +19,14 @@ BYTES = 4 * N
 
 def played(*, optimizer=torch.optim.SGD, depth=3, microbatches=1, **options):
     mode = fake_mode()
-    module = twin(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(depth))), mode=mode)
+    module = FakeCopies(mode=mode).copy(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(depth))))
     with mode:
         x = torch.empty(256, 256)
     return Play(
         module=module,
         loss=lambda: module(x).sum(),
         optimizers=lambda: [optimizer(module.parameters(), lr=0.1, **options)],
-        mode=mode,
+        opened=lambda: mode,
         blocks={str(i): module[i] for i in range(depth)},
         batch=x,
         microbatches=microbatches,
@@ -34,7 +34,7 @@ def played(*, optimizer=torch.optim.SGD, depth=3, microbatches=1, **options):
 
 
 def test_a_step_by_hand():
-    step = rehearse(played(), ledger=Ledger())
+    step = measure(played(), ledger=Ledger())
     assert step.elements == step.trained == {"": 0, "0": N, "1": N, "2": N}
     assert step.fixed.by_kind() == {"parameters": 3 * BYTES, "gradients": 3 * BYTES, "batch": BYTES}
     assert step.largest == N
@@ -46,7 +46,7 @@ def test_a_step_by_hand():
 
 
 def test_gradients_come_as_backward_goes():
-    step = rehearse(played(depth=6), ledger=Ledger())
+    step = measure(played(depth=6), ledger=Ledger())
     places = [place for phase, place in step.loose if phase == "backward"]
     assert [place for place in places if place] == ["5", "4", "3", "2", "1", "0"]
     assert step.loose["backward", "3"].by_owner("gradients").keys() == {"5", "4"}
@@ -63,13 +63,13 @@ def test_gradients_come_as_backward_goes():
     ],
 )
 def test_what_optimizers_keep(optimizer, options, state):
-    step = rehearse(played(optimizer=optimizer, **options), ledger=Ledger())
+    step = measure(played(optimizer=optimizer, **options), ledger=Ledger())
     assert step.fixed.of("optimizer state") == pytest.approx(3 * state * BYTES, abs=3 * 512)
 
 
 def test_a_fused_step_takes_nothing_and_one_of_all_at_once_a_copy():
     fused, foreach = (
-        rehearse(played(optimizer=torch.optim.AdamW, **options), ledger=Ledger()).peaks["optimizer"].of("temporaries")
+        measure(played(optimizer=torch.optim.AdamW, **options), ledger=Ledger()).peaks["optimizer"].of("temporaries")
         for options in ({"fused": True}, {"foreach": True})
     )
     assert fused < BYTES
@@ -77,14 +77,14 @@ def test_a_fused_step_takes_nothing_and_one_of_all_at_once_a_copy():
 
 
 def test_microbatches_add_up_in_the_same_gradients():
-    one, two = (rehearse(played(microbatches=n), ledger=Ledger()) for n in (1, 2))
+    one, two = (measure(played(microbatches=n), ledger=Ledger()) for n in (1, 2))
     assert two.peaks["optimizer"].of("gradients") == one.peaks["optimizer"].of("gradients")
     assert two.peaks["backward"].of("gradients") == 3 * BYTES  # in the second, all are there from the start
 
 
 def test_no_hook_stays():
     play = played()
-    rehearse(play, ledger=Ledger())
+    measure(play, ledger=Ledger())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in play.module.modules())
 
 

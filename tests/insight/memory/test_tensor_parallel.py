@@ -4,8 +4,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_ups._compat.torch.rehearsal import fake_mode
-from lightning_ups.insight.memory.fake_module import twin
+from lightning_ups._compat.torch.fake_tensors import fake_mode
+from lightning_ups.insight.dry_run import FakeCopies
 from lightning_ups.insight.memory.tensor_parallel import cut_for_one_device
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.transforms.tensor_parallel import parallelize, plan_of, styles_of
@@ -91,7 +91,7 @@ def really_split(name):
 def test_one_device_has_what_it_has_in_truth(ranks, name):
     make, plan = MODELS[name]
     mode = fake_mode()
-    model = twin(make(), mode=mode)
+    model = FakeCopies(mode=mode).copy(make())
     cut_for_one_device(model, styles=styles_of(model, plan=plan_of(model, plan), size=2), size=2)
     with mode:
         parameters, outputs = shapes(model, torch.zeros(TOKENS, dtype=torch.long))
@@ -103,7 +103,7 @@ def test_one_device_has_what_it_has_in_truth(ranks, name):
 
 def test_ties_stay_and_gradients_have_the_size_of_the_part():
     mode = fake_mode()
-    model = twin(gpt(), mode=mode)
+    model = FakeCopies(mode=mode).copy(gpt())
     cut_for_one_device(model, styles=styles_of(model, plan=plan_of(model, "gpt"), size=4 // 2), size=2)
     assert model.head.weight is model.embedding.weight
     with mode:

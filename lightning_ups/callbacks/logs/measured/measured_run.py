@@ -21,16 +21,15 @@ from lightning_ups._compat.lightning.trainer import stand_for_none
 from lightning_ups._compat.optional.nvml import Sampler, sensor
 from lightning_ups._compat.torch.flags import read_tf32
 from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
-from lightning_ups.callbacks.logs.measured.counted_step import counted_step
 from lightning_ups.callbacks.logs.measured.listening import Listener
 from lightning_ups.callbacks.logs.measured.steps_heard import StepsHeard
+from lightning_ups.insight.dry_run import NotCopiedError
 from lightning_ups.insight.throughput import (
     Arithmetic,
     Count,
     Flops,
     Inspection,
     Meter,
-    NotCopiedError,
     Peaks,
     Phase,
     StepFlops,
@@ -41,6 +40,7 @@ from lightning_ups.insight.throughput import (
     own_peaks,
     peaks_of,
     quantile,
+    step_flops,
 )
 from lightning_ups.order import PolicyPrecision
 from lightning_ups.transforms.quoted import quoted
@@ -304,7 +304,7 @@ class MeasuredRun:
     def _counted(self, batch: Any) -> StepFlops | None:
         module = self._trainer.lightning_module
         try:
-            return counted_step(module, batch)
+            return step_flops(module, batch)
         except NotCopiedError as error:
             self._why_no_mfu = "FLOPs were not counted; give flops_per_unit"
             rank_zero_info(

@@ -1,4 +1,4 @@
-"""Fake tensors, the compiler's split of a graph into forward and backward, and modes, by torch's private names."""
+"""Fake tensors, and the graphs that the compiler would make of code that runs on them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ __all__ = [
     "FakeTensorMode",
     "fake_mode",
     "forget_compiled",
+    "has_no_data",
     "is_fused",
     "is_tracing",
     "is_view",
@@ -32,7 +33,7 @@ __all__ = [
     "quiet_compiler",
 ]
 
-# What an operation raises whose result depends on the numbers in a tensor, or for which torch has no simulation.
+# Raised by operators whose result depends on values, or for which torch has no fake implementation.
 NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,7 +42,7 @@ NEEDS_VALUES = (
 )
 
 Graph = fx.GraphModule
-_FUSED = frozenset(  # what inductor makes part of a loop, though it is no pointwise operator
+_FUSED = frozenset(  # fused into loops by inductor, although they are not pointwise
     {
         "aten._to_copy", "aten.amax", "aten.amin", "aten.any", "aten.arange", "aten.cat", "aten.clone",
         "aten.constant_pad_nd", "aten.copy", "aten.embedding", "aten.empty", "aten.full", "aten.full_like",
@@ -56,18 +57,23 @@ _VIEWS = ("aten._unsafe_view", "aten._reshape_alias")
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which tensors have shapes, types and memory to account for, and no numbers."""
+    """Return a mode in which tensors have shapes, dtypes and storages, and no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a fake one or on the meta device."""
+    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
+
+
 def partitioning_backend(make: Callable[[Graph], Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., Any]:
-    """Return a backend of ``torch.compile`` that splits graphs as inductor does, and compiles nothing.
+    """Return a backend of ``torch.compile`` that partitions graphs as inductor does, and compiles nothing.
 
     Args:
-        make: Called with each graph, forward and backward, in inductor's operators. What it returns is called with a
-            list of arguments, which it empties, and runs the graph.
+        make: Called with each forward and backward graph, in inductor's operators. Returns a function that runs the
+            graph on a list of arguments, and empties the list.
     """
-    # Imported here: inductor takes seconds.
+    # Imported here: inductor takes seconds to import.
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -78,7 +84,7 @@ def partitioning_backend(make: Callable[[Graph], Callable[[list[Any]], Sequence[
         def boxed(args: list[Any]) -> Sequence[Any]:
             return run(args)
 
-        boxed._boxed_call = True  # type: ignore[attr-defined]  # so that arguments can be freed while it runs
+        boxed._boxed_call = True  # type: ignore[attr-defined]  # arguments can be freed while it runs
         return boxed
 
     return aot_autograd(
@@ -91,22 +97,22 @@ def partitioning_backend(make: Callable[[Graph], Callable[[list[Any]], Sequence[
 
 
 def forget_compiled() -> None:
-    """Let Dynamo forget what it has compiled: another size or another choice shall not count as a recompilation."""
+    """Reset Dynamo, so that another batch size does not count as a recompilation."""
     torch.compiler.reset()
 
 
 def quiet_compiler() -> AbstractContextManager[None]:
-    """Let Dynamo warn of nothing while the context is open: what is rehearsed is not what will run."""
+    """Silence the warnings of Dynamo while the context is open."""
     return only_from(logging.ERROR, "torch._dynamo")
 
 
 def is_tracing() -> bool:
-    """Return whether the compiler is making a graph, so that what runs now is part of no step."""
+    """Return whether the compiler is tracing, so that operators that run now are not part of a step."""
     return CompileContext.current_compile_id() is not None
 
 
 def is_view(target: Any) -> bool:
-    """Return whether an operator's result lies in the memory of its argument."""
+    """Return whether the result of an operator shares the memory of its argument."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     returns = target._schema.returns
@@ -115,7 +121,7 @@ def is_view(target: Any) -> bool:
 
 
 def is_fused(target: Any) -> bool:
-    """Return whether inductor makes an operator part of a loop with others, so that its result may never exist."""
+    """Return whether inductor fuses an operator with others, so that its result may never be stored."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in target.tags or _name(target) in _FUSED or str(target) in _FUSED

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
-from lightning_ups.callbacks.logs.measured.counted_step import counted_step
+from lightning_ups.insight.throughput import step_flops
 from lightning_ups.models import GPTModule
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net, loader, trainer
@@ -27,7 +27,7 @@ class Hooked(LightningModule):
 
     def on_train_batch_start(self, batch, index):
         if index == 0:
-            self.found = counted_step(self, batch)
+            self.found = step_flops(self, batch)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -115,7 +115,7 @@ def test_every_generator_goes_on_as_if_nothing_had_happened(tmp_path):
 def test_the_run_is_the_same_bit_for_bit(tmp_path):
     class Counting(Net):
         def on_train_batch_start(self, batch, index):
-            counted_step(self, batch)
+            step_flops(self, batch)
 
     nets = Net(), Counting()
     for net in nets:
@@ -132,7 +132,7 @@ def test_what_this_package_does_to_a_module_is_seen_through(tmp_path):
         found = None
 
         def on_train_batch_start(self, trainer, module, batch, index):
-            self.found = counted_step(module, batch)
+            self.found = step_flops(module, batch)
 
     compiled, callback = Compile(backend="aot_eager"), Found()
     recomputing = ActivationCheckpoint(save="nothing", blocks=["layers.*"])
@@ -149,7 +149,7 @@ def test_a_gpt_is_what_arithmetic_says(tmp_path):
         found = None
 
         def on_train_batch_start(self, batch, index):
-            self.found = counted_step(self, batch)
+            self.found = step_flops(self, batch)
 
     module = Counted(size="tiny")
     rows = DataLoader(torch.randint(0, 256, (2, 33)), batch_size=2)

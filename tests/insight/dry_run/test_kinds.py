@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ups.insight.throughput.kinds import is_plain, is_rebuilt, is_refused, is_shared, slots_of
+from lightning_ups.insight.dry_run.kinds import can_pickle, has_own_end, is_plain, is_shared, slots_of
 
 
 class Plain:
@@ -52,9 +52,9 @@ def test_classes_are_told_apart():
     assert is_shared(Color)
     assert is_shared(torch.distributed.DeviceMesh)
     assert not is_shared(torch.optim.SGD)
-    assert is_refused(Ending)
-    assert is_refused(threading.Event)
-    assert not is_refused(Plain)
-    assert is_rebuilt(Number)
-    assert is_rebuilt(np.random.PCG64)
-    assert not is_rebuilt(Plain)
+    assert has_own_end(Ending)
+    assert has_own_end(threading.Event)
+    assert not has_own_end(Plain)
+    assert can_pickle(Number)
+    assert can_pickle(np.random.PCG64)
+    assert not can_pickle(Plain)

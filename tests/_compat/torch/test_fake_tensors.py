@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 
-from lightning_ups._compat.torch.rehearsal import (
+from lightning_ups._compat.torch.fake_tensors import (
     NEEDS_VALUES,
     FakeTensor,
     fake_mode,

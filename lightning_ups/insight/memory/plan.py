@@ -9,20 +9,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_ups._compat.optional.packages import has
-from lightning_ups.insight.dry_run.rehearsal import Change, Uncountable, optimizer_share, rehearse_run
-from lightning_ups.insight.memory import (
-    Device,
-    Kind,
-    Layout,
-    Moment,
-    Sharding,
-    Step,
-    batch_size,
-    between,
-    peak_of,
-    resized,
-    sequence_length,
-)
+from lightning_ups.insight.memory.account import Kind, Moment
+from lightning_ups.insight.memory.batches import batch_size, resized, sequence_length
+from lightning_ups.insight.memory.described_run import Change, Uncountable, measure_run, optimizer_share
+from lightning_ups.insight.memory.devices import Device
+from lightning_ups.insight.memory.layout import Layout, Sharding, between, peak_of
+from lightning_ups.insight.memory.step import Step
 from lightning_ups.order.placement import Placement
 from lightning_ups.order.policy import policy_of
 from lightning_ups.order.precision import PolicyPrecision
@@ -339,7 +331,7 @@ class Planner:
             batch = self.batch
             if samples is not None or tokens is not None:
                 batch = resized(batch, samples=samples, tokens=tokens)
-            self._steps[key] = rehearse_run(
+            self._steps[key] = measure_run(
                 run,
                 batch,
                 optimizers=self._optimizers,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_ups.insight.throughput.known_values import KnownValues
+from lightning_ups.insight.dry_run.known_values import KnownValues
 
 
 def known(tensor):

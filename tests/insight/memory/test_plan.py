@@ -10,11 +10,11 @@ from torch import nn
 
 import lightning_ups.callbacks
 from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Compile, OptimizerOffload
-from lightning_ups.insight.dry_run import plan as plan_module
-from lightning_ups.insight.dry_run.plan import Planner, Variant
-from lightning_ups.insight.dry_run.rehearsal import Change, Uncountable
+from lightning_ups.insight.memory import plan as plan_module
 from lightning_ups.insight.memory.account import GIB
+from lightning_ups.insight.memory.described_run import Change, Uncountable
 from lightning_ups.insight.memory.devices import Device
+from lightning_ups.insight.memory.plan import Planner, Variant
 from lightning_ups.models import GPTModule
 from lightning_ups.order import Placement, Run
 from lightning_ups.precision import BF16Precision
@@ -308,8 +308,8 @@ class Scores(LightningModule):
 
 def test_the_longest_sequence_of_a_module_whose_memory_grows_with_its_square(monkeypatch):
     seen = []
-    rehearse = plan_module.rehearse_run
-    monkeypatch.setattr(plan_module, "rehearse_run", lambda *a, **k: seen.append(1) or rehearse(*a, **k))
+    rehearse = plan_module.measure_run
+    monkeypatch.setattr(plan_module, "measure_run", lambda *a, **k: seen.append(1) or rehearse(*a, **k))
     plan = planner(gib=16, batch=(4, 64), module=Scores())
     longest = plan.longest_sequence(plan.declared)
     assert len(seen) <= 8, "each may take some seconds"
@@ -364,10 +364,10 @@ def test_cures_that_are_enough_come_first():
 def test_each_change_is_rehearsed_once(monkeypatch):
     plan = planner()
     calls = []
-    import lightning_ups.insight.dry_run.plan as plans
+    import lightning_ups.insight.memory.plan as plans
 
-    rehearse = plans.rehearse_run
-    monkeypatch.setattr(plans, "rehearse_run", lambda *a, **k: calls.append(k["change"]) or rehearse(*a, **k))
+    rehearse = plans.measure_run
+    monkeypatch.setattr(plans, "measure_run", lambda *a, **k: calls.append(k["change"]) or rehearse(*a, **k))
     for _ in range(2):
         plan.moment(plan.declared)
         plan.moment(Variant(name="", change=Change(checkpointing="nothing")))

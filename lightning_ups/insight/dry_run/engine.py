@@ -1,0 +1,146 @@
+"""The dry run: one training step of a module on fake tensors, with a stand-in for its Trainer."""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_ups._compat.lightning.fit_setup import optimizers_of
+from lightning_ups._compat.lightning.trainer import trainer_of
+from lightning_ups._compat.torch.distributions import without_checks
+from lightning_ups._compat.torch.flop_counter import run_backward
+from lightning_ups._compat.torch.log_levels import only_from
+from lightning_ups.insight.dry_run.copies import FakeCopies
+from lightning_ups.insight.dry_run.known_values import AnswerValues, KnownValues
+from lightning_ups.insight.dry_run.not_copied import NotCopied
+from lightning_ups.insight.dry_run.plain_copies import PlainCopies
+from lightning_ups.insight.dry_run.stand_ins import StandInOptimizer, StandInTrainer, replace_methods
+from lightning_ups.transforms.random_state import random_state, restore_random_state
+
+__all__ = ["DryRun", "call_training_step", "loss_in", "plain_run"]
+
+
+class DryRun:
+    """A copy of a module with a copy of a batch and a stand-in for the Trainer, in which a training step can run.
+
+    Args:
+        module: Copied, with its Trainer's attributes if it has one.
+        batch: The first argument of ``training_step``; copied.
+        copies: Makes the copies.
+        **values: Attributes of the stand-in for the Trainer.
+
+    Attributes:
+        module: The copied module.
+        batch: The copied batch.
+        trainer: The stand-in for its Trainer.
+        float8_flops: FLOPs of layers converted to float8, in a plain run.
+    """
+
+    def __init__(self, module: Any, batch: Any, *, copies: FakeCopies, **values: Any) -> None:
+        self.copies = copies
+        self._real_trainer = real = trainer_of(module)
+        self.trainer = StandInTrainer(real, copies.copy, **values)
+        if real is not None:
+            copies.keep(real, self.trainer)
+        self.module, self.batch = copies.copy(module, "self"), copies.copy(batch, "the batch")
+        if isinstance(self.module, LightningModule):
+            self.module._trainer = self.trainer  # type: ignore[assignment]  # the setter wants a Trainer
+            self.set_optimizers([], backward=_backward)
+
+    @property
+    def float8_flops(self) -> int:  # noqa: D102
+        return self.copies.float8_flops if isinstance(self.copies, PlainCopies) else 0
+
+    def set_optimizers(self, optimizers: Any, *, schedulers: int = 0, backward: Callable[..., None]) -> None:
+        """Let the module's step use these optimizers, and ``backward`` for ``manual_backward``."""
+        self.trainer.optimizers = [*optimizers]
+        replace_methods(self.module, optimizers=optimizers, schedulers=schedulers, backward=backward)
+
+    def use_stand_in_optimizers(self) -> None:
+        """Let the module's step use as many optimizers as it has in training, of which none does anything."""
+        if not isinstance(self.module, LightningModule):
+            return
+        real = self._real_trainer
+        optimizers, schedulers = ([], []) if real is None else (real.optimizers, real.lr_scheduler_configs)
+        if not optimizers and not self.module.automatic_optimization:
+            optimizers, schedulers = optimizers_of(self.module.configure_optimizers())
+        stand_ins = [StandInOptimizer() for _ in optimizers]
+        self.set_optimizers(stand_ins, schedulers=len(schedulers), backward=_backward)
+        vars(self.module).update(dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), lambda *_, **__: None))
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let operators compute nothing while the context is open."""
+        with (
+            without_checks(),
+            only_from(logging.CRITICAL, "torch._subclasses.fake_tensor"),  # it logs what it raises
+            self.copies.mode or torch.device("meta"),
+        ):
+            yield
+
+
+@contextmanager
+def plain_run(module: Any, batch: Any, *, knows_values: bool = True) -> Iterator[DryRun]:
+    """Open a dry run of ``module`` as its author wrote it, in which questions for values are answered.
+
+    The run may go on at the same time: nothing of it changes, random generators included.
+
+    Raises:
+        NotCopiedError: If the step uses an object that cannot be copied.
+    """
+    state = random_state()
+    copies = PlainCopies()
+    try:
+        dry_run = DryRun(module, batch, copies=copies)
+        with _quiet(), copies.uses.watched(), dry_run.opened():
+            if isinstance(dry_run.module, NotCopied):
+                dry_run.module()  # raises
+            dry_run.use_stand_in_optimizers()
+            with AnswerValues(copies.known if knows_values else KnownValues()):
+                yield dry_run
+    finally:
+        copies.close()
+        restore_random_state(state)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Run eagerly, in float32, with gradients, without warnings, and without writes to the arrays of the run."""
+    warns_always = torch.is_warn_always_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # A tensor that is made of a read-only view could be written.
+        warnings.filterwarnings("error", message="The given (NumPy array|buffer) is not writable")
+        torch.set_warn_always(True)
+        stack.callback(torch.set_warn_always, warns_always)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def call_training_step(module: Any, batch: Any) -> Any:
+    """Call ``module.training_step`` as Lightning's loop does, and return its result."""
+    parameters = inspect.signature(module.training_step).parameters
+    if "dataloader_iter" in parameters:
+        return module.training_step(iter([(batch, 0, 0)]))
+    positional = [p for p in parameters.values() if p.kind != p.KEYWORD_ONLY]
+    return module.training_step(batch, 0) if len(positional) > 1 else module.training_step(batch)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in the result of a training step, or None if there is none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _backward(loss: Tensor, *_: Any, **__: Any) -> None:
+    run_backward(loss.sum())

@@ -1,0 +1,77 @@
+"""Classes by how a dry run treats their objects: shared, copied by attributes, copied by pickle, or not copied."""
+
+import enum
+import pathlib
+import re
+import struct
+import types
+from typing import Any
+
+import torch
+
+__all__ = ["IMMUTABLE", "can_pickle", "has_own_end", "is_plain", "is_shared", "slots_of"]
+
+IMMUTABLE = frozenset(
+    (
+        *(bool, bytes, complex, float, int, object, property, range, slice, staticmethod, classmethod, str, type),
+        *(types.NoneType, types.EllipsisType, types.NotImplementedType, types.ModuleType, types.CodeType),
+        *(types.GenericAlias, types.UnionType, types.WrapperDescriptorType, types.MethodDescriptorType),
+        *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+        *(torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format),
+    )
+)
+_SHARED_BASES = (type, enum.Enum, pathlib.PurePath, re.Pattern, re.Match)
+_SHARED_PACKAGES = frozenset(
+    "dataclasses datetime decimal fractions inspect operator typing uuid zoneinfo".split()  # noqa: SIM905
+)
+_SHARED_MODULES = ("torch.distributed.", "torch.fx.", "torch._dynamo.", "torch._inductor.", "torch._functorch.")
+# Files, threads, processes and connections: a copy would act on the original's.
+_EXTERNAL_PACKAGES = frozenset(
+    "_contextvars _ctypes _io _queue _thread _weakrefset asyncio concurrent contextvars ctypes http io mmap"  # noqa: SIM905
+    " multiprocessing queue selectors signal socket sqlite3 ssl subprocess tempfile threading urllib weakref".split()
+)
+_PICKLED_PACKAGES = frozenset(("_random", "array", "builtins", "functools", "itertools", "numpy", "random"))
+_POINTER = struct.calcsize("P")
+
+
+def is_shared(kind: type) -> bool:
+    """Return whether a step cannot change such an object, or it belongs to the machinery of the run."""
+    if issubclass(kind, _SHARED_BASES) or hasattr(kind, "__members__"):  # also enumerations of C++
+        return True
+    if str(kind.__module__).startswith(_SHARED_MODULES):
+        return not issubclass(kind, torch.optim.Optimizer)
+    return _package(kind) in _SHARED_PACKAGES or any(
+        base.__module__ == "numpy" and base.__name__ in ("generic", "dtype") for base in kind.__mro__
+    )
+
+
+def has_own_end(kind: type) -> bool:
+    """Return whether a copy could act on the run, since it closes something or refers to files and threads."""
+    return any(_package(base) in _EXTERNAL_PACKAGES or "__del__" in vars(base) for base in kind.__mro__)
+
+
+def is_plain(kind: type) -> bool:
+    """Return whether all state of such an object is in its attributes and slots."""
+    size = object.__basicsize__ + _POINTER * len(slots_of(kind))
+    size += _POINTER * ((kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0))  # type: ignore[attr-defined]
+    return kind.__basicsize__ == size and not kind.__itemsize__
+
+
+def can_pickle(kind: type) -> bool:
+    """Return whether ``__reduce_ex__`` describes such an object without side effects and at little cost."""
+    return any(_package(base) in _PICKLED_PACKAGES for base in kind.__mro__ if base is not object)
+
+
+def slots_of(kind: type) -> list[Any]:
+    """Return the descriptors of all slots of a class and its bases."""
+    return [
+        member
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for member in vars(base).values()
+        if type(member) is types.MemberDescriptorType
+    ]
+
+
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
