@@ -154,7 +154,8 @@ class FakeCopies:
                 slot.__set__(copied, self._by_pickle(slot.__get__(value)))
 
     def _by_pickle(self, value: Any) -> Any:
-        assert self._pickler is not None and self._unpickler is not None, "closed"
+        assert self._pickler is not None, "closed"
+        assert self._unpickler is not None
         self._stream.seek(0)
         self._pickler.dump(value)
         self._stream.seek(0)
