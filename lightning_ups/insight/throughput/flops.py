@@ -1,120 +1,117 @@
-"""Counting floating-point operations: of a call as it runs, or of a module without running it."""
-# ruff: noqa: ARG001 (a formula is given all that its operator is)
+"""Counting floating-point operations: of a call as it runs, or of one training step in a dry run."""
+# ruff: noqa: ARG001 (a formula gets all arguments of its operator)
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_ups._compat.torch.flop_counter import RecomputeCounter
-from lightning_ups._compat.torch.tensors.attention import FakeTensor, attention_operators
+from lightning_ups._compat.torch.fake_tensors import has_no_data
+from lightning_ups._compat.torch.flop_counter import RecomputeCounter, run_backward
+from lightning_ups._compat.torch.tensors.attention import attention_operators
+from lightning_ups.insight.dry_run import DryRun, NotCopiedError, call_training_step, loss_in, plain_run
 from lightning_ups.kernels.attention.operator import attention_forward
 from lightning_ups.kernels.attention.request import attended_pairs
 
-__all__ = ["Counted", "FlopCount", "count_flops", "module_flops"]
-
-Counted = Literal["model", "kernel"]
+__all__ = ["FlopCount", "StepFlops", "count_flops", "step_flops"]
 
 
-@dataclass(frozen=True)
-class FlopCount:
-    """How many floating-point operations ran; a multiply-add is two.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFlops:
+    """Floating-point operations of one forward and backward pass.
 
     Args:
-        total: All of them.
-        by_operator: Those of each operator, by its name.
-        by_module: Those of each module, those inside it included, by its name from the module that was called;
-            ``Global`` is the whole.
-        recomputed: Those of ``total`` that activation checkpointing made once more.
+        model: Required by the model.
+        hardware: Including what activation checkpointing recomputes.
+        low_precision: The part of ``model`` in layers converted to float8.
     """
 
-    total: int
-    by_operator: Mapping[str, int]
-    by_module: Mapping[str, int]
-    recomputed: int = 0
+    model: int
+    hardware: int
+    low_precision: int = 0
 
 
-def count_flops(call: Callable[[], Any], *, attention: Counted = "model") -> FlopCount:
-    """Run ``call`` and return what matrix products, convolutions and attention in it cost, backward passes included.
-
-    Causal attention is half of full attention, a window and documents what they leave; by every kernel of torch, on
-    CPU too, by the operators of `lightning_ups.kernels`, and on fake and meta tensors. Attention under a mask tensor is
-    counted in full. What activation checkpointing computes twice is counted twice.
+def step_flops(module: nn.Module, batch: Any, *, step: Callable[[Any, Any], Any] = call_training_step) -> StepFlops:
+    """Count the FLOPs of one training step and its backward pass, without running it.
 
     Args:
-        call: What is counted, such as ``lambda: model(x).sum().backward()``.
-        attention: In backward, ``"model"`` counts attention as twice its forward pass, which is what MFU is defined
-            by; ``"kernel"`` counts the 2.5 times that kernels do, since they compute the scores once more.
+        module: Not changed. Sharded, compiled and converted modules count as the plain module.
+        batch: Its shapes and dtypes matter, and the values of small integer tensors, such as lengths and masks.
+        step: Called with copies of both. Returns a loss, a mapping with one, or None.
 
     Raises:
-        ValueError: If ``attention`` is neither.
+        NotCopiedError: If the step uses an object that cannot be copied.
+        Exception: Whatever the step raises on fake tensors.
     """
-    if attention not in get_args(Counted):
-        raise ValueError(
-            f"attention={attention!r} is no way to count."
-            " MFU counts what the model needs, a kernel's speed what the kernel does."
-            f" Use one of {get_args(Counted)}."
-        )
-    forwards = [*attention_operators("forward"), torch.ops.lightning_ups.attention_forward]
-    counter = RecomputeCounter(display=False, custom_mapping=_formulas(attention), forwards=forwards)
-    with counter, _FakeAttention():
-        call()
-    counts = counter.get_flop_counts()
-    by_operator = {str(operator): count for operator, count in counts.get("Global", {}).items()}
-    by_module = {name: sum(operators.values()) for name, operators in counts.items()}
-    return FlopCount(counter.get_total_flops(), by_operator, by_module, counter.recomputed)
+    try:
+        return _step_flops(module, batch, step, knows_values=True)
+    except NotCopiedError:
+        raise
+    except Exception:  # noqa: BLE001  (a branch taken because of known values may need unknown ones)
+        return _step_flops(module, batch, step, knows_values=False)
 
 
-def module_flops(
-    module: nn.Module, *args: Any, backward: bool = True, attention: Counted = "model", **kwargs: Any
-) -> FlopCount:
-    """Return what one call of ``module`` costs, without computing: on meta tensors in place of all it holds and gets.
+def _step_flops(module: nn.Module, batch: Any, step: Callable[[Any, Any], Any], *, knows_values: bool) -> StepFlops:
+    with plain_run(module, batch, knows_values=knows_values) as dry_run:
+        total, again = count_flops(lambda: _forward_backward(step, dry_run))
+        return StepFlops(model=total - again, hardware=total, low_precision=dry_run.float8_flops)
+
+
+def _forward_backward(step: Callable[[Any, Any], Any], dry_run: DryRun) -> None:
+    loss = loss_in(step(dry_run.module, dry_run.batch))
+    if loss is not None and loss.requires_grad:
+        run_backward(loss)
+
+
+class FlopCount(NamedTuple):
+    """Floating-point operations, a multiply-add counted as two: all, and those of activation checkpointing."""
+
+    total: int
+    recomputed: int
+
+
+def count_flops(call: Callable[[], Any]) -> FlopCount:
+    """Run ``call`` and count its matrix products, convolutions and attention, backward passes included.
+
+    Attention counts by the pairs that causality, windows and documents leave, by every kernel, and in backward as twice
+    its forward pass, as MFU is defined. With a mask tensor it counts in full.
 
     Args:
-        module: Called, and left as it is.
-        *args: What it is called with; only shapes and types matter.
-        backward: Also count the backward pass, of parameters that require gradients.
-        attention: As in `count_flops`.
-        **kwargs: What it is called with by name.
+        call: Such as ``lambda: model(x).sum().backward()``.
     """
-    state = {name: _on_meta(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-
-    def call() -> None:
-        with torch.set_grad_enabled(backward):
-            result = functional_call(module, state, args, kwargs)
-            floats = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if backward and floats:
-                torch.autograd.backward([leaf.sum() for leaf in floats])
-
-    return count_flops(call, attention=attention)
+    forwards = [*attention_operators("forward"), torch.ops.lightning_ups.attention_forward]
+    counter = RecomputeCounter(display=False, custom_mapping=_formulas(), forwards=forwards)
+    with counter, _AttentionWithoutData():
+        call()
+    return FlopCount(counter.get_total_flops(), counter.recomputed)
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-
-
-def _formulas(attention: Counted) -> dict[Any, Callable[..., int]]:
-    five_halves = attention == "kernel"
-    formulas: dict[Any, Callable[..., int]] = {}
+def _formulas() -> dict[Any, Callable[..., int]]:
+    formulas: dict[Any, Callable[..., int]] = {
+        torch.ops.aten.convolution_backward: _with_tensors(_convolution_backward_flops),
+        torch.ops.lightning_ups.attention_backward: _with_tensors(_operator_backward_flops),
+    }
     for operator in attention_operators("forward"):
-        formulas[operator] = _raw(partial(_fused_flops, operator, factor=2))
-    formulas[torch.ops.aten.convolution_backward] = _raw(_convolution_backward_flops)
+        formulas[operator] = _with_tensors(partial(_attention_flops, operator, factor=2))
     for operator in attention_operators("backward"):
-        formulas[operator] = _raw(partial(_fused_flops, operator, factor=5 if five_halves else 4))
-    if not five_halves:
-        formulas[torch.ops.lightning_ups.attention_backward] = _raw(_operator_backward_flops)
+        formulas[operator] = _with_tensors(partial(_attention_flops, operator, factor=4))
     return formulas
+
+
+def _with_tensors(formula: Callable[..., int]) -> Callable[..., int]:
+    def called_with_tensors(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return formula(*args, **kwargs)
+
+    called_with_tensors._get_raw = True  # type: ignore[attr-defined]  # as torch's register_flop_formula marks it
+    return called_with_tensors
 
 
 def _convolution_backward_flops(
@@ -130,20 +127,12 @@ def _convolution_backward_flops(
     groups: int,
     wanted: Sequence[bool],
 ) -> int:
-    # Each gradient costs what forward does; torch's formula leaves the groups out of that of the weight.
+    # Each gradient costs as much as forward. torch's formula ignores the groups for the gradient of the weight.
     positions = prod((x if transposed else grad).shape[2:])
     return (wanted[0] + wanted[1]) * 2 * grad.shape[0] * positions * weight.numel()
 
 
-def _raw(formula: Callable[..., int]) -> Callable[..., int]:
-    def with_tensors(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return formula(*args, **kwargs)
-
-    with_tensors._get_raw = True  # type: ignore[attr-defined]  # as torch's register_flop_formula marks it
-    return with_tensors
-
-
-def _fused_flops(operator: Any, *args: Any, factor: int, **kwargs: Any) -> int:
+def _attention_flops(operator: Any, *args: Any, factor: int, **kwargs: Any) -> int:
     # Tensors [batch, heads, seq, dim]; `factor` products of [seq, seq] and [seq, dim].
     names = [argument.name for argument in operator.default._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -162,8 +151,8 @@ def _operator_backward_flops(
     return 4 * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
 
 
-class _FakeAttention(TorchFunctionMode):
-    """Sends attention on tensors without data to our operator: torch would take it apart, causal or not."""
+class _AttentionWithoutData(TorchFunctionMode):
+    """Sends attention on tensors without data to our operator: torch would decompose it and lose its causality."""
 
     @override
     def __torch_function__(
@@ -191,14 +180,10 @@ def _counted_attention(
     is_causal: bool = False,  # noqa: FBT001, FBT002
     **options: Any,
 ) -> Tensor:
-    if not 3 <= query.dim() <= 4 or not _without_data(query):
+    if not 3 <= query.dim() <= 4 or not has_no_data(query):
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    if query.dim() == 3:  # one head, and no dimension for it
+    if query.dim() == 3:  # without a head dimension
         q, k, v = (tensor.unsqueeze(1) for tensor in (query, key, value))
         return _counted_attention(q, k, v, is_causal=is_causal).squeeze(1)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return attention_forward(q, k, v, None, q.shape[1], is_causal, 0, 0.0, 1.0, "eager")[0].transpose(1, 2)
-
-
-def _without_data(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)

@@ -1,17 +1,17 @@
-"""What a look at a few steps, kernel by kernel, says: idle time, communication that nothing hides, copies."""
+"""Idle time, exposed communication and copies in a few profiled steps."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Inspection", "Kind", "Span", "kind_of", "look"]
+__all__ = ["Inspection", "Kind", "Span", "inspect_spans", "kind_of"]
 
 Kind = Literal["communication", "copy", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that the device did, from ``start`` to ``end``, in microseconds."""
+    """Work of the device, from ``start`` to ``end``, in microseconds."""
 
     name: str
     start: float
@@ -20,16 +20,16 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """Shares of the time that was looked at, and who made the host wait.
+    """Shares of the profiled time, and what made the host wait.
 
     Args:
-        steps: How many steps were looked at.
-        seconds: How long each took, with the looking.
+        steps: How many steps were profiled.
+        seconds: Seconds per step, with the profiler.
         idle: The device did nothing.
-        exposed_communication: It communicated and did nothing else.
-        communication: It communicated, hidden or not.
-        exposed_copies: It copied between host and device and did nothing else.
-        waits: Lines of code at which the host waited for the device, and how often, most often first.
+        exposed_communication: Only communication ran.
+        communication: Communication ran, hidden or not.
+        exposed_copies: Only copies between host and device ran.
+        waits: Lines of code at which the host waited for the device, and how often, the most frequent first.
     """
 
     steps: int
@@ -42,28 +42,24 @@ class Inspection:
 
 
 def kind_of(name: str) -> Kind:
-    """Return what sort of work a kernel of that ``name`` is."""
+    """Return what kind of work a kernel of this name does."""
     lower = name.lower()
-    if (
-        "nccl" in lower
-        or "nvshmem" in lower
-        or lower.startswith(("symm_mem", "one_shot_all", "two_shot_all", "multimem_"))
-    ):
+    if "nccl" in lower or "nvshmem" in lower:
         return "communication"
-    if lower.startswith("memcpy htod") or lower.startswith("memcpy dtoh"):
-        return "copy"
-    return "compute"
+    if lower.startswith(("symm_mem", "one_shot_all", "two_shot_all", "multimem_")):
+        return "communication"
+    return "copy" if lower.startswith(("memcpy htod", "memcpy dtoh")) else "compute"
 
 
-def look(
+def inspect_spans(
     spans: Iterable[Span], *, steps: int, seconds: float | None = None, waits: Sequence[tuple[str, int]] = ()
 ) -> Inspection:
-    """Return what ``spans`` of all streams say of ``steps`` steps.
+    """Return the shares of time in ``spans``.
 
     Args:
-        spans: What the device did, in any order.
+        spans: The work of all streams, in any order.
         steps: During how many steps.
-        seconds: How long they took together; None: from the first span to the last.
+        seconds: The duration of all steps. None: from the first span to the last.
         waits: Where the host waited.
     """
     by_kind: dict[Kind, list[tuple[float, float]]] = {"communication": [], "copy": [], "compute": []}
@@ -73,17 +69,19 @@ def look(
     if not everything:
         return Inspection(steps=steps, seconds=(seconds or 0.0) / max(1, steps), waits=tuple(waits))
     measured = (max(end for _, end in everything) - min(start for start, _ in everything)) / 1e6
-    whole = max(seconds or 0.0, measured)
-    busy, compute = _covered(everything) / 1e6, by_kind["compute"]
-    without_communication = _covered(compute + by_kind["copy"]) / 1e6
-    without_copies = _covered(compute + by_kind["communication"]) / 1e6
+    total = max(seconds or 0.0, measured)
+
+    def share(*kinds: Kind) -> float:
+        return _covered(interval for kind in kinds for interval in by_kind[kind]) / 1e6 / total
+
+    busy = share("communication", "copy", "compute")
     return Inspection(
         steps=steps,
-        seconds=whole / max(1, steps),
-        idle=max(0.0, 1 - busy / whole),
-        exposed_communication=(busy - without_communication) / whole,
-        communication=_covered(by_kind["communication"]) / 1e6 / whole,
-        exposed_copies=(busy - without_copies) / whole,
+        seconds=total / max(1, steps),
+        idle=max(0.0, 1 - busy),
+        exposed_communication=busy - share("copy", "compute"),
+        communication=share("communication"),
+        exposed_copies=busy - share("communication", "compute"),
         waits=tuple(waits),
     )
 

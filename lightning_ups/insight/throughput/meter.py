@@ -1,4 +1,4 @@
-"""Figures of a run from the times of its steps: rates, percentiles, the split of a step, utilisation."""
+"""Rates, percentiles, the split of a step and utilisation, from the times of steps."""
 
 import statistics
 from array import array
@@ -14,14 +14,14 @@ __all__ = ["Flops", "Meter", "RankTimes", "Summary", "quantile"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
-    """Floating-point operations of one unit (such as a token) on one device, and what the device can do.
+    """FLOPs of one unit (such as a token) on one device, and the peak of the device.
 
     Args:
-        model: What the model needs, for MFU.
-        hardware: With what is computed twice, for HFU.
-        low_precision: The part of ``model`` that is computed in fp8.
-        peak: The device's FLOP/s in the type of the rest, or None if the device is not known.
-        low_precision_peak: Its FLOP/s in fp8.
+        model: Required by the model, for MFU.
+        hardware: Including recomputation, for HFU.
+        low_precision: The part of ``model`` in fp8.
+        peak: FLOP/s of the device in the dtype of the rest; None: unknown.
+        low_precision_peak: FLOP/s of the device in fp8.
     """
 
     model: float
@@ -31,7 +31,7 @@ class Flops:
     low_precision_peak: float | None = None
 
     def utilisation(self, units_per_s: float) -> dict[str, float]:
-        """Return MFU, HFU, and MFU with the part in fp8 held against the peak of fp8, of one device at that rate."""
+        """Return MFU and HFU of one device at this rate, and MFU with the fp8 part compared with the fp8 peak."""
         if self.peak is None:
             return {}
         found = {"mfu": units_per_s * self.model / self.peak, "hfu": units_per_s * self.hardware / self.peak}
@@ -43,7 +43,7 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """What one rank measured, as plain values that can be sent to others."""
+    """The measurements of one rank, as plain values for a collective."""
 
     steps: int
     seconds: float
@@ -54,11 +54,10 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in figures, and what they were measured on. What was not measured is None.
+    """The figures of a run. None: not measured.
 
-    Shares are of a step; ``uneven`` is of all steps' time what some take longer than the median. ``pauses``,
-    ``between_s`` (from the end of an epoch to the next, but for pauses) and ``start_s`` are seconds of the fit. Memory
-    is in bytes.
+    Shares are of a step. ``uneven`` is the share of all steps' time in excess of the median. ``pauses``, ``between_s``
+    (between epochs, without pauses) and ``start_s`` (until the first step is done) are seconds. Memory is in bytes.
     """
 
     unit: str
@@ -90,17 +89,14 @@ class Summary:
 
     @property
     def scaling(self) -> float | None:
-        """How much of ``num_devices`` times one device's rate is reached, if that rate was given."""
+        """The rate as a share of ``num_devices`` times the given rate of a single device."""
         if self.single_device is None or self.units_per_s is None:
             return None
         return self.units_per_s / (self.single_device * self.num_devices)
 
     @property
     def slowest_rank(self) -> tuple[int, float] | None:
-        """The rank that works longest in a step, and how much longer than the others, which wait for it.
-
-        A rank that is slow waits for nobody; the others spend the difference in the phase that communicates.
-        """
+        """The rank with the most work of its own in a step, and how much longer it takes than the others."""
         own = [_own_work(rank) for rank in self.ranks]
         if len(own) < 2 or not all(own):
             return None
@@ -109,7 +105,7 @@ class Summary:
 
     @property
     def waited_for(self) -> float:
-        """The share of a step for which the other ranks wait for the slowest."""
+        """The share of a step in which the other ranks wait for the slowest."""
         if self.slowest_rank is None:
             return 0.0
         worst, own = self.slowest_rank[0], [_own_work(rank) for rank in self.ranks]
@@ -122,12 +118,12 @@ def _of_others(own: Sequence[float], worst: int) -> float:
 
 
 def _own_work(rank: RankTimes) -> float:
-    # Reductions are waited for in backward and in the optimizer step; what comes before is a rank's own.
+    # Ranks wait for each other in backward and in the optimizer step. The phases before are their own work.
     return sum(rank.split.get(phase, 0.0) for phase in ("data", "transfer", "forward", "other")) / max(1, rank.steps)
 
 
 class _Window:
-    """Sums of some steps, and the length of each: a run that never logs has as many as it has steps."""
+    """Sums over the steps since the last log."""
 
     def __init__(self) -> None:
         self.seconds = array("d")
@@ -145,13 +141,12 @@ class _Window:
 
 
 class Meter:
-    """Adds steps up, for the whole run and since the last window.
+    """Sums up steps, for the run and for the window since the last log.
 
     Args:
-        warmup_steps: How many steps at the beginning count for nothing: they compile, allocate, and fill caches.
-        share: What part of the units of a batch one device works on, such as a half where two devices split each
-            matrix.
-        replicas: How many devices, or groups of them, work on batches of their own.
+        warmup_steps: Steps at the beginning that do not count: they compile, allocate, and fill caches.
+        share: The share of a batch's units that one device computes, such as a half with tensor parallelism over two.
+        replicas: The number of data-parallel replicas.
     """
 
     def __init__(self, *, warmup_steps: int, share: float = 1.0, replicas: int = 1) -> None:
@@ -166,7 +161,7 @@ class Meter:
         self._window = _Window()
 
     def add(self, step: StepTime) -> None:
-        """Count a step; its note is how many units it worked on, or None if it is not to count."""
+        """Count a step. Its note is its number of units, or None if it does not count."""
         for phase, seconds in step.pauses.items():
             self.pauses[phase] += seconds
         if step.between:
@@ -186,12 +181,12 @@ class Meter:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all steps that count."""
+        """Seconds of all counted steps."""
         return sum(self.seconds)
 
     @property
     def uneven(self) -> float:
-        """The share of all steps' time that some take longer than the median; none where steps differ in size."""
+        """The share of all steps' time in excess of the median; 0 if the steps differ in size."""
         if not self.seconds or self._most > 1.1 * self._least:
             return 0.0
         return max(0.0, 1 - statistics.median(self.seconds) * len(self.seconds) / self.total_s)
@@ -201,7 +196,7 @@ class Meter:
         return units * self.share / seconds
 
     def window(self) -> dict[str, float]:
-        """Return figures of the steps since the last call, or nothing if there were none; times in milliseconds."""
+        """Return the figures of the steps since the last call, times in milliseconds; empty without steps."""
         window, self._window = self._window, _Window()
         total = sum(window.seconds)
         if total <= 0:
@@ -217,13 +212,13 @@ class Meter:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each phase in the steps that were split."""
+        """Return the share of each phase in split steps."""
         if not self.split_seconds:
             return {}
         return {phase: seconds / self.split_seconds for phase, seconds in self.split.items()}
 
     def own(self) -> RankTimes:
-        """Return what this rank measured."""
+        """Return the measurements of this rank."""
         return RankTimes(
             steps=self.split_steps,
             seconds=self.total_s,
@@ -234,6 +229,6 @@ class Meter:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """Return the smallest of ``values`` that at least ``share`` of them do not exceed."""
+    """Return the smallest of ``values`` that is not exceeded by ``share`` of them."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

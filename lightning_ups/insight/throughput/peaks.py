@@ -1,9 +1,8 @@
-"""What devices can compute at most, dense, by the name that the driver gives them.
+"""The peak FLOP/s of GPUs, by the name that the driver reports.
 
-Without structured sparsity, and at the clocks of the data sheet: TFLOP/s of tensor cores that accumulate in float32,
-and, for ``fp32``, of the ordinary cores. Consumer cards accumulate in float32 at half their advertised speed, and that
-is what stands here. Names are matched whole: a slice of a GPU (MIG), a laptop's or a capped variant is not its
-namesake.
+Dense TFLOP/s from the data sheets, of tensor cores that accumulate in float32, and for ``fp32`` of the other cores.
+Consumer cards accumulate in float32 at half their advertised speed. Names match completely: a MIG slice, a laptop or a
+capped variant is another GPU.
 """
 
 import re
@@ -20,7 +19,7 @@ Arithmetic = Literal["bf16", "fp8", "tf32", "fp32"]  # fp16 is as fast as bf16 o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """TFLOP/s of one device; None where it has no units for that type, NaN where that is not known."""
+    """TFLOP/s of one device; None: the dtype is not supported; NaN: unknown."""
 
     bf16: float
     fp8: float | None
@@ -28,7 +27,7 @@ class Peaks:
     fp32: float
 
     def of(self, arithmetic: Arithmetic) -> float | None:
-        """Return FLOP/s, or None where there are no units for it, or nobody knows."""
+        """Return FLOP/s, or None if unsupported or unknown."""
         found: float | None = getattr(self, arithmetic)
         return None if found is None or isnan(found) else found * 1e12
 
@@ -37,7 +36,7 @@ _H100_SXM = Peaks(bf16=989.4, fp8=1978.9, tf32=494.7, fp32=66.9)
 _H100_NVL = Peaks(bf16=835.5, fp8=1671.0, tf32=417.5, fp32=60.0)
 _A100 = Peaks(bf16=312.0, fp8=None, tf32=156.0, fp32=19.5)
 
-# Patterns of whole names, without "NVIDIA", in small letters.
+# Patterns of complete names, without "NVIDIA", in lower case.
 _KNOWN: tuple[tuple[str, Peaks], ...] = (
     # Data centre
     (r"gb300", Peaks(bf16=2500.0, fp8=5000.0, tf32=1250.0, fp32=80.0)),
@@ -79,7 +78,7 @@ _KNOWN: tuple[tuple[str, Peaks], ...] = (
 
 
 def peaks_of(name: str) -> Peaks | None:
-    """Return the peaks of the device of that ``name``, such as "NVIDIA H100 80GB HBM3", or None if it is not known."""
+    """Return the peaks of a device, such as "NVIDIA H100 80GB HBM3", or None if it is unknown."""
     short = re.sub(r"\s+", " ", name.lower()).strip().removeprefix("nvidia ").strip()
     return next((peaks for pattern, peaks in _KNOWN if re.fullmatch(pattern, short)), None)
 
@@ -89,7 +88,7 @@ def _is_peak(value: object) -> bool:
 
 
 def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) -> Peaks:
-    """Return peaks that the user states: one figure for ``arithmetic``, or one for each kind.
+    """Return peaks given by the user: one figure for ``arithmetic``, or one for each kind.
 
     Raises:
         ValueError: If a kind is unknown, or a figure is not above zero.
@@ -97,9 +96,8 @@ def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) ->
     given: dict[str, float] = dict(tflops) if isinstance(tflops, Mapping) else {arithmetic: tflops}
     if wrong := [name for name, value in given.items() if name not in get_args(Arithmetic) or not _is_peak(value)]:
         raise ValueError(
-            f"peak_tflops={tflops!r} says nothing that can be used of {', '.join(map(str, wrong))}."
-            " It is what one device computes at most, in TFLOP/s, for a kind of arithmetic."
-            f" Use numbers above zero for some of {get_args(Arithmetic)}."
+            f"peak_tflops={tflops!r} has no valid value for {', '.join(map(str, wrong))}."
+            f" Use positive TFLOP/s of one device for some of {get_args(Arithmetic)}."
         )
     unknown = float("nan")
     return Peaks(

@@ -1,9 +1,9 @@
-"""A run's figures as text: a table for people, at the end of fit."""
+"""The figures of a run as a text table, printed at the end of fit."""
 
 from collections.abc import Iterator, Sequence
 
+from lightning_ups.insight.throughput.bottlenecks import checks, first_change
 from lightning_ups.insight.throughput.meter import Summary
-from lightning_ups.insight.throughput.verdicts import checks, first_change
 
 __all__ = ["rendered", "rows"]
 
@@ -20,7 +20,7 @@ PHASE_NAMES = {
 
 
 def rendered(summary: Summary) -> str:
-    """Return the table: rates, the split of a step, thresholds, and the one thing to change first."""
+    """Return the table: rates, the split of a step, thresholds, and what to change first."""
     return "\n".join(["", *_lines(summary), ""]) + "\n"
 
 
@@ -49,7 +49,7 @@ def _lines(summary: Summary) -> Iterator[str]:
 
 
 def rows(summary: Summary) -> list[Row]:
-    """Return names and values, as text, of all that was measured."""
+    """Return the names and values of all figures, as text."""
     return [*_rates(summary), *_split(summary), *_fit(summary), *_device(summary)]
 
 

@@ -1,9 +1,7 @@
-"""Where the time of training steps goes, measured on the device and read some steps late.
+"""The time of training steps and their phases, measured on the device and read some steps later, without waiting.
 
-A mark is a point in the order of the device's work: a CUDA event on the current stream, or the host's clock on a CPU.
-The time between two marks is the device's, so that what the host does while the device is busy costs nothing, and
-what the device waits for does, whoever it waits for. Nothing here waits: a step is read when its last mark has been
-passed.
+A mark is a point in the device's queue: a CUDA event on the current stream, or the host's time on a CPU. Time between
+two marks is device time: work of the host counts only if the device waits for it.
 """
 
 import time
@@ -13,24 +11,25 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 import torch
+from typing_extensions import override
 
 __all__ = ["PHASES", "Clock", "EventClock", "HostClock", "Phase", "StepTime", "Timeline", "clock_for"]
 
 Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "other", "checkpoint", "validation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # no part of a step, though they lie between two
+_PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # not part of a step
 _BETWEEN = -1
 
 
 class Clock(Protocol):
-    """Marks points in the order of the device's work."""
+    """Marks points in the device's queue."""
 
     def mark(self) -> Any:
-        """Return a mark of now."""
+        """Return a new mark."""
         ...
 
     def passed(self, mark: Any) -> bool:
-        """Return whether the device has come to ``mark``, without waiting for it."""
+        """Return whether the device has reached ``mark``, without waiting for it."""
         ...
 
     def seconds(self, first: Any, second: Any) -> float:
@@ -38,61 +37,56 @@ class Clock(Protocol):
         ...
 
     def release(self, marks: list[Any]) -> None:
-        """Take marks back that nobody needs any more."""
+        """Take back marks that are no longer needed."""
 
     def wait(self) -> None:
         """Wait until all marks are passed; not for use in a step."""
 
 
-class HostClock:
-    """The host's own clock, for devices that are the host."""
+class HostClock(Clock):
+    """The host's time, for a CPU."""
 
-    def __init__(self) -> None:
-        self.mark = time.perf_counter
+    @override
+    def mark(self) -> float:
+        return time.perf_counter()
 
+    @override
     def passed(self, mark: float) -> bool:
-        """Return True: the host is where it is."""
         return True
 
+    @override
     def seconds(self, first: float, second: float) -> float:
-        """Return the time between two marks."""
         return second - first
 
-    def release(self, marks: list[float]) -> None:
-        """Do nothing: a number needs no return."""
 
-    def wait(self) -> None:
-        """Do nothing."""
-
-
-class EventClock:
-    """CUDA events on the current stream, used again and again."""
+class EventClock(Clock):
+    """CUDA events on the current stream, which are reused."""
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
         self._last: torch.cuda.Event | None = None
 
+    @override
     def mark(self) -> torch.cuda.Event:
-        """Return an event that the device records when it comes here."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._last = event
         return event
 
+    @override
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Return whether the event was recorded; CUDA answers at once."""
         return mark.query()
 
+    @override
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        """Return the time between two events, both of which were recorded."""
         return first.elapsed_time(second) / 1e3
 
+    @override
     def release(self, marks: list[torch.cuda.Event]) -> None:
-        """Keep them for later marks: making one costs more than recording it."""
         self._free.extend(marks)
 
+    @override
     def wait(self) -> None:
-        """Wait for the last event."""
         if self._last is not None:
             self._last.synchronize()
 
@@ -104,14 +98,14 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What one optimizer step took.
+    """The time of one optimizer step.
 
     Args:
-        number: Which step, from 0 where the timeline began, or -1 for a stretch between two that is no step.
-        seconds: From its first mark to the next step's, without pauses.
-        split: Seconds of each phase, in steps that were split; their sum is ``seconds``.
-        pauses: Seconds that were no part of the step: validation and checkpoints, before the next one.
-        note: What whoever ended the step said of it.
+        number: The number of the step in the timeline, from 0; -1 for the time between two steps.
+        seconds: From its first mark to that of the next step, without pauses.
+        split: Seconds of each phase, if the step was split; their sum is ``seconds``.
+        pauses: Seconds of validation and checkpoints before the next step.
+        note: The note given at the end of the step.
     """
 
     number: int
@@ -122,7 +116,7 @@ class StepTime:
 
     @property
     def between(self) -> bool:
-        """Whether it is a stretch between two steps, such as the end of an epoch, and no step."""
+        """Whether it is not a step but the time between two, such as the end of an epoch."""
         return self.number == _BETWEEN
 
 
@@ -136,15 +130,15 @@ class _Open:
 
 
 class Timeline:
-    """Marks where steps and their phases begin, and tells later how long they were.
+    """Marks the beginning of steps and their phases, and returns their times later.
 
-    Phases nest: time belongs to the innermost. Validation and checkpoints pause the step.
+    Phases nest: time belongs to the innermost one. Validation and checkpoints pause the step.
 
     Args:
-        clock: What marks are made with.
-        split_every: Of how many steps one is split into phases; every step has its length. A prime number does not fall
-            in step with the workers of a loader.
-        late: How many steps later a step is read at the earliest.
+        clock: Creates the marks.
+        split_every: One of so many steps is split into phases. A prime number does not coincide with the number of
+            workers of a loader.
+        late: The least number of steps after which a step is read.
     """
 
     def __init__(self, clock: Clock, *, split_every: int = 1, late: int = 2) -> None:
@@ -156,11 +150,11 @@ class Timeline:
 
     @property
     def running(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """Whether a step is open."""
         return self._open is not None
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase within the phase that is now."""
+        """Begin a phase inside the current one."""
         self._inside.append(phase)
         current = self._open
         if current is not None and (current.splits or phase in _PAUSES):
@@ -176,7 +170,7 @@ class Timeline:
             current.phases.append(self._inside[-1])
 
     def step(self, note: Any = None) -> None:
-        """End the step that runs, if one does, and begin the next, at one mark."""
+        """End the open step, if there is one, and begin the next, at one mark."""
         mark = self._clock.mark()
         self._end(mark, note)
         splits = self._count % self._split_every == 0
@@ -184,30 +178,30 @@ class Timeline:
         self._count += 1
 
     def end(self, note: Any = None) -> None:
-        """End the step that runs, if one does; what follows is no part of any."""
+        """End the open step, if there is one, and begin none."""
         if self._open is not None:
             self._end(self._clock.mark(), note)
             self._open = None
 
     def rest(self, note: Any = None) -> None:
-        """End the step that runs, and begin a stretch that is no step; it is read with its pauses and its length."""
+        """End the open step, and measure the time until the next one, with its pauses."""
         mark = self._clock.mark()
         self._end(mark, note)
         self._open = _Open(_BETWEEN, splits=False, marks=[mark], phases=[self._inside[-1]])
 
     def drop(self) -> None:
-        """Forget the step that runs: something that does not belong to it happened."""
+        """Discard the open step, since something happened that is not part of it."""
         if self._open is not None:
             self._clock.release(self._open.marks[1:])  # the first one ended the step before
             self._open = None
 
     def read(self) -> Iterator[StepTime]:
-        """Yield the steps that the device has done, oldest first, without waiting for it."""
+        """Yield the steps that the device has finished, oldest first, without waiting for it."""
         while len(self._ended) > self._late and self._clock.passed(self._ended[0][1]):
             yield self._read_first()
 
     def finish(self) -> Iterator[StepTime]:
-        """Yield all other steps, and wait for them: for the end of training."""
+        """Wait for all other steps and yield them, at the end of training."""
         self._clock.wait()
         while self._ended:
             yield self._read_first()

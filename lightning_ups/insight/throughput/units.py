@@ -1,8 +1,8 @@
-"""How much a batch holds, in tokens, samples, or whatever the user counts."""
+"""The size of a batch in tokens, samples, or units that the user counts."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +11,14 @@ __all__ = ["Count", "counter", "tensors_of"]
 
 Count = Callable[[Any], "int | float | Tensor"]
 
-_IDS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)  # not bool: that is a mask
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)  # bool is a mask
 _TOKENS = ("input_ids", "tokens", "token_ids", "decoder_input_ids")
-_INDICES = ("idx",)  # or the numbers of samples
+_INDICES = ("idx",)  # tokens or indices of samples
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A tensor of a batch: what it is called, and by which keys, indices and fields it is reached."""
-
-    name: str
-    path: tuple[Any, ...]
+class _Found(NamedTuple):
+    name: str  # dotted
+    path: tuple[Any, ...]  # keys, indices and fields
     tensor: Tensor
 
     @property
@@ -30,69 +27,64 @@ class _Found:
 
 
 def counter(unit: str, count: str | Count | None, batch: Any) -> tuple[str, Count, str]:
-    """Return the unit's name, what counts it in batches like ``batch``, and where it looks, in words.
+    """Return the name of the unit, a function that counts it in batches like ``batch``, and what it counts, as text.
 
     Args:
-        unit: ``"tokens"``, ``"samples"``, any other name if ``count`` is given, or ``"auto"``: tokens if there are any,
-            samples if not, and batches where there is no tensor to count by.
-        count: A function of a batch, or the dotted name of a tensor in it, whose elements are counted, or, for
-            ``"samples"``, its rows. None: the first tensor that it can be.
+        unit: ``"tokens"``, ``"samples"``, another name if ``count`` is given, or ``"auto"``: tokens if there are any,
+            else samples, else batches.
+        count: A function of a batch, or the dotted name of a tensor whose elements are counted, or its rows for
+            ``"samples"``. None: a suitable tensor is chosen.
         batch: An example.
 
     Raises:
-        ValueError: If the batch has nothing of the kind.
+        ValueError: If the batch has no such tensor.
     """
     if callable(count):
         return ("units" if unit == "auto" else unit), count, "by a function"
-    if count is not None:
-        return ("tokens" if unit == "auto" else unit), *_by_name(unit, count, batch)
     found = [*_tensors(batch)]
+    if count is not None:
+        return ("tokens" if unit == "auto" else unit), *_by_name(unit, count, batch, found)
     if unit in ("auto", "tokens") and (tokens := _token_ids(found)) is not None:
-        return "tokens", _by_path(tokens.path, _elements, _token_ids), f"the elements of {tokens.shown}"
-    if unit in ("auto", "samples") and (samples := _rowed(found)) is not None:
-        return "samples", _by_path(samples.path, _rows, _rowed), f"the rows of {samples.shown}"
+        return "tokens", _by_path(tokens.path, Tensor.numel, _token_ids), f"the elements of {tokens.shown}"
+    if unit in ("auto", "samples") and (samples := _with_rows(found)) is not None:
+        return "samples", _by_path(samples.path, _rows, _with_rows), f"the rows of {samples.shown}"
     if unit == "auto":
         return "batches", lambda _: 1, f"since a {type(batch).__name__} with {_listed(found)} has no rows"
     raise ValueError(
-        f"TokenThroughput(unit={unit!r}) cannot be counted in this batch."
-        f" It is a {type(batch).__name__} with {_listed(found)}, and tokens are a tensor of integers [batch, position]."
-        " Say what is counted: count='name.of.a.tensor', or count=a function of the batch."
+        f"TokenThroughput(unit={unit!r}) finds no {unit} in a {type(batch).__name__} with {_listed(found)}."
+        " Use count='name.of.a.tensor', or count=a function of the batch."
     )
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of a batch, within mappings, sequences and dataclasses, by their dotted names."""
+    """Return the tensors in the mappings, sequences and dataclasses of a batch, by dotted name."""
     return {each.name: each.tensor for each in _tensors(batch)}
 
 
 def _token_ids(found: list[_Found]) -> _Found | None:
     matrices = [each.tensor for each in found if each.tensor.is_floating_point() and each.tensor.dim() > 1]
-    named = next((each for each in found if _is_named_tokens(each, matrices)), None)
+    named = next((each for each in found if _has_token_name(each, matrices)), None)
     if named is not None or matrices:
-        return named  # beside inputs of another kind, integers are labels
-    return next((each for each in found if each.tensor.dim() == 2 and each.tensor.dtype in _IDS), None)
+        return named  # next to floating-point inputs, integers are labels
+    return next((each for each in found if each.tensor.dim() == 2 and each.tensor.dtype in _INTEGERS), None)
 
 
-def _is_named_tokens(found: _Found, matrices: list[Tensor]) -> bool:
+def _has_token_name(found: _Found, matrices: list[Tensor]) -> bool:
     name, tensor = found.name.rpartition(".")[2], found.tensor
-    if tensor.dtype not in _IDS or name not in (*_TOKENS, *_INDICES):
+    if tensor.dtype not in _INTEGERS or name not in (*_TOKENS, *_INDICES):
         return False
     if tensor.dim() != 1:
         return tensor.dim() > 1
-    packed = all(len(matrix) != len(tensor) for matrix in matrices)  # else it is one number of each sample
-    return packed and name in _TOKENS
+    # Packed sequences have one dimension, and so has one integer per sample.
+    return name in _TOKENS and all(len(matrix) != len(tensor) for matrix in matrices)
 
 
-def _rowed(found: list[_Found]) -> _Found | None:
+def _with_rows(found: list[_Found]) -> _Found | None:
     return next((each for each in found if each.tensor.dim() >= 1), None)
 
 
-def _elements(tensor: Tensor) -> int:
-    return tensor.numel()
-
-
 def _rows(tensor: Tensor) -> int:
-    return tensor.size(0)  # a nested one has no shape
+    return tensor.size(0)  # nested tensors have no shape
 
 
 def _by_path(
@@ -100,7 +92,7 @@ def _by_path(
 ) -> Count:
     def count(batch: Any) -> int:
         tensor = _at(batch, path)
-        if not isinstance(tensor, Tensor):  # a loader of several has come to its end, or batches differ
+        if not isinstance(tensor, Tensor):  # one of several loaders is exhausted, or batches differ
             other = find([*_tensors(batch)])
             return 0 if other is None else size(other.tensor)
         return size(tensor)
@@ -108,16 +100,14 @@ def _by_path(
     return count
 
 
-def _by_name(unit: str, name: str, batch: Any) -> tuple[Count, str]:
-    found = [*_tensors(batch)]
+def _by_name(unit: str, name: str, batch: Any, found: list[_Found]) -> tuple[Count, str]:
     wanted = next((each for each in found if each.name == name), None)
     if wanted is None:
         raise ValueError(
-            f"TokenThroughput(count={name!r}) names no tensor of the batch."
-            f" It is a {type(batch).__name__} with {_listed(found)}."
-            " Use one of these names, or a function of the batch."
+            f"TokenThroughput(count={name!r}) names no tensor of the batch, a {type(batch).__name__} with"
+            f" {_listed(found)}. Use one of these names, or a function of the batch."
         )
-    size, what = (_rows, "rows") if unit == "samples" else (_elements, "elements")
+    size, what = (_rows, "rows") if unit == "samples" else (Tensor.numel, "elements")
     return _by_path(wanted.path, size, lambda _: None), f"the {what} of {wanted.shown}"
 
 
@@ -125,17 +115,15 @@ def _tensors(batch: Any, name: str = "", path: tuple[Any, ...] = ()) -> Iterator
     if isinstance(batch, Tensor):
         yield _Found(name, path, batch)
         return
-    for key, inner in _inside(batch):
-        yield from _tensors(inner, f"{name}.{key}" if name else str(key), (*path, key))
-
-
-def _inside(batch: Any) -> Iterator[tuple[Any, Any]]:
+    items: Any = ()
     if isinstance(batch, Mapping):
-        yield from batch.items()
+        items = batch.items()
     elif isinstance(batch, (list, tuple)):
-        yield from enumerate(batch)
+        items = enumerate(batch)
     elif is_dataclass(batch) and not isinstance(batch, type):
-        yield from ((each.name, getattr(batch, each.name, None)) for each in fields(batch))
+        items = ((each.name, getattr(batch, each.name, None)) for each in fields(batch))
+    for key, inner in items:
+        yield from _tensors(inner, f"{name}.{key}" if name else str(key), (*path, key))
 
 
 def _at(batch: Any, path: tuple[Any, ...]) -> Any:

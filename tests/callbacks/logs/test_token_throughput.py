@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ups.callbacks import RunManifest, TokenThroughput
-from lightning_ups.insight.throughput import timeline, troubles
+from lightning_ups.insight.throughput import bottlenecks, timeline
 from tests.toys import Net, loader, trainer
 
 
@@ -504,7 +504,7 @@ def test_what_lies_between_epochs_is_timed(tmp_path):
     assert summary.pauses["checkpoint"] >= 0.3
     assert summary.between_s >= 0.15
     assert summary.pauses["checkpoint"] + summary.between_s < summary.fit_s
-    assert "slow checkpoints" in [trouble.name for trouble in troubles(summary)]
+    assert "slow checkpoints" in [each.name for each in bottlenecks(summary)]
 
 
 def test_an_interrupted_run_has_its_figures(tmp_path, capsys):

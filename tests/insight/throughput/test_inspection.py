@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ups.insight.throughput.inspection import Span, kind_of, look
+from lightning_ups.insight.throughput.inspection import Span, inspect_spans, kind_of
 
 MATMUL, REDUCE = "nvjet_sm90_tst_128x128", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
 COPY = "Memcpy HtoD (Pinned -> Device)"
@@ -30,7 +30,7 @@ def test_what_compute_hides_is_not_exposed():
         Span(MATMUL, 200, 300),
         Span(COPY, 220, 400),
     ]
-    found = look(spans, steps=2)
+    found = inspect_spans(spans, steps=2)
     assert found.seconds == pytest.approx(200e-6)
     assert found.idle == pytest.approx(50 / 400)
     assert found.exposed_communication == pytest.approx(50 / 400)
@@ -39,9 +39,9 @@ def test_what_compute_hides_is_not_exposed():
 
 
 def test_the_time_looked_at_may_be_longer_than_what_was_seen():
-    assert look([Span(MATMUL, 0, 100)], steps=1, seconds=400e-6).idle == pytest.approx(0.75)
+    assert inspect_spans([Span(MATMUL, 0, 100)], steps=1, seconds=400e-6).idle == pytest.approx(0.75)
 
 
 def test_nothing_seen_says_nothing():
-    found = look([], steps=2, waits=[("a.py:3 (step)", 2)])
+    found = inspect_spans([], steps=2, waits=[("a.py:3 (step)", 2)])
     assert (found.idle, found.exposed_communication, found.waits) == (None, None, (("a.py:3 (step)", 2),))

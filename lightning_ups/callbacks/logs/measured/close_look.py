@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from lightning_ups._compat.torch.kernels_seen import Kernels, is_profiled, watched_waits
-from lightning_ups.insight.throughput import Inspection, Span, look
+from lightning_ups.insight.throughput import Inspection, Span, inspect_spans
 
 __all__ = ["CloseLook", "can_look_at"]
 
@@ -55,7 +55,7 @@ class CloseLook:
             self._kernels.mark()
         spans = [Span(*kernel) for kernel in self.cancel()]
         waits = [(place, count // _WATCHED) for place, count in self._waits.most_common()]
-        self._done(look(spans, steps=_LOOKED_AT, waits=waits))
+        self._done(inspect_spans(spans, steps=_LOOKED_AT, waits=waits))
         return None
 
     def cancel(self) -> list[tuple[str, float, float]]:

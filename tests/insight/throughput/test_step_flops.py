@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups.insight.throughput.counted_step import step_flops
+from lightning_ups.insight.throughput import step_flops
 from lightning_ups.models.gpt import GPT, SIZES
 from lightning_ups.transforms.recompute.wrapping import recompute
 
