@@ -1,8 +1,7 @@
-"""Accounting for memory: what is alive, of which kind, whose it is, and when it was most.
+"""A ledger of live memory: of which kind, owned by which block, and when it was largest.
 
-Tensors are counted by their storage, as torch's allocator for GPUs counts them: rounded up to 512 bytes, from the
-moment an operator makes one to the moment the last reference to it goes. That needs no numbers in the tensors, so a
-step can be rehearsed on fake ones; see `lightning_ups.insight.memory.step`.
+Storages are counted as torch's CUDA allocator counts them: rounded up to 512 bytes, from the operator that creates one
+until its last reference is gone. That works on fake tensors too.
 """
 
 import weakref
@@ -22,7 +21,7 @@ from lightning_ups._compat.torch.fake_tensors import is_tracing
 __all__ = ["FIXED", "GIB", "Kind", "Ledger", "Moment", "Phase", "allocated", "readable"]
 
 GIB = 2**30
-_GRAIN = 512  # bytes: the allocator gives multiples of it
+_GRAIN = 512  # bytes: the allocator returns multiples of it
 
 Kind = Literal[
     "parameters",
@@ -41,12 +40,12 @@ FIXED: tuple[Kind, ...] = ("parameters", "master weights", "gradients", "optimiz
 
 
 def allocated(size: int) -> int:
-    """Return what the allocator gives for ``size`` bytes."""
+    """Return the bytes that the allocator returns for a request of ``size`` bytes."""
     return -(-size // _GRAIN) * _GRAIN
 
 
 def readable(size: float) -> str:
-    """Return ``size`` bytes for people: in GiB, or in MiB where that is less than a tenth of one."""
+    """Return ``size`` bytes as text: in GiB, or in MiB below a tenth of a GiB."""
     if abs(size) < 0.1 * GIB:
         size = 0 if abs(size) < 0.05 * 2**20 else size  # no -0.0
         return f"{size / 2**20:.1f} MiB" if abs(size) < 10 * 2**20 else f"{size / 2**20:.0f} MiB"
@@ -55,13 +54,13 @@ def readable(size: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What was alive at a moment.
+    """The live memory at a moment.
 
     Args:
         phase: The part of the step.
-        place: The block that was running, by name; empty outside of all.
-        held: Bytes by kind and owner. The owner of an activation is the block that made it.
-        on_host: Bytes of the host's memory that are held besides, at the most.
+        place: The name of the block that ran; empty outside of blocks.
+        held: Bytes by kind and owner. The owner of an activation is the block that created it.
+        on_host: Bytes of host memory, at most.
     """
 
     phase: Phase = "setup"
@@ -79,14 +78,14 @@ class Moment:
         return sum(size for (kind, _), size in self.held.items() if kind in kinds)
 
     def by_kind(self) -> dict[Kind, int]:
-        """Return the bytes of each kind, the most first."""
+        """Return the bytes of each kind, the largest first."""
         sums: dict[Kind, int] = {}
         for (kind, _), size in self.held.items():
             sums[kind] = sums.get(kind, 0) + size
         return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
     def by_owner(self, *kinds: Kind) -> dict[str, int]:
-        """Return the bytes of each owner, of these kinds, the most first."""
+        """Return the bytes of each owner of these kinds, the largest first."""
         sums: dict[str, int] = {}
         for (kind, owner), size in self.held.items():
             if kind in kinds:
@@ -103,14 +102,14 @@ class _Record:
 
 
 class Ledger(TorchDispatchMode):
-    """A mode in which every tensor that an operator makes is entered, and struck out when its memory is freed.
+    """A dispatch mode that counts each tensor that an operator creates, until its memory is freed.
 
     Attributes:
-        phase: The part of the step that runs.
-        place: The block that runs.
-        peaks: For each phase, when the most was alive.
-        loose: For each phase and place, when the most was alive of what is not `FIXED`: where those are sharded, the
-            peak may be another one.
+        phase: The current part of the step.
+        place: The current block.
+        peaks: The largest moment of each phase.
+        loose: The moment of each phase and place with the most memory that is not `FIXED`: if the fixed kinds are
+            sharded, the peak may be another one.
     """
 
     supports_higher_order_operators = True
@@ -131,7 +130,7 @@ class Ledger(TorchDispatchMode):
     @classmethod
     @override
     def is_infra_mode(cls) -> bool:
-        return True  # so that Dynamo traces what runs in it
+        return True  # so that Dynamo traces code that runs in it
 
     @override
     def __torch_dispatch__(
@@ -146,20 +145,20 @@ class Ledger(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Bytes that are alive."""
+        """Live bytes."""
         return self._total
 
     @property
     def peak(self) -> Moment:
-        """When the most was alive."""
+        """The largest moment."""
         return max(self.peaks.values(), key=lambda moment: moment.total, default=Moment())
 
     def now(self) -> Moment:
-        """Return what is alive."""
+        """Return the live memory."""
         return Moment(phase=self.phase, place=self.place, held={key: n for key, n in self._held.items() if n})
 
     def enter(self, tensor: Tensor) -> None:
-        """Count ``tensor``, unless its memory is counted already."""
+        """Count ``tensor``, unless its storage is counted already."""
         for key, size, storage in _memory(tensor):
             if key not in self._records and size:
                 kind: Kind = "activations" if self.phase == "forward" else "temporaries"
@@ -169,7 +168,7 @@ class Ledger(TorchDispatchMode):
                 self._add(record.kind, record.owner, record.size)
 
     def claim(self, tensors: Iterable[Tensor], kind: Kind, owner: str = "") -> None:
-        """Say of what kind ``tensors`` are, and whose; those that are not counted yet are."""
+        """Set the kind and owner of ``tensors``, and count those that are not counted yet."""
         for tensor in tensors:
             self.enter(tensor)
             for key, _, _ in _memory(tensor):
@@ -179,30 +178,30 @@ class Ledger(TorchDispatchMode):
                     self._add(kind, owner, record.size)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count ``tensor`` as nothing, such as memory of the host."""
+        """Count ``tensor`` as zero bytes, such as host memory."""
         with self.paused():
             for key, _, storage in _memory(tensor):
                 self._strike(key, None)
                 self._records[key] = _Record(0, "temporaries", "", weakref.ref(storage, partial(self._strike, key)))
 
     def owner_of(self, tensor: Tensor, kind: Kind) -> str | None:
-        """Return whose ``tensor`` is, or None if it is not of that kind."""
+        """Return the owner of ``tensor``, or None if it is not of that kind."""
         records = (self._records.get(key) for key, _, _ in _memory(tensor))
         return next((record.owner for record in records if record is not None and record.kind == kind), None)
 
     def start(self, phase: Phase, place: str = "") -> None:
-        """Note that ``phase`` begins, in ``place``."""
+        """Begin ``phase`` in ``place``."""
         self.phase, self.place = phase, place
         self._look()
 
     def forget_peaks(self) -> None:
-        """Begin anew with what is alive now, as ``reset_peak_memory_stats`` does."""
+        """Reset the peaks to the live memory, as ``reset_peak_memory_stats`` does."""
         self._peaks, self._loose, self.peaks, self.loose = {}, {}, {}, {}
         self._look()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Enter nothing while the context is open."""
+        """Count no new tensor while the context is open."""
         self._paused += 1
         try:
             yield
@@ -211,7 +210,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Enter what is made, though this is inside a pause."""
+        """Count new tensors, inside of a pause."""
         before, self._paused = self._paused, 0
         try:
             yield
@@ -246,7 +245,7 @@ def _memory(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    # A subclass that wraps tensors, such as those with values in eight bits and their scales, has the memory of these.
+    # A wrapper subclass, such as 8-bit optimizer state with its scales, has the memory of the tensors inside.
     flatten: Callable[[], Any] | None = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor

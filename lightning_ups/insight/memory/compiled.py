@@ -1,4 +1,4 @@
-"""Rehearsing compiled code: the graphs that the compiler would make, run so that only what it would store exists."""
+"""Compiled code in a dry run: the graphs of the compiler run so that only tensors that it would store exist."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,21 +23,21 @@ from lightning_ups.transforms.forward import Forward, replaced_forward
 __all__ = ["Program", "as_compiled"]
 
 _NEVER = 2**62
-_Owners = list[list[str | None]]  # of the arguments of each forward whose backward is still to come
+_Owners = list[list[str | None]]  # of the arguments of each forward graph whose backward has not run
 
 
 class Program:
-    """A graph in the compiler's operators, run with the memory that compiled code would take.
+    """A graph in inductor's operators, run with the memory of compiled code.
 
-    Pointwise operators and reductions are loops that the compiler fuses. A result of one is stored only where the
-    graph returns it or an operator that is no loop reads it; of what a stored result needs, what is needed no more
-    gives its memory to it. Results of other operators are stored. Everything is freed after its last reader.
+    Inductor fuses pointwise operators and reductions. Their results are stored only if the graph returns them or an
+    operator that is not fused reads them, and they reuse the memory of inputs that are no longer needed. Results of
+    other operators are stored. Each is freed after its last reader.
 
     Args:
-        graph: What is run.
-        ledger: What is entered in it: what is stored, and nothing else.
-        owners: Shared by the graphs of a forward and its backward. The backward then claims the gradient of a parameter
-            when it is made, as what the same graph reduces, and not when all of it has run.
+        graph: The graph.
+        ledger: Counts stored tensors only.
+        owners: Shared by a forward graph and its backward. The backward then claims the gradient of a parameter as soon
+            as it is computed, since the same graph reduces it.
     """
 
     def __init__(self, graph: fx.GraphModule, ledger: Ledger, *, owners: "_Owners | None" = None) -> None:
@@ -54,7 +54,7 @@ class Program:
             self._drop.setdefault(self._last[node], []).append(node)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run on ``args``, which are taken out of the list."""
+        """Run on ``args``, and empty the list."""
         self._run.env = env = {}
         reduced = self._reduced(args)
         with self._ledger.resumed():
@@ -73,7 +73,7 @@ class Program:
         raise AssertionError("a graph ends with its output")
 
     def _reduced(self, args: list[Any]) -> dict[fx.Node, str]:
-        """Return the gradients of parameters among the results, and whose they are."""
+        """Return the gradients of parameters among the results, with their owners."""
         if self._owners is None:
             return {}
         if not self._is_backward:
@@ -83,7 +83,7 @@ class Program:
             return {}
         results = self._nodes[-1].args[0]
         assert isinstance(results, Sequence)
-        # A backward gives a gradient, or nothing, for each argument of its forward.
+        # A backward returns a gradient or None for each argument of its forward.
         pairs = zip(results, self._owners.pop(), strict=False)
         return {result: owner for result, owner in pairs if isinstance(result, fx.Node) and owner is not None}
 
@@ -93,7 +93,7 @@ class Program:
         with self._ledger.paused():
             value = self._run.run_node(node)
         if node in self.stored:
-            for dead in dying:  # its memory is written over, or free by the time the loop has ended
+            for dead in dying:  # its memory is reused, or free when the loop ends
                 if dead is not node:
                     env.pop(dead, None)
             for leaf in tree_leaves(value):
@@ -121,14 +121,14 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """Return what was computed to get ``node``, which may be a view of it."""
+    """Return the node whose memory ``node`` is a view of."""
     while node.op == "call_function" and (is_view(node.target) or _is_item(node)):
         node = node.all_input_nodes[0]
     return node
 
 
 def _last_reads(nodes: Sequence[fx.Node], index: dict[fx.Node, int], stored: set[fx.Node]) -> dict[fx.Node, int]:
-    # What is not stored is computed where it is read: then its own sources are read.
+    # A result that is not stored is computed by its reader, which then reads its sources.
     last: dict[fx.Node, int] = {}
     for node in reversed(nodes):
         reads = [index[node]]
@@ -143,15 +143,15 @@ def _last_reads(nodes: Sequence[fx.Node], index: dict[fx.Node, int], stored: set
 
 @contextmanager
 def as_compiled(modules: Iterable[nn.Module], *, ledger: Ledger, reduces: bool = False) -> Iterator[None]:
-    """Run ``modules``, while the context is open, as if each were compiled for itself.
+    """Run each of ``modules`` as if it were compiled, while the context is open.
 
-    What an eager forward between two graphs of a module does is seen as it is. Modules that are recomputed shall be so
-    already: the compiler then splits their graphs accordingly.
+    Code between two graphs of a module runs eagerly. Recomputation must be set up before, so that the compiler
+    partitions the graphs accordingly.
 
     Args:
-        modules: What is compiled.
-        ledger: What counts.
-        reduces: Whether the graphs reduce gradients, each as soon as it is made.
+        modules: The modules to compile.
+        ledger: Counts the memory.
+        reduces: Whether the graphs reduce each gradient as soon as it is computed.
     """
     forget_compiled()
 
@@ -183,7 +183,7 @@ def as_compiled(modules: Iterable[nn.Module], *, ledger: Ledger, reduces: bool =
 
 
 def _own(inner: Forward) -> Forward:
-    # Dynamo skips functions of torch's own files, and with them all that they call.
+    # Dynamo skips functions in torch's own files, and all that they call.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 

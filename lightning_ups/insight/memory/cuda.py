@@ -1,6 +1,6 @@
-"""Making fake tensors of the CPU take the ways that tensors on a GPU take, where those keep other things for backward.
+"""Functions of torch that save other tensors for backward on a GPU than on a CPU, as they are on a GPU.
 
-A build of torch without CUDA cannot differentiate fake tensors of a GPU, so a rehearsal has those of the CPU.
+A dry run has fake CPU tensors, since a build of torch without CUDA cannot differentiate fake GPU tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,17 +18,16 @@ from torch.optim import Optimizer
 __all__ = ["as_on_cpu", "as_on_cuda", "step_as_on_cuda"]
 
 _Function = Callable[..., Any]
-_STACKS: list[ExitStack] = []  # what is in force, outermost first
+_STACKS: list[ExitStack] = []  # the open replacements, the outermost first
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Send functions that the CPU takes apart to what a GPU does in one kernel, and losses to float32 in autocast.
+    """Use the fused kernels of a GPU for functions that the CPU decomposes, and float32 for losses under autocast.
 
-    A norm keeps its input and a number for each row; dropout keeps its mask in bytes; attention keeps queries, keys,
-    values, its output and the logarithms of its sums, with dropout or without. The functions of torch are replaced for
-    the whole process while the context is open, and not by a mode, which is off within a backward pass, where blocks
-    are recomputed.
+    A norm saves its input and one value per row; dropout saves its mask in bytes; attention saves queries, keys,
+    values, its output and the logsumexp. The functions are replaced in the process, since a mode would be off in
+    backward, where blocks are recomputed.
     """
     with _patched() as stack:
         _STACKS.append(stack)
@@ -40,7 +39,7 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def as_on_cpu() -> Iterator[None]:
-    """Put the functions of torch back while the context is open: a compiler takes all of them apart anyway."""
+    """Restore the functions of torch while the context is open: a compiler decomposes them anyway."""
     if not _STACKS:
         yield
         return
@@ -72,7 +71,7 @@ def _replacements() -> Iterator[tuple[Any, str, _Function]]:
 
 
 class _Rows(torch.autograd.Function):
-    """A norm over the last dimension in one kernel, which keeps its input and a number for each row."""
+    """A fused norm over the last dimension, which saves its input and one value per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -89,7 +88,7 @@ def _rms_norm(original: _Function) -> _Function:
     @wraps(original)
     def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
         if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
-            return original(input, normalized_shape, weight, eps)  # a GPU takes it apart too
+            return original(input, normalized_shape, weight, eps)  # decomposed on a GPU, too
         return _Rows.apply(input, weight)
 
     return rms_norm
@@ -99,13 +98,13 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, True)[0] if training and p else input  # noqa: FBT003
 
 
-def _attention_arguments(  # torch's own is built in, and has no signature
+def _attention_arguments(  # torch's function is built in and has no signature
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
 ) -> None: ...
 
 
 def _without_dropout(original: _Function, arguments: _Function | None) -> _Function:
-    # Dropout within attention is drawn anew in backward by a GPU's kernel, and takes nothing.
+    # The GPU kernel draws the dropout of attention again in backward, and saves nothing.
     known = signature(arguments or original)
 
     @wraps(original)
@@ -136,7 +135,7 @@ def _wide(tree: Any) -> Any:
     return tuple(map(_wide, tree)) if isinstance(tree, tuple) else tree
 
 
-_IN_FLOAT32: tuple[tuple[Any, str], ...] = (  # by the autocast of CUDA, and not by that of the CPU
+_IN_FLOAT32: tuple[tuple[Any, str], ...] = (  # by autocast on CUDA, but not on CPU
     (F, "softmax log_softmax cross_entropy nll_loss layer_norm group_norm mse_loss l1_loss smooth_l1_loss kl_div"),
     (F, "binary_cross_entropy_with_logits cosine_embedding_loss"),
     (torch, "softmax log_softmax exp pow rsqrt cumsum layer_norm"),
@@ -145,7 +144,7 @@ _IN_FLOAT32: tuple[tuple[Any, str], ...] = (  # by the autocast of CUDA, and not
 
 
 def step_as_on_cuda(optimizer: Optimizer) -> Optimizer:
-    """Let ``optimizer`` step all parameters at once, as torch's do on a GPU if they are told nothing."""
+    """Let ``optimizer`` use foreach, the default on a GPU."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True

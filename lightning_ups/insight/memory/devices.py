@@ -1,4 +1,4 @@
-"""Which devices have how much memory, what of it a step may take, and the textbook's table of model states."""
+"""The memory of GPUs, the part that a step may use, and the ZeRO table of textbooks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Device:
     """A kind of GPU.
 
     Args:
-        name: As its maker calls it.
-        gib: What torch calls its total memory, in GiB; ECC, where it is always on, is taken off.
-        capability: Its compute capability.
+        name: The product name.
+        gib: The total memory that torch reports, in GiB.
+        capability: The compute capability.
     """
 
     name: str
@@ -26,17 +26,13 @@ class Device:
 
     @property
     def workspace(self) -> int:
-        """Bytes that cuBLAS takes from torch's pool: one workspace for forward's thread and one for backward's."""
+        """Bytes of the cuBLAS workspaces in torch's pool, one for forward's thread and one for backward's."""
         # torch's defaults, CUBLAS_WORKSPACE_CONFIG being unset: aten/src/ATen/cuda/CublasHandlePool.cpp
         one = 32 * 2**20 if self.capability == (9, 0) else 4096 * 1024 * 2 + 16 * 1024 * 8
         return 2 * one
 
     def usable(self, *, devices: int) -> int:
-        """Return the bytes that torch's pool may grow to.
-
-        Taken off are 0.6 GiB of the driver's own for the process, 0.9 GiB for the buffers of NCCL where several
-        devices take part, and 3 % that is lost between blocks of memory.
-        """
+        """Return the size that torch's pool may reach: without 0.6 GiB of the driver, 0.9 GiB of NCCL, and 3 %."""
         return round((self.gib - 0.6 - (0.9 if devices > 1 else 0)) * 0.97 * GIB)
 
 
@@ -83,7 +79,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device_of(name: str) -> Device:
-    """Return the kind of GPU that ``name`` means: a key of `DEVICES`, what torch calls a device, or a number of GiB.
+    """Return the GPU called ``name``: a key of `DEVICES`, a name that torch reports, or a number of GiB.
 
     Raises:
         ValueError: If it is unknown.
@@ -91,8 +87,8 @@ def device_of(name: str) -> Device:
     if _is_number(name):
         if float(name) < 1:
             raise ValueError(
-                f"{name} GiB hold no training: the driver takes 0.6 of them. A number is the memory of a GPU in GiB."
-                " Use its size, as in --gpu 24, or its name, as in --gpu h100-80."
+                f"{name} GiB is too small for a GPU: the driver alone takes 0.6."
+                " Use its size in GiB, as in --gpu 24, or its name, as in --gpu h100-80."
             )
         return Device(name=f"a GPU of {float(name):g} GiB", gib=float(name), capability=(9, 0))
     words = name.lower().removeprefix("nvidia ").removeprefix("geforce ").replace(" ", "-")
@@ -104,7 +100,7 @@ def device_of(name: str) -> Device:
         return (called or begins)[0]
     near = [key for key in DEVICES if key.startswith(f"{words}-")] or get_close_matches(words, DEVICES, n=4, cutoff=0.4)
     raise ValueError(
-        f"There is no GPU {name!r} in the table. Its memory decides what fits, and is not guessed."
+        f"The GPU {name!r} is not in the table."
         f" Use one of {', '.join(near or DEVICES)}, or its memory in GiB, as in --gpu 24."
     )
 
@@ -114,10 +110,10 @@ def _is_number(name: str) -> bool:
 
 
 def textbook(*, parameters: float = 7e9, devices: int = 8) -> dict[str, dict[str, float]]:
-    """Return the textbook's table: bytes of model states on each device, by stage of ZeRO and by kind.
+    """Return bytes of model states on each device, by stage of ZeRO and by kind, without activations and buffers.
 
-    Mixed precision with Adam keeps 2 bytes of a weight, 2 of its gradient, and 12 for the optimizer: a copy of the
-    weight and two averages in float32. Activations and buffers are left out.
+    Mixed precision with Adam takes 2 bytes for a weight, 2 for its gradient, and 12 for the optimizer: a float32 copy
+    of the weight and two averages.
     """
     weights, gradients, optimizer = 2 * parameters, 2 * parameters, 12 * parameters
     shares = {  # of weights, gradients and optimizer

@@ -1,4 +1,4 @@
-"""From a rehearsed step on one device to what each of many takes: sharding, buckets, gathered blocks, offloading."""
+"""The memory of a step on each of many devices: sharding, buckets, gathered blocks and offloading."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,25 +15,24 @@ _STATE: tuple[Kind, ...] = ("optimizer state", "master weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where parameters, gradients and optimizer state lie.
+    """How parameters, gradients and optimizer state are distributed.
 
     Args:
-        sharding: As in ``FSDP2Strategy``; ``"copies"``: a whole model on every device, as DDP and one device have it.
-        shards: Devices over which parameters are split.
-        devices: Devices in all.
-        stored: Bytes of a parameter as the optimizer has it, under a sharding that is not ``"copies"``.
-        computed: Bytes of a parameter as modules compute with it.
-        gathered_float8: Bytes, as it is gathered, of a weight of a layer that multiplies in float8.
-        reduced: Bytes of a gradient as it is summed over devices.
-        state: Bytes that the optimizer keeps for a parameter.
-        stepping: Bytes for a parameter that the optimizer takes while it steps, and gives back.
-        on_host: The share of each kind that lies in the host's memory.
-        chunk: Bytes of a chunk of the optimizer state that lies on the host, of which three at most are on the device,
-            and nothing else is taken there while the optimizer steps. 0: the host makes the step. None: the device
-            does, at once.
-        workspace: Bytes that libraries of the device's maker take from the same pool.
-        whole_graph: Whether gathers and reductions are part of one graph: it gathers a block while the one before it
-            runs, and at which block the most is alive is not known.
+        sharding: As in ``FSDP2Strategy``; ``"copies"``: the unsharded model on every device, as under DDP.
+        shards: Devices over which parameters are sharded.
+        devices: All devices.
+        stored: Bytes of a parameter in the optimizer, unless ``sharding`` is ``"copies"``.
+        computed: Bytes of a parameter in computation.
+        gathered_float8: Bytes of a gathered weight of a float8 layer.
+        reduced: Bytes of a gradient in reductions.
+        state: Bytes of optimizer state for a parameter.
+        stepping: Additional bytes for a parameter during the optimizer step.
+        on_host: The share of each kind in host memory.
+        chunk: Bytes of a chunk of optimizer state on the host, of which at most three are on the device during the
+            optimizer step. 0: the host runs the step. None: the device does, at once.
+        workspace: Bytes of libraries in the same pool.
+        whole_graph: Whether one graph contains all-gathers and reductions: it gathers a block while the previous one
+            runs, and the block with the peak is unknown.
     """
 
     sharding: Sharding = "copies"
@@ -52,7 +51,7 @@ class Layout:
 
 
 def peak_of(step: Step, layout: Layout) -> Moment:
-    """Return when ``step`` takes the most of one device under ``layout``."""
+    """Return the largest moment of ``step`` on one device under ``layout``."""
     moments = _copied(step, layout) if layout.sharding == "copies" else _sharded(step, layout)
     found = [_with_host(moment, layout) for moment in moments]
     on_host = step.on_host + max(moment.on_host for moment in found)
@@ -72,7 +71,7 @@ def _with_host(moment: Moment, layout: Layout) -> Moment:
 
 
 def _copied(step: Step, layout: Layout) -> Iterator[Moment]:
-    # DDP has its gradients a second time, in the buckets that it sends.
+    # DDP has a second copy of the gradients, in its buckets.
     buckets = round(layout.computed * sum(step.trained.values())) if layout.devices > 1 else 0
     for moment in step.peaks.values():
         yield replace(moment, held={**moment.held, ("gather buffers", "buckets"): buckets})
@@ -81,7 +80,7 @@ def _copied(step: Step, layout: Layout) -> Iterator[Moment]:
 def _sharded(step: Step, layout: Layout) -> Iterator[Moment]:
     for (phase, place), moment in step.loose.items():
         loose = {key: size for key, size in moment.held.items() if key[0] not in FIXED}
-        # Lightning frees the gradients of the step before after the forward pass.
+        # Lightning frees the gradients of the previous step after the forward pass.
         reduced = sum(step.trained.values()) if phase == "forward" else _reduced(step, moment)
         yield Moment(
             phase=phase,
@@ -95,7 +94,7 @@ def _sharded(step: Step, layout: Layout) -> Iterator[Moment]:
         )
     everything = sum(step.trained.values())
     root = _Group(step, layout, "")
-    yield Moment(  # the end of backward, where what no block holds is reduced
+    yield Moment(  # the end of backward, where parameters outside of blocks are reduced
         phase="backward",
         place="",
         held={
@@ -114,11 +113,11 @@ def _sharded(step: Step, layout: Layout) -> Iterator[Moment]:
 
 
 class _Group:
-    """What is gathered and reduced together, in bytes."""
+    """Bytes of parameters that are gathered and reduced together."""
 
     def __init__(self, step: Step, layout: Layout, name: str) -> None:
         self.elements, self.trained = step.elements.get(name, 0), step.trained.get(name, 0)
-        alone = layout.shards == 1 and layout.computed == layout.stored  # then nothing is gathered, nor cast
+        alone = layout.shards == 1 and layout.computed == layout.stored  # neither gathered nor cast
         in_float8 = step.in_float8.get(name, 0)
         gathered = layout.computed * (self.elements - in_float8) + layout.gathered_float8 * in_float8
         self.whole = 0 if alone else round(gathered)
@@ -136,7 +135,7 @@ def _shards(step: Step, layout: Layout, *, reduced: int) -> dict[tuple[Kind, str
 
 
 def _reduced(step: Step, moment: Moment) -> int:
-    """Return the elements whose gradients are reduced by then: of the blocks that have been left."""
+    """Return the elements whose gradients are reduced: those of blocks that backward has left."""
     left = {owner for (kind, owner), size in moment.held.items() if kind == "gradients" and size}
     return sum(step.trained.get(owner, 0) for owner in left - {"", moment.place})
 
@@ -147,12 +146,12 @@ def _unreduced(moment: Moment, place: str) -> dict[tuple[Kind, str], int]:
 
 
 def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tuple[Kind, str], int]:
-    """Return what is whole meanwhile: of the model's own group always, of a block while it runs, of the next one."""
+    """Return the unsharded parameters: always the root's, those of the running block, and those of the next."""
     order = [name for name in step.elements if name]
     root, here = _Group(step, layout, ""), _Group(step, layout, place)
     held: dict[tuple[Kind, str], int] = {("gather buffers", ""): root.whole}
     if not place:
-        # Between two blocks, or after the last of them: the one that ran last is not given back at once.
+        # Between two blocks and after the last one: the last block is not freed at once.
         blocks = [_Group(step, layout, name) for name in order]
         kept = sum(b.whole for b in blocks) if layout.sharding != "full" else max((b.whole for b in blocks), default=0)
         if layout.whole_graph:
@@ -167,7 +166,7 @@ def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tupl
     if phase == "backward" and index and layout.sharding == "full":
         arriving = _Group(step, layout, order[index - 1]).whole
     leaving = 0
-    if phase == "backward":  # the sum before is still being sent, or its own is
+    if phase == "backward":  # the previous reduction is still running, or its own is
         after = order[index + 1] if index + 1 < len(order) else place
         leaving = max(_Group(step, layout, after).sent, here.sent)
     if layout.shards == 1:
@@ -176,18 +175,17 @@ def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tupl
 
 
 def between(first: Step, second: Step, share: float) -> Step:
-    """Return the step at ``share`` of the way from ``first`` to ``second``: memory grows evenly with a batch.
+    """Return the step between two with other batch sizes, since memory grows linearly with a batch.
 
     Args:
-        first: A step.
-        second: The same with another batch.
-        share: 0 is the first and 1 the second; beyond 1 lies what is larger.
+        first: The step at 0.
+        second: The step at 1.
+        share: Between 0 and 1, or beyond.
     """
     return replace(
         first,
         peaks={phase: _mixed(first.peaks[phase], second.peaks[phase], share) for phase in first.peaks},
         loose={key: _mixed(first.loose[key], second.loose[key], share) for key in first.loose if key in second.loose},
-        saved=_mixed(first.saved, second.saved, share),
         on_host=max(round(first.on_host * (1 - share) + second.on_host * share), 0),
     )
 

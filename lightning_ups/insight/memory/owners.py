@@ -1,4 +1,4 @@
-"""Who holds a device's memory now, and whether an error says that there was no more."""
+"""The owners of a device's memory, and errors that mean out of memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether ``error``, or what caused it, is that an allocator had no more memory."""
+    """Return whether ``error`` or its cause means that an allocator ran out of memory."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -40,14 +40,14 @@ def holders(
     device: torch.device,
     total: int | None = None,
 ) -> Moment:
-    """Return what ``module`` and its optimizers hold on ``device`` now, by kind and by block.
+    """Return the memory of ``module`` and its optimizers on ``device``, by kind and by block.
 
     Args:
         module: Its parameters, gradients and buffers are counted.
-        optimizers: Their state is counted, and parameters of theirs that the module does not have: master weights.
-        blocks: The submodules that parameters belong to, by name.
-        device: Memory elsewhere is left out.
-        total: What the allocator has given. What is left of it is activations and temporaries, of no block.
+        optimizers: Their state is counted, and their parameters that are not the module's, as master weights.
+        blocks: The owners of parameters, by name.
+        device: Memory on other devices is not counted.
+        total: The allocated bytes. The rest of them counts as activations, of no block.
     """
     owners: dict[Tensor, str] = {}
     for name, block in blocks.items():
@@ -85,5 +85,5 @@ def _on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _stepped(optimizer: Optimizer) -> Sequence[nn.Parameter]:
-    inner = getattr(optimizer, "inner", optimizer)  # of one that steps masters
+    inner = getattr(optimizer, "inner", optimizer)  # of an optimizer of master weights
     return [parameter for each in (optimizer, inner) for group in each.param_groups for parameter in group["params"]]

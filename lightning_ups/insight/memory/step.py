@@ -30,7 +30,6 @@ class Play:
         blocks: The submodules to which memory is assigned, by name.
         batch: The batch.
         around_forward: Creates a context for the forward pass, such as autocast.
-        before_step: Called with each optimizer before its step, such as for clipping.
         microbatches: Batches in an optimizer step.
         gradients: Whether the optimizers get gradients without a backward pass.
         parts: The submodules by which parameters are counted, by name. None: ``blocks``.
@@ -46,7 +45,6 @@ class Play:
     blocks: Mapping[str, nn.Module] = field(default_factory=dict)
     batch: Any = None
     around_forward: Callable[[], Any] = nullcontext
-    before_step: Callable[[Optimizer], None] = lambda _: None
     microbatches: int = 1
     gradients: bool = False
     parts: Mapping[str, nn.Module] | None = None
@@ -64,7 +62,6 @@ class Step:
         saved: The end of the forward pass, with all that is saved for backward.
         elements: The parameters of each block; under the empty name those outside of blocks.
         trained: The trained ones of them.
-        largest: The elements of the largest parameter.
         in_float8: The part of ``elements`` in weights of float8 layers.
         on_host: Bytes of tensors saved for backward on the host.
     """
@@ -75,7 +72,6 @@ class Step:
     saved: Moment
     elements: Mapping[str, int]
     trained: Mapping[str, int]
-    largest: int
     in_float8: Mapping[str, int] = field(default_factory=dict)
     on_host: int = 0
 
@@ -104,7 +100,6 @@ def measure(play: Play, *, ledger: Ledger) -> Step:
         saved=saved,
         elements=_elements(play),
         trained=_elements(play, of=lambda p: p.requires_grad),
-        largest=max((p.numel() for p in play.module.parameters()), default=0),
         in_float8=_elements(play, of=float8_weights.__contains__),
     )
 
@@ -118,7 +113,6 @@ def _step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment
         _create_gradients(play, ledger)
     ledger.start("optimizer")
     for optimizer in optimizers:
-        play.before_step(optimizer)
         optimizer.step()
     return saved
 

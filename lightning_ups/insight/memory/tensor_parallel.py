@@ -1,4 +1,4 @@
-"""What one of the devices has of a model whose matrix products are split over several: for counting, on fakes."""
+"""The part of a tensor-parallel model on one device, on fake tensors."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,17 +14,16 @@ _SEQUENCE, _FEATURES = 1, -1  # of activations [batch, sequence, features]
 
 
 def cut_for_one_device(model: nn.Module, *, styles: Mapping[str, Style], size: int) -> None:
-    """Make of ``model``, in place, what one of ``size`` devices has of it.
+    """Reduce ``model`` in place to the part on one of ``size`` devices.
 
-    Weights are cut, and hooks bring what enters and leaves a module to the size that it has there. Nothing is
-    exchanged: what is gathered is as large as if it were, in forward and in backward, and its numbers mean nothing.
+    Weights are cut, and hooks give inputs and outputs the shapes that they have on that device. Nothing is exchanged.
 
     Args:
-        model: Its tensors have no numbers.
-        styles: How its modules are split, by name.
-        size: Over how many devices, which divides the weights.
+        model: Its tensors are fake.
+        styles: The style of each module, by name.
+        size: The number of devices, which divides the weights.
     """
-    cut: dict[nn.Parameter, nn.Parameter] = {}  # a tied one is cut once
+    cut: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are cut once
     for name, style in styles.items():
         module = model.get_submodule(name)
         for own, axis in _axes(module, style).items():
@@ -35,7 +34,7 @@ def cut_for_one_device(model: nn.Module, *, styles: Mapping[str, Style], size: i
 
 
 def _axes(module: nn.Module, style: Style) -> dict[str, int]:
-    """Return along which dimension each parameter of ``module`` is split, as torch's styles do it."""
+    """Return the dimension along which torch's styles split each parameter of ``module``."""
     if isinstance(module, nn.Embedding):
         return {"weight": 1 if style.startswith("colwise") else 0}
     if isinstance(module, nn.Linear) and style.startswith("colwise"):

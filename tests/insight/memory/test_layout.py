@@ -40,7 +40,6 @@ def step(*, activations=0, blocks=4, elements=M, root=0):
         saved=Moment(),
         elements=sizes,
         trained=sizes,
-        largest=elements,
     )
 
 

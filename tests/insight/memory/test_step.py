@@ -37,7 +37,6 @@ def test_a_step_by_hand():
     step = measure(played(), ledger=Ledger())
     assert step.elements == step.trained == {"": 0, "0": N, "1": N, "2": N}
     assert step.fixed.by_kind() == {"parameters": 3 * BYTES, "gradients": 3 * BYTES, "batch": BYTES}
-    assert step.largest == N
     # Each layer keeps its input, which is the result of the one before; of the last, only the sum's shape.
     assert step.saved.by_owner("activations") == {"0": BYTES, "1": BYTES, "": 512}
     # The end of the forward pass: the gradients of the step before are still there.
