@@ -499,11 +499,11 @@ def test_that_nothing_is_recorded_is_said(tmp_path, monkeypatch, reports):
     )
 
 
-def test_outputs_that_are_large_forbid_graphs(tmp_path, monkeypatch, reports):
-    monkeypatch.setattr("lightning_ups.transforms.compile.mode.COPIED_BYTES", 100)
+def test_outputs_that_take_long_to_copy_forbid_graphs(tmp_path, monkeypatch, reports):
+    monkeypatch.setattr("lightning_ups.transforms.compile.mode.COPY_MS", 1.0)
     run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert backends.RECORDED == []
-    assert "default, since the model returns" in lines(reports[0])[-1]
+    assert "more for copies of what the model returns" in lines(reports[0])[-1]
 
 
 def test_a_second_fit_measures_and_chooses_anew(tmp_path, monkeypatch, reports):

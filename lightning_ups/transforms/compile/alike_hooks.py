@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_ups._compat.optional.transformers import is_output_hook
+
 __all__ = ["has_hooks", "hooks_of"]
 
 _PLACES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -19,8 +21,8 @@ _DEPTH = 6
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether ``module`` has hooks of its own."""
-    return any(getattr(module, place) for place in _PLACES)
+    """Return whether ``module`` has hooks of its own that may act on something beside its inputs and outputs."""
+    return any(not is_output_hook(hook) for place in _PLACES for hook in getattr(module, place).values())
 
 
 def hooks_of(module: nn.Module) -> Hashable:

@@ -11,7 +11,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, owned, size
+from lightning_ups.transforms.compile.cuda_graphs import owned, size
 from lightning_ups.transforms.compile.trial import Rehearsal
 
 __all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure"]
@@ -20,6 +20,7 @@ __all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure"]
 # other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
 LAUNCH_SHARE, HIDDEN_SHARE = 0.75, 0.25
 LEAST_GAIN = 0.03  # of a step, so that it is worth recording
+COPY_MS = 2.0 / 2**30  # for each byte that is copied out of a graph's memory: a GPU that moves 1 TB/s
 PACED_STEPS = 5
 SAVED_SHARE = 0.25  # of the memory that is left: a recording keeps what it saves, and its peak, to itself
 
@@ -84,6 +85,11 @@ class Timing:
     room: int
     step_ms: float | None = None
 
+    @property
+    def copies_ms(self) -> float:
+        """How long the device would take to copy what the graph returns out of the graph's memory."""
+        return self.output_bytes * COPY_MS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -126,34 +132,37 @@ def is_open(timing: Timing) -> bool:
     """Return whether the choice depends on how long the host takes for a whole step, which was not timed."""
     if timing.device_ms is None or timing.step_ms is not None:
         return False
-    return HIDDEN_SHARE < timing.launch_ms / timing.device_ms <= LAUNCH_SHARE and _forbidden(timing) is None
+    is_likely = timing.launch_ms > HIDDEN_SHARE * timing.device_ms
+    return is_likely and not _is_certain(timing, timing.device_ms) and _forbidden(timing) is None
 
 
 def _refusal(timing: Timing) -> str | None:
     launch, device = timing.launch_ms, timing.device_ms
     if device is None:
         return f"the device did not wait while {launch:.3g} ms of work were launched, and its own time is not known"
-    return _forbidden(timing) if _pays(launch, device, timing.step_ms) else _compared(timing)
+    return _forbidden(timing) if _pays(timing, device) else _compared(timing)
 
 
-def _pays(launch: float, device: float, step: float | None) -> bool:
-    if launch > LAUNCH_SHARE * device:
+def _pays(timing: Timing, device: float) -> bool:
+    if _is_certain(timing, device):
         return True
-    if step is None:
+    if (step := timing.step_ms) is None:
         return False
-    now, then = max(step, device), max(step - launch, device)  # whoever is slower sets the pace
+    # Whoever is slower sets the pace.
+    now, then = max(step, device), max(step - timing.launch_ms, device + timing.copies_ms)
     return then <= (1 - LEAST_GAIN) * now
 
 
+def _is_certain(timing: Timing, device: float) -> bool:
+    gains_enough = timing.copies_ms < LEAST_GAIN * device or timing.launch_ms > device + timing.copies_ms
+    return timing.launch_ms > LAUNCH_SHARE * device and gains_enough
+
+
 def _forbidden(timing: Timing) -> str | None:
-    if timing.output_bytes > COPIED_BYTES:
+    kept = timing.saved_bytes + timing.output_bytes  # outputs are copied
+    if kept > SAVED_SHARE * timing.room:
         return (
-            f"the model returns {_mib(timing.output_bytes)} MiB, which would be copied out of a graph's memory at each"
-            f" step, and at most {_mib(COPIED_BYTES)} MiB are"
-        )
-    if timing.saved_bytes > SAVED_SHARE * timing.room:
-        return (
-            f"a graph would keep {_mib(timing.saved_bytes)} MiB of activations to itself, and {_mib(timing.room)} MiB"
+            f"a graph would keep {_mib(kept)} MiB of activations and outputs to itself, and {_mib(timing.room)} MiB"
             " are free"
         )
     return None
@@ -161,6 +170,8 @@ def _forbidden(timing: Timing) -> str | None:
 
 def _compared(timing: Timing) -> str:
     launch, device = f"launching takes {timing.launch_ms:.3g} ms", f"the device {timing.device_ms:.3g}"
+    if timing.copies_ms > 0.1:
+        device += f" and {timing.copies_ms:.3g} more for copies of what the model returns"
     if timing.step_ms is None:
         return f"{launch} and {device}"
     return f"{launch}, {device}, and the host {timing.step_ms:.3g} for a whole step"

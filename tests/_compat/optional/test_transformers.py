@@ -1,0 +1,101 @@
+"""Models of transformers are compiled in one graph, without a change of what they compute."""
+
+import pytest
+import torch
+
+from lightning_ups._compat.optional.transformers import is_output_hook, ready_for_one_graph
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Dynamo
+transformers = pytest.importorskip("transformers")
+
+
+def experts():
+    """A mixture of experts that returns its router logits, which it collects by hooks."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        use_cache=False,
+    )
+    tokens = torch.randint(64, (2, 8))
+    return transformers.Qwen3MoeForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def speech():
+    config = transformers.HubertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=(16, 16),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 8),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2,
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        num_labels=4,
+    )
+    values = torch.randn(2, 800)
+    return transformers.HubertForSequenceClassification(config), {
+        "input_values": values,
+        "labels": torch.tensor([0, 3]),
+    }
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    torch.manual_seed(1)  # for dropout
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("make", [experts, speech])
+def test_one_graph_with_the_same_loss_and_gradients(make):
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, inputs = make()
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    expected = gradients(model.train(), inputs)
+    plain = torch.compile(make()[0].train(), backend=count)
+    plain(**inputs)
+    assert len(graphs) > 1, "transformers needs no help any more"
+    graphs.clear()
+    torch.compiler.reset()
+    model.compile(backend=count)
+    with ready_for_one_graph(model):
+        found = gradients(model, inputs)
+    assert len(graphs) == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_speech_model_is_left_as_it_was():
+    model, _ = speech()
+    encoder = model.hubert.feature_extractor
+    with ready_for_one_graph(model):
+        assert encoder._requires_grad is False
+    assert encoder._requires_grad is True
+
+
+def test_hooks_that_collect_outputs_are_told_from_others():
+    model, _ = experts()
+    with ready_for_one_graph(model):
+        found = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert found
+    assert all(map(is_output_hook, found))
+    assert not is_output_hook(lambda module, args, output: None)
