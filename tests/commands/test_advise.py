@@ -14,7 +14,7 @@ from lightning_ups.commands import advise
 from lightning_ups.commands.advise import own_options, show
 from lightning_ups.commands.trial import Trial
 from lightning_ups.config.asked import run_of
-from lightning_ups.insight.advise.table import Table, Times
+from lightning_ups.insight.advise.timing_table import Table, Times
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te

@@ -292,7 +292,7 @@ def test_from_the_command_line(tmp_path, capsys):
     assert (facts["devices"], facts["batch"]["from"]) == (4, "RandomTokens")
     assert facts["settings"][0]["by_kind"].get("optimizer state", 0) == 0  # the section's SGD keeps nothing
     assert command_line(["plan", "--config", str(path), "--gpu", "h101"]) == 2
-    assert "There is no GPU 'h101' in the table." in capsys.readouterr().err
+    assert "'h101' is not in the table." in capsys.readouterr().err
     assert command_line(["plan", "--textbook"]) == 0
 
 

@@ -20,8 +20,8 @@ from lightning_ups.commands.trial import Trial
 from lightning_ups.commands.verify import Verdict, _rounding, own_options, show, verify
 from lightning_ups.config.asked import run_of
 from lightning_ups.data import RandomTokens
+from lightning_ups.insight.verify.comparison import REST, Departure
 from lightning_ups.insight.verify.faults import FAULTS
-from lightning_ups.insight.verify.verify import REST, Departure
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te
 from tests.commands.deep import Deep
@@ -225,7 +225,7 @@ def test_what_is_not_shown_is_counted_where_there_is_any(capsys, monkeypatch, le
 
 
 def test_a_band_as_wide_as_a_fault_is_no_band(capsys, monkeypatch):
-    monkeypatch.setattr("lightning_ups.insight.verify.verify.FACTOR", 100.0)
+    monkeypatch.setattr("lightning_ups.insight.verify.comparison.FACTOR", 100.0)
     assert show(trial(num_layers=2, plugins=[Float8Precision(emulate=True)])) == 1
     assert "CANNOT TELL" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.config.asked import run_of
-from lightning_ups.insight.advise.table import Times
+from lightning_ups.insight.advise.timing_table import Times
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import Placement, Run, applied, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
@@ -286,7 +286,7 @@ class TestAuto:
         assert not asked
 
     def test_without_a_gpu_and_a_table_it_says_what_to_do(self, tmp_path):
-        with pytest.raises(RuntimeError, match=r"Nothing can be timed on this device: cpu.*give a table"):
+        with pytest.raises(RuntimeError, match=r"timed on this device: cpu.*give a table"):
             fit(tmp_path, TEPrecision(filter="auto"), model=Kept())
 
     @pytest.mark.parametrize("options", [{"recipe": None}, {"fp8_attention": True}], ids=str)

@@ -1,8 +1,16 @@
 """Measuring which float8 recipe is fastest for the shapes of a model."""
 
 from lightning_ups.insight.advise.advice import Advice, best_recipe
-from lightning_ups.insight.advise.agreement import agreed
-from lightning_ups.insight.advise.engine import (
+from lightning_ups.insight.advise.linear_shapes import (
+    Layer,
+    check_ran,
+    layers_in_step,
+    layers_with_rows,
+    names_of,
+    products_of,
+)
+from lightning_ups.insight.advise.rank0_decision import agreed
+from lightning_ups.insight.advise.te_products import (
     ENGINE,
     engine_layers,
     engine_name,
@@ -11,16 +19,8 @@ from lightning_ups.insight.advise.engine import (
     modules_of,
     read_first,
 )
-from lightning_ups.insight.advise.shapes import (
-    Layer,
-    check_ran,
-    layers_in_step,
-    layers_with_rows,
-    names_of,
-    products_of,
-)
-from lightning_ups.insight.advise.table import Table, Timer, Times, cache_path, obtain_table, where
 from lightning_ups.insight.advise.timer import timer_on
+from lightning_ups.insight.advise.timing_table import Table, Timer, Times, cache_path, obtain_table, where
 
 __all__ = [
     "ENGINE",

@@ -1,4 +1,4 @@
-"""Timing a linear layer on the device: compiled, with the casts, as it runs within a model."""
+"""Times a linear layer on the device: compiled, with casts, as in a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,40 +10,38 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_ups.insight.advise.engine import Modules, engine_context, engine_forward, is_engine
-from lightning_ups.insight.advise.shapes import Product
-from lightning_ups.insight.advise.table import BFLOAT16, Timer, Times
+from lightning_ups.insight.advise.linear_shapes import Product
+from lightning_ups.insight.advise.te_products import Modules, engine_context, engine_forward, is_engine
+from lightning_ups.insight.advise.timing_table import BFLOAT16, Timer, Times
 from lightning_ups.transforms.float8 import Recipe, compiler_settings, float8_swap
 
 __all__ = ["Clock", "timer_on"]
 
 _NUMBER = count()
-_REPEATS = 10  # in one recording
+_REPEATS = 10  # in one CUDA graph
 _RUN_MS = 40.0
-# Of all three measurements, by turns: over a second together, since clocks under load are lower than those of a burst.
-ROUNDS = 9
-MOST_ROUNDS = 4 * ROUNDS  # where others use the device
-STEADY = 0.05  # the share by which the middle run may be slower than a quick one
+ROUNDS = 9  # of all three measurements: over a second, since clocks under load are lower than in a burst
+MOST_ROUNDS = 4 * ROUNDS  # if the times vary
+STEADY = 0.05  # how much slower the median may be than a fast run
 
 
 Clock = Callable[[Callable[[], Any]], Callable[[], float]]
 
 
 def timer_on(device: torch.device, *, clock: Clock | None = None, backend: str = "inductor") -> Timer:
-    """Return what times a product on ``device``.
+    """Return a function that times a product on ``device``.
 
-    What precedes a linear layer in a model is mostly a norm or an activation, with which a cast can be fused; so
-    a multiplication by a vector precedes it here, in bfloat16 too. The work is recorded as a CUDA graph, since in
-    a model the host is far ahead. Transformer Engine's modules are launched each time, as they are in a model: they are
-    no part of compiled code.
+    An elementwise product precedes the linear layer, since in a model a norm or an activation does, with which casts
+    are fused. The work is replayed as a CUDA graph, since in a model the host is far ahead. Transformer Engine's
+    modules are launched each time, since they are not compiled.
 
-    A part of a product is a difference of two measurements, which take turns, so that what changes the device's pace
-    changes both. Of each counts the time at a quarter of its runs, the quickest first: others who use the device make
-    runs longer and none shorter. Where runs differ all the same, there are more of them, and the times say so.
+    The parts of a product are differences of measurements, which alternate, so that changes of the clock affect all.
+    The lower quartile counts, since other load makes runs only longer. If runs vary, there are more of them, and the
+    times are marked as doubtful.
 
     Args:
         device: A GPU.
-        clock: Prepares a call, and returns what measures the milliseconds that one takes. None: on the GPU.
+        clock: Prepares a call, and returns a function that measures its milliseconds. None: on the GPU.
         backend: Compiles the layer.
     """
 
@@ -93,7 +91,7 @@ def _frozen(weights: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _by_turns(*clocks: Callable[[], float]) -> list[list[float]]:
-    """Return the times of several measurements, each in the order in which they were taken."""
+    """Return the times of several alternating measurements."""
     runs: list[list[float]] = [[] for _ in clocks]
     while not runs[0] or (len(runs[0]) < MOST_ROUNDS and _spread(runs) > STEADY):
         for _ in range(ROUNDS):
@@ -113,7 +111,7 @@ def _spread(runs: Iterable[Sequence[float]]) -> float:
 def _in_parts(runs: Sequence[Sequence[float]]) -> Times:
     whole, forward, without_wgrad = (_quick(times) for times in runs)
     spread, in_order = _spread(runs), forward < without_wgrad < whole
-    doubt = "" if in_order else "a part of a product took as long as more of it"
+    doubt = "" if in_order else "the time of a product was as long as that of its parts"
     if spread > STEADY:
         doubt = f"runs of the same product differed by {spread:.0%}"
     forward = min(forward, whole)
@@ -127,7 +125,7 @@ Forward = Callable[[Tensor], Any]
 def _forwards(
     product: Product, recipe: str, modules: Modules, backend: str
 ) -> tuple[Forward, Forward, list[nn.Parameter]]:
-    """Return the forward twice, as a compiled one is of weights with gradients or of such without, and the weights."""
+    """Return the forward compiled twice, for weights with and without gradients, and the weights."""
     if is_engine(recipe):
         forward = engine_forward(modules)
         return forward, forward, [*modules.parameters()]
@@ -150,18 +148,18 @@ def _compiled(forward: Forward, backend: str) -> Forward:
     def product(x: Tensor) -> Any:
         return forward(x)
 
-    # Dynamo keeps its graphs, and a limit of eight, by code object.
+    # Dynamo limits the number of graphs by code object.
     code = product.__code__.replace(co_name=f"product_{next(_NUMBER)}")
     own = FunctionType(code, product.__globals__, code.co_name, None, product.__closure__)
     return torch.compile(own, dynamic=False, fullgraph=True, backend=backend)
 
 
 class _Recorded:
-    """Clocks of calls on the device, the host left out: their recordings, of which one is replayed at a time."""
+    """Measures the device time of calls, by CUDA graphs."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None  # one for all recordings, of which nobody reads what they leave there
+        self._pool: Any = None  # shared by all graphs, whose results are not read
 
     def __call__(self, call: Callable[[], Any]) -> Callable[[], float]:
         stream = self._stream = self._stream or torch.cuda.Stream()
@@ -181,7 +179,7 @@ class _Recorded:
 
 
 def _launched(call: Callable[[], Any]) -> Callable[[], float]:
-    """Return the clock of a call that is launched anew each time, as what no compiler sees is in a model too."""
+    """Measure the time of a call that is launched each time."""
     for _ in range(3):
         call()
     once = _between(call, 2)

@@ -1,4 +1,4 @@
-"""A run's report: one page that needs nothing else, and pictures of its curves."""
+"""The report of a run: a self-contained HTML page, PNGs of its curves, and its manifest."""
 
 from lightning_ups.insight.report.dtypes import layer_dtypes, shown
 from lightning_ups.insight.report.history import Chart, History

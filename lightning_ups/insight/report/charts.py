@@ -1,4 +1,4 @@
-"""Charts as SVG, to stand in a page: lines over steps, and one bar that is split."""
+"""SVG charts: lines over steps, and a stacked bar."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -15,9 +15,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 30
 
 
 def line_chart(series: Mapping[str, Sequence[Point]], *, label: str) -> str:
-    """Return lines over steps; a value that is not finite is a gap, and is marked at the upper edge.
+    """Return lines over steps, on a logarithmic scale if positive values span more than three powers of ten.
 
-    Values that span more than three powers of ten, all above zero, are drawn on a logarithmic scale.
+    A value that is not finite is a gap with a mark at the upper edge.
     """
     finite = [point for points in series.values() for point in points if is_drawn(point[1])]
     if not finite:
@@ -46,17 +46,17 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, label: str) -> str:
 
 
 def is_drawn(value: float) -> bool:
-    """Return whether ``value`` has a place in a chart: what comes near the end of all floats has none either."""
+    """Return whether ``value`` can be drawn: it is finite and not close to the largest float."""
     return isfinite(value) and abs(value) < 1e300
 
 
 def is_logarithmic(values: Sequence[float]) -> bool:
-    """Return whether ``values`` are drawn by powers of ten."""
+    """Return whether ``values`` are drawn on a logarithmic scale."""
     return min(values) > 1e-300 and max(values) / min(values) > 1e3
 
 
 def split_bar(shares: Mapping[str, float]) -> str:
-    """Return one bar, split by ``shares`` of the whole, with a legend."""
+    """Return a stacked bar of ``shares``, with a legend."""
     parts, x = [f'<svg viewBox="0 0 {2 * _WIDTH} 40" role="img" aria-label="split of a step">'], 0.0
     for index, (name, share) in enumerate(shares.items()):
         width = share * 2 * _WIDTH

@@ -1,7 +1,7 @@
-"""In which types the layers of a model keep their parameters and compute.
+"""The dtypes in which the layers of a model keep their parameters and compute.
 
-Not by hooks: inside compiled code they would be traced, and taking them off would compile it again. Instead one tiny
-operation for each kind of layer runs in the context that the steps run in, and says what comes out.
+One tiny operation for each class of layer runs in the context of the steps, and its result has the dtype. Hooks would
+be traced by the compiler, and removing them would cause recompilation.
 """
 
 from collections import Counter
@@ -27,16 +27,16 @@ def layer_dtypes(
     context: Callable[[], AbstractContextManager[Any]],
     cast: torch.dtype | None = None,
 ) -> dict[str, dict[str, int]]:
-    """Count the layers that hold parameters, by class and by the types of parameters and computation.
+    """Count the layers with parameters, by class and by the dtypes of parameters and computation.
 
-    A layer with the forward of one of ``torch.nn`` is described by what that operation returns in ``context`` for an
-    input of its own type. Of any other only the policy is known: ``autocast bfloat16`` or ``cast bfloat16``.
+    The dtype of computation is known for layers with a forward of ``torch.nn``. For others only the policy is known:
+    ``autocast bfloat16`` or ``cast bfloat16``.
 
     Args:
-        model: Whose layers are counted; a layer is a module with parameters of its own.
-        device: Where the layers run.
-        context: What the steps run in, such as a precision's ``forward_context``.
-        cast: The type that a wrapper around the whole model casts parameters to.
+        model: The model.
+        device: The device of the layers.
+        context: The context of the steps, such as a precision's ``forward_context``.
+        cast: The dtype to which a wrapper of the whole model casts parameters.
     """
     counts: dict[str, Counter[str]] = {}
     with torch.no_grad(), context():
@@ -50,19 +50,19 @@ def layer_dtypes(
 
 
 def shown(dtype: torch.dtype) -> str:
-    """Return the name of a type as YAML has it, such as ``bfloat16``."""
+    """Return the name of a dtype as in YAML, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    # `fully_shard` gives each module a class of its own, between FSDPModule and the user's.
+    # `fully_shard` gives each module a new class that inherits from FSDPModule and the user's class.
     return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
 
 
 def _with_policy(
     module: nn.Module, policy: torch.dtype | None, seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
-    # FSDP2 casts by the policy of the nearest sharded module around the layer.
+    # FSDP2 casts by the policy of the innermost sharded module that contains the layer.
     seen = set() if seen is None else seen
     if module in seen:
         return
@@ -98,8 +98,8 @@ def _description(
 
 
 def _operation(kind: type[nn.Module]) -> "_Operation | None":
-    # A subclass that only initialises in its own way computes as its base; one with a forward of its own as it likes.
-    forward = getattr_static(kind, "forward", None)  # of a scripted module it is what its object has, and no class's
+    # A subclass that does not override forward computes as its base.
+    forward = getattr_static(kind, "forward", None)  # a scripted module has its forward on the instance
     return next((run for base, run in _OPERATIONS.items() if forward is getattr_static(base, "forward")), None)
 
 

@@ -1,4 +1,4 @@
-"""What was logged, as series of points, and which of them belong into one chart."""
+"""The history of logged values, in memory of constant size, grouped into charts."""
 
 import re
 from array import array
@@ -12,10 +12,10 @@ __all__ = ["Chart", "History", "Point"]
 
 Point = tuple[float, float]  # step, value
 
-_MOST_POINTS = 400  # of a series in a chart: more than a screen shows
-_MOST_STRETCHES = 400  # of a series while it is collected; even
-_MOST_CURVES = 200  # charts of the user's own: a page with more opens slowly
-_NO_SERIES = ("epoch", "hp_metric")  # Lightning's own: the first grows by one, the second is -1 for ever
+_MOST_POINTS = 400  # in a chart
+_MOST_STRETCHES = 400  # of a series; even
+_MOST_CURVES = 200  # a page with more charts opens slowly
+_NO_SERIES = ("epoch", "hp_metric")  # logged by Lightning itself
 _PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
 
 _OURS: tuple[tuple[str, str, str], ...] = (  # pattern of names, title, section
@@ -33,12 +33,12 @@ _OURS: tuple[tuple[str, str, str], ...] = (  # pattern of names, title, section
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Series that are drawn together.
+    """A chart of one or more series.
 
     Args:
-        title: What they show.
-        section: Under which heading.
-        series: Points of each, by its name.
+        title: The title.
+        section: The heading of its section.
+        series: The points of each series, by name.
     """
 
     title: str
@@ -47,11 +47,9 @@ class Chart:
 
 
 class _Series:
-    """Points as they come, in some kilobytes however long a run is.
+    """A series in memory of constant size, as stretches of equally many points, which double when there are too many.
 
-    They are kept as stretches of equally many points, of one at first, and of twice as many whenever there are too
-    many stretches. Of a stretch there is the lowest point, the highest, and the first that is not finite, each as step
-    and value, or NaN.
+    A stretch has its lowest point, its highest, and the first that is not finite, each as step and value, or NaN.
     """
 
     def __init__(self) -> None:
@@ -72,7 +70,7 @@ class _Series:
         self._filled = 1
 
     def points(self) -> list[Point]:
-        """Return what is left of them, by their steps."""
+        """Return the kept points, by step."""
         return [point for row in self._rows() for point in _points(row)]
 
     def _rows(self) -> list[Sequence[float]]:
@@ -93,24 +91,24 @@ def _points(row: Sequence[float]) -> list[Point]:
 
 
 class History:
-    """Collects what is logged, in memory that does not grow with the length of a run."""
+    """Collects logged values, in memory that does not grow with the length of a run."""
 
     def __init__(self) -> None:
         self._series: dict[str, _Series] = {}
 
     @property
     def series(self) -> dict[str, list[Point]]:
-        """The points of each name; of a long series, the lowest and the highest of each stretch."""
+        """The points by name; of a long series, the lowest and highest of each stretch."""
         return {name: series.points() for name, series in self._series.items()}
 
     def add(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Add a point to each series; what is no number is left out."""
+        """Add a point to each series, ignoring values that are not numbers."""
         for name, value in metrics.items():
             if name not in _NO_SERIES and isinstance(value, Real):
                 self._series.setdefault(str(name), _Series()).add(float(step), _float(value))
 
     def charts(self, *, most: int = _MOST_CURVES) -> list[Chart]:
-        """Return the charts, the user's own first, ``most`` of them at most; training and validation in one."""
+        """Return the charts, at most ``most`` of the user's first, with training and validation in one chart."""
         order = ["Curves", "Speed", "Memory", "GPU", "Checkpoints", "Guard"]
         groups, _ = self._groups(most)
         return [
@@ -123,7 +121,7 @@ class History:
         ]
 
     def left_out(self, *, most: int = _MOST_CURVES) -> list[str]:
-        """Return the names of series that are in none of the ``charts``."""
+        """Return the names of series without a chart."""
         return self._groups(most)[1]
 
     def _groups(self, most: int) -> tuple[dict[tuple[str, str], list[str]], list[str]]:
@@ -144,7 +142,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _merged(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
-    """Return ``series`` with those that are equal as one, under both names: the second would hide the first."""
+    """Merge equal series under both names, since one would hide the other."""
     merged: dict[str, list[Point]] = {}
     for name, points in series.items():
         equal = next((other for other, there in merged.items() if there == points), None)
@@ -166,10 +164,7 @@ def _float(value: Real) -> float:
 
 
 def thinned(points: Sequence[Point], *, most: int = _MOST_POINTS) -> list[Point]:
-    """Return at most ``most`` of ``points``: of each stretch the lowest and the highest, so that no spike is lost.
-
-    Of those that are not finite, the first of each stretch stays as well.
-    """
+    """Return at most ``most`` points: the lowest, highest and first non-finite of each stretch, to keep all spikes."""
     if len(points) <= most:
         return [*points]
     kept: list[Point] = []

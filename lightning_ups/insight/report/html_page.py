@@ -1,4 +1,4 @@
-"""The page: HTML with its style and its charts inside, and nothing that is fetched."""
+"""The HTML page of the report, with style and charts inline."""
 
 import json
 import re
@@ -16,20 +16,20 @@ __all__ = ["Content", "page", "readable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a report says. All of it is plain values; what is empty is left out.
+    """The content of a report. Empty parts are omitted.
 
     Args:
-        title: What was trained.
-        subtitle: When, on what, and how it ended.
-        error: What ended it, if it failed.
-        tiles: The few figures that matter most, by name.
-        change: The one thing to change first: its name and its reason, and what to do.
+        title: The title.
+        subtitle: When and where the run was, and how it ended.
+        error: The error that ended it.
+        tiles: The most important figures, by name.
+        change: What to change first: the name with its reason, and what to do.
         checks: Thresholds: name, measured, wanted, verdict (``"pass"``, ``"FAIL"`` or ``"-"``), note.
-        figures: Further figures, by name.
+        figures: Other figures, by name.
         split: Shares of a step, by phase.
-        charts: Curves.
-        left_out: Names of curves that are not drawn, being too many.
-        manifest: What took effect.
+        charts: The charts.
+        left_out: Names of curves without a chart.
+        manifest: The manifest of the run.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Content:
 
 
 def page(content: Content) -> str:
-    """Return the page as one text."""
+    """Return the page as HTML."""
     body = "\n".join(_body(content))
     return readable(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -56,7 +56,7 @@ def page(content: Content) -> str:
 
 
 def readable(text: str) -> str:
-    """Return ``text`` with a sign for each character that a page cannot hold: control characters and half ones."""
+    """Replace the characters of ``text`` that HTML cannot contain: control characters and surrogates."""
     return re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", "\ufffd", text)
 
 
@@ -117,7 +117,7 @@ def _manifest(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"<details><summary>{escape(str(name))}</summary><pre>{escape(text)}</pre></details>"
 
 
-_COLORS = (  # told apart by people who see few colours, on white and on black
+_COLORS = (  # distinguishable with color blindness, on white and on black
     ("#2a6fbb", "#6aa9e9"),
     ("#d1671f", "#f0955a"),
     ("#2e8b57", "#5cc48b"),

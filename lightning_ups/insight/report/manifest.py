@@ -1,4 +1,4 @@
-"""Manifests of runs as data: written whole or not at all, flattened, compared."""
+"""Manifests of runs: written atomically, flattened, compared."""
 
 import json
 import os
@@ -9,27 +9,29 @@ from typing import Any
 __all__ = ["ABSENT", "difference", "flattened", "read", "reserve", "write"]
 
 ABSENT = "(absent)"
-# They differ between any two runs and explain nothing.
+# They differ between all runs.
 _OF_THE_MOMENT = ("run/started", "run/duration_s")
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest in the file ``path``.
+    """Return the manifest in a file.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the file is not a manifest.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no manifest: {error}. Give a file that RunManifest wrote.") from error
+        raise ValueError(f"{path} is not a manifest: {error}. Give a file that RunManifest wrote.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no manifest: it holds no names. Give a file that RunManifest wrote.")
+        raise ValueError(
+            f"{path} is not a manifest, but a {type(content).__name__}. Give a file that RunManifest wrote."
+        )
     return content
 
 
 def write(manifest: Mapping[str, Any], path: Path) -> None:
-    """Write ``manifest`` to ``path``, so that a reader at any time finds a whole one: the old or the new."""
+    """Write ``manifest`` to ``path`` atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
@@ -39,7 +41,7 @@ def write(manifest: Mapping[str, Any], path: Path) -> None:
 
 
 def reserve(folder: Path, *, name: str = "manifest", ending: str = ".json") -> Path:
-    """Return a path in ``folder`` that no earlier run and no other process has: NAME.json, NAME-2.json, and so on."""
+    """Create a new file in ``folder`` and return its path: NAME.json, NAME-2.json, and so on."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -53,17 +55,16 @@ def reserve(folder: Path, *, name: str = "manifest", ending: str = ".json") -> P
 
 
 def flattened(values: Any, *, prefix: str = "") -> dict[str, Any]:
-    """Return nested ``values`` as one level of names with slashes; a list of plain values stays one value."""
+    """Flatten nested ``values`` to names with slashes. A list of plain values stays one value."""
     return dict(_leaves(values, prefix))
 
 
 def difference(
     a: Mapping[str, Any] | str | os.PathLike[str], b: Mapping[str, Any] | str | os.PathLike[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what differs between two manifests, or the files of two: each name with both values.
+    """Return the names with different values in two manifests, or their files, with both values.
 
-    A name that one of them lacks has the value ``ABSENT`` there. When the runs started and how long they took is left
-    out, since it always differs.
+    A missing name has the value ``ABSENT``. Start and duration of the runs are ignored.
     """
     one, other = (flattened(m if isinstance(m, Mapping) else read(m)) for m in (a, b))
     names = dict.fromkeys([*one, *other])

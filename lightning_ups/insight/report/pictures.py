@@ -1,4 +1,4 @@
-"""The same charts as PNG files, by matplotlib where it is installed."""
+"""The charts as PNG files, by matplotlib."""
 
 import re
 import warnings
@@ -14,11 +14,11 @@ from lightning_ups.insight.report.html_page import readable
 __all__ = ["can_draw", "write_pictures"]
 
 _REQUIREMENT = "matplotlib>=3.8"
-_MOST = 40  # each takes some tenths of a second
+_MOST = 40  # each takes tenths of a second
 
 
 def can_draw() -> Any:
-    """Return matplotlib's module of figures.
+    """Return ``matplotlib.figure``.
 
     Raises:
         ModuleNotFoundError: If it is not installed.
@@ -28,15 +28,12 @@ def can_draw() -> Any:
 
 
 def write_pictures(folder: Path, *, charts: Sequence[Chart], split: Mapping[str, float]) -> list[Path]:
-    """Write a PNG for each chart, and one for the split of a step, into ``folder``, and return their paths.
-
-    Of the user's own charts as many are drawn as make forty with the others.
-    """
+    """Write a PNG for each chart, at most 40, and one for the split of a step, and return their paths."""
     figures = can_draw()
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a script that the font lacks
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the font has no such script
         _write(figures, folder, charts, split, written)
     return written
 
@@ -47,7 +44,7 @@ def _write(
     curves = [chart for chart in charts if chart.section == "Curves"]
     others = [chart for chart in charts if chart.section != "Curves"]
     for chart in [*curves[: max(0, _MOST - len(others))], *others]:
-        figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")  # no window, no backend, no global state
+        figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")  # without a window or global state
         axes = figure.subplots()
         drawn: list[float] = []
         for name, points in chart.series.items():
@@ -76,13 +73,13 @@ def _write(
 
 
 def _plain(text: str) -> str:
-    """Return ``text`` as matplotlib shows it as it is: no formula, and not left out of the legend."""
+    """Escape ``text`` for matplotlib, which reads formulas and hides legends that begin with an underscore."""
     shown = readable(text if len(text) <= 60 else f"{text[:57]}...").replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def _saved(figure: Any, folder: Path, name: str, *, taken: Sequence[Path]) -> Path:
-    stem = re.sub(r"\W+", "-", readable(name).lower()).strip("-")[:60]  # a file's name has at most 255 bytes
+    stem = re.sub(r"\W+", "-", readable(name).lower()).strip("-")[:60]
     path, number = folder / f"{stem}.png", 1
     while path in taken:
         number += 1

@@ -1,8 +1,6 @@
-"""Comparing a run with a reference run."""
+"""The comparison of a run with a reference run, step by step and block by block."""
 
-from lightning_ups.insight.verify.faults import FAULTS, Fault
-from lightning_ups.insight.verify.rounding import Rounding, rounded, rounded_linears
-from lightning_ups.insight.verify.verify import (
+from lightning_ups.insight.verify.comparison import (
     REST,
     Band,
     Departure,
@@ -14,7 +12,9 @@ from lightning_ups.insight.verify.verify import (
     is_same,
     largest,
 )
-from lightning_ups.insight.verify.watch import Tape, Watch
+from lightning_ups.insight.verify.faults import FAULTS, Fault
+from lightning_ups.insight.verify.float8_rounding import Rounding, rounded, rounded_linears
+from lightning_ups.insight.verify.recording import Tape, Watch
 
 __all__ = [
     "FAULTS",

@@ -1,4 +1,4 @@
-"""Faults that a guard of numerics must see, put into one block on purpose."""
+"""Faults of numerics, injected into one block to show that ``verify`` finds them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +19,7 @@ Fault = Callable[[nn.Module], AbstractContextManager[None]]
 
 @contextmanager
 def _skipped(block: nn.Module) -> Iterator[None]:
-    """The block returns its input, or, where what it returns has another shape, nothing but zeros."""
+    """The block returns its input, or zeros if its output has another shape."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
@@ -41,7 +41,7 @@ def _is_float(leaf: Any) -> bool:
 
 @contextmanager
 def _doubled(block: nn.Module) -> Iterator[None]:
-    """Gradients of the block's parameters are twice what they are."""
+    """The gradients of the block's parameters are doubled."""
     handles = [p.register_hook(lambda gradient: 2 * gradient) for p in block.parameters() if p.requires_grad]
     with _removed(*handles):
         yield
@@ -49,14 +49,14 @@ def _doubled(block: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _wrong_type(block: nn.Module) -> Iterator[None]:
-    """One product is in float8 without a scale: small values, as gradients have, are lost."""
+    """One layer computes in float8 without a scale, so that small gradients are lost."""
     with replaced_forward(_computing(_product(block), block), _unscaled):
         yield
 
 
 @contextmanager
 def _stale_scale(block: nn.Module) -> Iterator[None]:
-    """The scale of one weight is that of a weight 16 times smaller: all larger values are cut off."""
+    """One weight has the scale of a weight 16 times smaller, so that larger values are clipped."""
     product = _product(block)
 
     def cut(weight: Tensor) -> Tensor:
@@ -78,27 +78,23 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
 
 
 def _product(block: nn.Module) -> nn.Module:
-    """Return a layer that multiplies, the last of the largest: what it gives is added to what later blocks read.
-
-    Of the largest, since a small one may be an adapter, whose product is zero when training begins.
-    """
+    """Return the last of the largest layers with a weight matrix: a small one may be an adapter, which outputs zero."""
     linears = [module for module in block.modules() if isinstance(module, nn.Linear) and not _is_read(module)]
     if found := linears or [module for module in block.modules() if _multiplies(module)]:
         return max(reversed(found), key=lambda module: cast("Tensor", module.weight).numel())
     raise ValueError(
-        f"{type(block).__name__} holds no linear layer, no convolution, and nothing else with a matrix of its own."
-        " These faults are put into the product of one, to see what they do to the numbers."
-        " Leave the faults out: verify --no_faults."
+        f"{type(block).__name__} has no layer with a weight matrix, into which faults are injected."
+        " Run verify --no_faults."
     )
 
 
 def _computing(product: nn.Module, block: nn.Module) -> nn.Module:
-    """Return what computes ``product`` in ``block``: itself, or what Transformer Engine computes as one with it."""
+    """Return the module that computes ``product``: itself, or a Transformer Engine module that fuses it."""
     return next((m for m in block.modules() if is_computed(m) and product in {*m.modules()}), product)
 
 
 def _is_read(module: nn.Module) -> bool:
-    # By nn.MultiheadAttention, which never calls it.
+    # nn.MultiheadAttention reads its weight and never calls it.
     return type(module).__name__ == "NonDynamicallyQuantizableLinear"
 
 
@@ -112,20 +108,20 @@ def _multiplies(module: nn.Module) -> bool:
 
 def _unscaled(forward: Forward) -> Forward:
     def changed(layer: Any, x: Tensor) -> Tensor:
-        given = x if is_computed(layer) else _Unscaled.apply(x)  # a fusion must know again what its norm has passed on
+        given = x if is_computed(layer) else _Unscaled.apply(x)  # a fused module recognizes the output of its norm
         return _Unscaled.apply(forward(layer, given))
 
     return changed
 
 
 def _with_weight(forward: Forward, product: Any, change: Callable[[Tensor], Tensor]) -> Forward:
-    def of_linear(linear: Any, x: Tensor) -> Tensor:  # its weight may be a property, of a parametrization
+    def of_linear(linear: Any, x: Tensor) -> Tensor:  # its weight may be a property of a parametrization
         return torch.nn.functional.linear(x, change(linear.weight).to(x.dtype), _as(linear.bias, x))
 
     def changed(layer: Any, x: Tensor) -> Tensor:
         if layer is product and isinstance(layer, nn.Linear):
             return of_linear(layer, x)
-        vars(product)["weight"] = change(product.weight)  # which is found before the parameter of that name
+        vars(product)["weight"] = change(product.weight)  # found before the parameter of that name
         try:
             return forward(layer, x)
         finally:

@@ -118,7 +118,7 @@ def test_what_is_skipped_adds_nothing_where_it_cannot_return_its_input():
 
 def test_a_block_without_a_product_says_what_to_leave_out():
     with (
-        pytest.raises(ValueError, match=r"LayerNorm holds no linear layer.*--no_faults"),
+        pytest.raises(ValueError, match=r"LayerNorm .*--no_faults"),
         FAULTS["a stale scale"](nn.LayerNorm(4)),
     ):
         pass

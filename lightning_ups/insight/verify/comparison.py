@@ -1,8 +1,7 @@
-"""Comparing two trainings of one module from the same weights on the same batches, block by block.
+"""The comparison of two trainings of one module, from the same weights on the same batches, block by block.
 
-Of every step there are the loss, the norm of the gradient and, for each block, what it got and what it made of it in
-forward and in backward. How far two correct trainings may be apart is not guessed: a second reference, which rounds
-as the configuration says it does, shows it.
+Each step has a loss, a gradient norm and, for each block, its inputs and outputs in forward and backward. The allowed
+distance is measured: by a second reference training, which rounds as the configuration does.
 """
 
 import math
@@ -29,21 +28,21 @@ __all__ = [
 
 What = Literal["input", "output", "gradient passed on", "gradient", "gradient norm", "loss"]
 REST = "outside the blocks"
-FACTOR = 2.0  # how many times as far from the reference as the second reference is, another training may be
-FLOOR = 1e-6  # of every distance: two orders of summation in float32
+FACTOR = 2.0  # the allowed distance, relative to that of the second reference
+FLOOR = 1e-6  # the least allowed distance: another order of summation in float32
 _SAMPLE = 2**16  # values of a tensor that are compared
 
 
 @dataclass
 class BlockStep:
-    """What one block did in one step.
+    """Sampled values of one block in one step.
 
     Args:
-        given: The input that came to it in its first call; a sample, as all of these. None: it did not run.
-        added: What it added to its input, or its output if that has another shape.
-        passed: The gradient that it passed on, of its input.
+        given: The input of its first call. None: it did not run.
+        added: Its output minus its input, or its output if that has another shape.
+        passed: The gradient of its input.
         gradient: The gradient of its parameters. None: there is none.
-        norm: The norm of all of that gradient.
+        norm: The norm of the complete gradient.
     """
 
     given: Tensor | None = None
@@ -55,12 +54,12 @@ class BlockStep:
 
 @dataclass
 class Step:
-    """What happened in one step.
+    """The values of one step.
 
     Args:
-        loss: The loss, of the last microbatch. None: the step returned none.
-        norm: The norm of the gradient, before it is clipped.
-        blocks: The blocks by name, in the order of the model; what is in none of them is the last.
+        loss: The loss of the last microbatch. None: the step returned none.
+        norm: The gradient norm before clipping.
+        blocks: The blocks by name, in the order of the model, and last the parameters outside of blocks.
     """
 
     loss: float | None = None
@@ -69,7 +68,7 @@ class Step:
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """Return values of ``tensor``, all or those at places that depend on their number alone, as float32 on the CPU."""
+    """Return the values of ``tensor`` as float32 on the CPU, or a fixed sample of them if there are many."""
     flat = tensor.detach().flatten()
     if flat.numel() > _SAMPLE:
         places = torch.randint(flat.numel(), (_SAMPLE,), generator=torch.Generator().manual_seed(flat.numel()))
@@ -97,7 +96,7 @@ class Departure:
 
     @property
     def excess(self) -> float:
-        """How many times as large as allowed it is."""
+        """The distance relative to the allowed one."""
         return self.distance / self.allowed if self.distance == self.distance else math.inf  # NaN is too far
 
 
@@ -105,7 +104,7 @@ Band = Mapping[tuple[int, str | None, What], float]
 
 
 def distances(reference: Sequence[Step], other: Sequence[Step]) -> Iterator[Departure]:
-    """Yield every distance of ``other`` from ``reference``, in the order of the steps and of the model."""
+    """Yield all distances of ``other`` from ``reference``, in the order of steps and blocks."""
     for number, (right, found) in enumerate(zip(reference, other, strict=False)):
         for name, block in right.blocks.items():
             for what, distance in _of_block(block, found.blocks.get(name, BlockStep())):
@@ -133,10 +132,9 @@ def _of_block(right: BlockStep, found: BlockStep) -> Iterator[tuple[What, float]
 
 
 def band_between(reference: Sequence[Step], second: Sequence[Step]) -> Band:
-    """Return how far from ``reference`` a training may be, by what a second reference shows.
+    """Return the allowed distances from ``reference``, measured by a second reference.
 
-    A loss and a norm are sums, in which errors happen to cancel: what they may differ by is not taken from one such
-    accident, but also from the distances of all blocks in that step.
+    Errors may cancel in a loss or a norm, so that their allowed distance also depends on the blocks of that step.
     """
     found = [*distances(reference, second)]
     typical: dict[int, float] = {}
@@ -158,14 +156,14 @@ def band_between(reference: Sequence[Step], second: Sequence[Step]) -> Band:
 
 
 def departures(reference: Sequence[Step], other: Sequence[Step], band: Band) -> list[Departure]:
-    """Return the distances that leave ``band``."""
+    """Return the distances outside of ``band``."""
     if len(other) < len(reference):
         return [Departure(step=len(other), block=None, what="loss", distance=math.nan, allowed=0.0)]
     return [each for each in _allowed(distances(reference, other), band) if not each.distance <= each.allowed]
 
 
 def largest(reference: Sequence[Step], other: Sequence[Step], band: Band) -> Departure:
-    """Return the distance that comes nearest to its bound, or goes furthest beyond."""
+    """Return the largest distance relative to the allowed one."""
     return max(_allowed(distances(reference, other), band), key=lambda each: each.excess)
 
 
@@ -178,13 +176,13 @@ def _allowed(found: Iterable[Departure], band: Band) -> Iterator[Departure]:
 
 
 def first_block(found: Sequence[Departure], blocks: Sequence[str]) -> str | None:
-    """Return the block in which something went wrong first; None if none of the distances is that of a block.
+    """Return the block with the first error, or None if no distance belongs to a block.
 
-    In forward it is the first that gave what it should not, and in backward the last. What a block is given wrongly
-    was made by the one before it, or, for the first, outside the blocks.
+    That is the first block with a wrong output in forward, or the last one in backward. A wrong input comes from the
+    previous block, or from outside the blocks.
 
     Args:
-        found: Distances that left the band.
+        found: Distances outside of the band.
         blocks: The names of the blocks, in the order of the model.
     """
     of_blocks = [each for each in found if each.block is not None]
@@ -203,7 +201,7 @@ def first_block(found: Sequence[Departure], blocks: Sequence[str]) -> str | None
 
 
 def is_same(reference: Sequence[Step], other: Sequence[Step]) -> bool:
-    """Return whether two trainings agree in every bit."""
+    """Return whether two trainings are equal bit for bit."""
     return len(reference) == len(other) and all(each.distance == 0 for each in distances(reference, other))
 
 
@@ -214,7 +212,7 @@ def _relative(right: Tensor, found: Tensor | None) -> float:
 
 
 def _angle(right: Tensor, found: Tensor | None) -> float:
-    """Return the distance of the two as unit vectors: the square root of twice what the cosine lacks to one."""
+    """Return the distance between the two normalized vectors."""
     if found is None:
         found = torch.zeros_like(right)
     if found.shape != right.shape:

@@ -1,4 +1,4 @@
-"""The matrix products that a model really has: how many rows each of its linear layers gets, and how often."""
+"""The matrix products of a training step: the rows of each linear layer, and how often it runs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +17,15 @@ __all__ = ["Layer", "Product", "check_ran", "layers_in_step", "layers_with_rows"
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """The shape of what one call of a linear layer multiplies, or of several that Transformer Engine computes as one.
+    """The shape of one call of a linear layer, or of several layers that Transformer Engine fuses.
 
     Args:
-        rows: Of the input: tokens, mostly.
+        rows: Rows of the input, usually tokens.
         in_features: Columns of the input.
-        out_features: Columns of the output; of layers that are one product, all together.
-        norm: What is computed with it, before: ``"LayerNorm"`` or ``"RMSNorm"``.
-        activation: Of a whole feed-forward network, up to ``out_features`` and back, by Transformer Engine's name.
-        split: The columns of each of several layers that are one product.
+        out_features: Columns of the output, of all fused layers together.
+        norm: The norm that is fused before it: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: The activation of a fused feed-forward network, by Transformer Engine's name.
+        split: The output columns of each fused layer.
     """
 
     rows: int
@@ -37,17 +37,17 @@ class Product:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is that of a linear layer, and nothing else."""
+        """Whether it is a single linear layer."""
         return not (self.norm or self.activation or self.split)
 
     @property
     def gated(self) -> bool:
-        """Whether it is a feed-forward network of three layers, of which one is a gate."""
+        """Whether it is a feed-forward network with a gate."""
         return self.activation.endswith("glu")
 
     @property
     def flops(self) -> int:
-        """Operations of forward, the gradient of the input and that of the weight."""
+        """FLOPs of forward, the input gradient and the weight gradient."""
         count = 1 if not self.activation else 3 if self.gated else 2
         return 6 * count * self.rows * self.in_features * self.out_features
 
@@ -59,13 +59,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer, and what it multiplies in one step of training.
+    """A linear layer and its products in one training step.
 
     Args:
         name: Its name in the model.
-        calls: How often it multiplies each shape.
-        dgrad: Whether the gradient of its input is computed; not, where nothing before it is trained.
-        wgrad: Whether that of its weight is; not, where that is frozen.
+        calls: The number of calls by shape.
+        dgrad: Whether the gradient of its input is computed: not if nothing before it is trained.
+        wgrad: Whether the gradient of its weight is computed: not if it is frozen.
     """
 
     name: str
@@ -109,27 +109,26 @@ def _refusal(module: nn.Module, reason: str) -> str:
 
 
 def check_ran(layers: Sequence[Layer], *, linears: Iterable[str], of: str, tokens: str) -> None:
-    """Refuse to decide about ``linears`` of which none ran.
+    """Raise if none of ``linears`` ran.
 
     Args:
-        layers: Those that ran.
-        linears: Those that could have.
+        layers: The layers that ran.
+        linears: The names of all layers.
         of: The class of the model.
-        tokens: How the number of rows is given.
+        tokens: The option for the number of rows.
 
     Raises:
         ValueError: If there are no ``layers``.
     """
     if not layers:
         raise ValueError(
-            f"No linear layer of {of} ran in a training step with the first batch."
-            f" {next(iter(linears))} could compute in float8, and how much it multiplies is not known."
-            f" Say how many rows linear layers get: {tokens}, mostly batch size times sequence length."
+            f"No linear layer of {of} ran in a training step with the first batch, so that the rows of"
+            f" {next(iter(linears))} are unknown. Give them: {tokens}, usually batch size times sequence length."
         )
 
 
 def layers_with_rows(linears: Mapping[str, nn.Linear], rows: int) -> list[Layer]:
-    """Return ``linears`` as if each were called once in a step, with so many ``rows``."""
+    """Return ``linears`` with one call of ``rows`` rows each."""
     return [
         Layer(name, {Product(rows, m.in_features, m.out_features): 1}, wgrad=m.weight.requires_grad)
         for name, m in linears.items()
@@ -143,14 +142,14 @@ def _count(
         x = args[0] if args else kwargs["input"]
         features: Any = linear.in_features, linear.out_features
         into[Product(x.numel() // max(x.shape[-1], 1), *features)] += 1
-        if x.requires_grad or not torch.is_grad_enabled():  # a checkpoint may run it so, and again for backward
+        if x.requires_grad or not torch.is_grad_enabled():  # a reentrant checkpoint, which runs it again for backward
             passes_on()
 
     return hook
 
 
 def products_of(layers: Iterable[Layer]) -> dict[Product, int]:
-    """Return each shape that ``layers`` multiply, and how often in all."""
+    """Return the number of calls of ``layers`` by shape."""
     total: Counter[Product] = Counter()
     for layer in layers:
         total.update(layer.calls)
@@ -158,7 +157,7 @@ def products_of(layers: Iterable[Layer]) -> dict[Product, int]:
 
 
 def names_of(layers: Iterable[Layer], product: Product) -> str:
-    """Return which of ``layers`` multiply ``product``; numbers in which names differ are shown as ``*``."""
+    """Return the names of ``layers`` with this product; differing numbers are shown as ``*``."""
     groups: dict[str, list[list[str]]] = {}
     for layer in layers:
         if product in layer.calls:

@@ -1,9 +1,8 @@
-"""Taking down what each block does in a step, with the inputs and the gradients that it had in another training.
+"""Recording of what each block computes in a step, from the inputs and gradients of the reference training.
 
-Errors of rounding grow from block to block until a fault would not stand out. So every block gets what it got in the
-reference: its input, and in backward the gradient of its output. The block, all that was done to it, and all that is
-between two blocks run as they would; what differs is theirs alone. All of this is done by operators, so that a graph of
-the whole model has them in it and stays one.
+Rounding errors grow from block to block and would hide a fault. Therefore each block gets its input, and in backward
+the gradient of its output, from the reference, so that a difference belongs to that block. Custom operators do this, so
+that the graph of a compiled model does not break.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ups._compat.torch.tensors.custom_ops import define_operator
 from lightning_ups._compat.torch.tensors.tensors import whole_of
-from lightning_ups.insight.verify.verify import REST, BlockStep, Step, sampled
+from lightning_ups.insight.verify.comparison import REST, BlockStep, Step, sampled
 
 __all__ = ["Tape", "Watch"]
 
@@ -24,7 +23,7 @@ Place = tuple[int, int, str]  # the step, the call of the block in it, the block
 
 
 class Tape:
-    """The inputs of blocks and the gradients of their outputs, on the CPU."""
+    """The recorded inputs of blocks and gradients of their outputs, on the CPU."""
 
     def __init__(self) -> None:
         self.inputs: dict[Place, Tensor] = {}
@@ -32,12 +31,12 @@ class Tape:
 
 
 class Watch:
-    """Takes down steps of a model.
+    """Records the steps of a model by hooks, which run outside of compiled forwards.
 
     Args:
-        model: Its blocks' hooks run outside of what replaced their forwards, compiled code among it.
-        blocks: The blocks by name.
-        tape: What blocks get, or, if it is empty, what keeps what they get.
+        model: The model.
+        blocks: Its blocks by name.
+        tape: The inputs and gradients that blocks get; if it is empty, theirs are recorded in it.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], tape: Tape) -> None:
@@ -55,14 +54,14 @@ class Watch:
         _OPEN.append(self)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         if self in _OPEN:
             _OPEN.remove(self)
 
     def note_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """Take down a step, of which ``gradient`` gives a parameter's gradient."""
+        """Record a step, given a function that returns the gradient of a parameter."""
         gradients: dict[str, list[Tensor]] = {name: [] for name in (*self._blocks, REST)}
         for _, p in sorted(
             self._model.named_parameters(), key=lambda item: item[0]
@@ -72,24 +71,24 @@ class Watch:
                 gradients[self._homes.get(p, REST)].append(whole_of(found) if found is not None else torch.zeros(1))
         for name, of_block in gradients.items():
             _note(self._step.blocks.setdefault(name, BlockStep()), of_block)
-        # In the order of the model, whatever the order in which blocks ran; what is in none comes last.
+        # In the order of the model, parameters outside of blocks last.
         self._step.blocks = {name: self._step.blocks[name] for name in gradients}
         self._step.norm = sum(block.norm**2 for block in self._step.blocks.values()) ** 0.5
         self.steps.append(self._step)
         self._begin()
 
     def note_loss(self, loss: float) -> None:
-        """Take down the loss of the last step."""
+        """Record the loss of the last step."""
         if self.steps:
             self.steps[-1].loss = loss
 
     def _begin(self) -> None:
         self._step = Step()
         self._calls: dict[str, int] = {}
-        self._awaited: dict[str, list[Place]] = {}  # calls whose backward is to come, the last first
+        self._awaited: dict[str, list[Place]] = {}  # calls whose backward has not run
 
     def take_input(self, x: Tensor, name: str) -> Tensor:
-        """Take down the input of a block, and return the one that it gets, in memory of its own."""
+        """Record the input of a block, and return the one that it gets, in new memory."""
         self._calls[name] = self._calls.get(name, -1) + 1
         place = (len(self.steps), self._calls[name], name)
         self._awaited.setdefault(name, []).append(place)
@@ -101,20 +100,20 @@ class Watch:
         return x.clone() if self._records or forced is None else torch.empty_like(x).copy_(forced)
 
     def take_output(self, y: Tensor, x: Tensor, name: str) -> None:
-        """Take down what a block made of its input."""
+        """Record the output of a block."""
         if self._is_first(name):
             self._step.blocks[name].added = sampled(y.float() - x.float() if y.shape == x.shape else y)
 
     def _is_first(self, name: str) -> bool:
-        # Where blocks run again, what comes to the first may be what the last has made of it.
+        # If blocks run several times, later inputs come from their own outputs.
         return self._calls.get(name) == 0
 
     def take_passed(self, gradient: Tensor, name: str) -> None:
-        """Take down the gradient that a block passed on."""
+        """Record the gradient of a block's input."""
         self._step.blocks.setdefault(name, BlockStep()).passed = sampled(gradient)
 
     def take_gradient(self, gradient: Tensor, name: str) -> Tensor:
-        """Return the gradient that a block gets of its output, in memory of its own."""
+        """Return the gradient of its output that a block gets, in new memory."""
         place = self._awaited[name].pop() if self._awaited.get(name) else None
         if self._records and place is not None:
             self._tape.gradients[place] = gradient.detach().cpu()
@@ -122,7 +121,7 @@ class Watch:
         return gradient.clone() if recorded is None else torch.empty_like(gradient).copy_(recorded)
 
 
-_OPEN: list[Watch] = []  # the last is asked: a graph may be older than it is, and has only the names of blocks
+_OPEN: list[Watch] = []  # the last one records: a compiled graph has only names, and may be older
 
 
 def _before(name: str) -> Callable[..., Any]:

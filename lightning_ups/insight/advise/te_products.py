@@ -1,4 +1,4 @@
-"""What Transformer Engine would compute in a model, a layer or several at once, and the computing of it, for timing."""
+"""The products that Transformer Engine would compute in a model, fused or not, and modules to time them."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_ups._compat.optional.te import autocast, make_recipe
-from lightning_ups.insight.advise.shapes import Layer, Product
+from lightning_ups.insight.advise.linear_shapes import Layer, Product
 from lightning_ups.transforms.te import Borrower, TEConversion, lay_together, linear_for, norm_linear_for, norm_mlp_for
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "read_first",
 ]
 
-_PREFIX = "te-"  # in tables and commands, beside torchao's names
+_PREFIX = "te-"  # in tables and commands, next to torchao's recipes
 ENGINE = ("te-delayed", "te-current", "te-block", "te-mxfp8")
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,25 +39,25 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def is_engine(name: str) -> bool:
-    """Return whether a recipe of this name is Transformer Engine's."""
+    """Return whether this is the name of a Transformer Engine recipe."""
     return name.startswith(_PREFIX)
 
 
 def engine_name(recipe: str) -> str:
-    """Return the name here of a recipe of Transformer Engine."""
+    """Return the name of a Transformer Engine recipe in tables and commands."""
     return _PREFIX + recipe
 
 
 def engine_recipe(name: str) -> str:
-    """Return Transformer Engine's recipe of a name here."""
+    """Return the Transformer Engine recipe of a name in tables and commands."""
     return name.removeprefix(_PREFIX)
 
 
-# What a model has
+# The products of a model
 
 
 def modules_of(conversion: TEConversion) -> dict[str, list[str]]:
-    """Return, for each module of Transformer Engine that multiplies, the modules that it computes."""
+    """Return the modules that each Transformer Engine module with products computes."""
     return {
         name: [*dict.fromkeys([name, *(_owner(slot.name) for slots in borrower.slots.values() for slot in slots)])]
         for name, borrower in conversion.borrowers.items()
@@ -66,7 +66,7 @@ def modules_of(conversion: TEConversion) -> dict[str, list[str]]:
 
 
 def read_first(conversion: TEConversion) -> dict[str, str]:
-    """Return, for each module of Transformer Engine that multiplies, the linear layer whose input is its own."""
+    """Return the linear layer with the same input as each Transformer Engine module with products."""
     return {
         name: _owner(_first_slots(borrower)[0].name)
         for name, borrower in conversion.borrowers.items()
@@ -75,14 +75,11 @@ def read_first(conversion: TEConversion) -> dict[str, str]:
 
 
 def engine_layers(conversion: TEConversion, called: Iterable[Layer]) -> tuple[list[Layer], dict[str, str]]:
-    """Return what modules of Transformer Engine would multiply in a step of the plain model, and which could not.
+    """Return the Transformer Engine modules that would run in a step, as layers, and why others would not, by name.
 
     Args:
-        conversion: What it would convert.
+        conversion: The planned conversion.
         called: The linear layers that the step called, among them those of `read_first`.
-
-    Returns:
-        Those that would multiply, and why each other one would not, by name.
     """
     found, rows = {layer.name: layer for layer in called}, conversion.calls.rows
     layers: list[Layer] = []
@@ -119,15 +116,15 @@ def _product(borrower: Borrower, rows: int) -> Product:
     return replace(alone, out_features=sizes[0][0], norm=module.normalization, activation=module.activation)
 
 
-# What is timed
+# Modules to time
 
 
 class Modules(nn.Module):
-    """What torch computes of a product: a norm, if there is one, and linear layers, in bfloat16.
+    """A product by torch in bfloat16: linear layers after an optional norm.
 
     Args:
         product: The product.
-        device: Where.
+        device: The device.
     """
 
     def __init__(self, product: Product, *, device: torch.device) -> None:
@@ -143,22 +140,22 @@ class Modules(nn.Module):
         self.factors = torch.ones(narrow, **options)
 
     def forward(self, x: Tensor) -> Any:
-        """Compute; of layers that are one product, return each one's result."""
+        """Return the result, or that of each layer of a fused product."""
         x = x * self.factors if self.norm is None else self.norm(x)
         found = [linear(x) for linear in self.first]
         if self.second is None:
             return tuple(found) if len(found) > 1 else found[0]
-        activated = _ACTIVATIONS.get(self.product.activation, F.silu)(found[0])  # which one it is takes the same time
+        activated = _ACTIVATIONS.get(self.product.activation, F.silu)(found[0])  # all activations take the same time
         return self.second(activated * found[1] if self.product.gated else activated)
 
     def behind(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return ``layer`` after what precedes a linear layer here."""
+        """Return ``layer`` after an elementwise product."""
         factors = self.factors
         return lambda x: layer(x * factors)
 
 
 def engine_context(name: str) -> AbstractContextManager[Any]:
-    """Return the context in which Transformer Engine computes by the recipe of this name, without reducing maxima."""
+    """Return the context of Transformer Engine's recipe of this name, without all-reduces of amax."""
     recipe = make_recipe(
         engine_recipe(name),
         number_format=None,
@@ -172,7 +169,7 @@ def engine_context(name: str) -> AbstractContextManager[Any]:
 
 
 def engine_forward(modules: Modules) -> Callable[[Tensor], Any]:
-    """Return the forward of ``modules`` as Transformer Engine computes it."""
+    """Return the forward of ``modules`` by Transformer Engine."""
     product = modules.product
     first: dict[str, Any] = {f"first.{index}": linear for index, linear in enumerate(modules.first)}
     if modules.norm is None:

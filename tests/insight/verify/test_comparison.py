@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_ups.insight.verify.verify import (
+from lightning_ups.insight.verify.comparison import (
     REST,
     BlockStep,
     Departure,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.insight.verify.rounding import rounded, rounded_linears
+from lightning_ups.insight.verify.float8_rounding import rounded, rounded_linears
 from lightning_ups.transforms.float8.convert import convert_to_float8
 
 RECIPES = {

@@ -1,4 +1,4 @@
-"""Times of matrix products, kept in a file for one kind of GPU and one set of versions."""
+"""Times of matrix products, in a file for each kind of GPU and set of versions."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from typing import Any, Self
 import torch
 
 from lightning_ups._compat.environment import versions
-from lightning_ups.insight.advise.shapes import Product
+from lightning_ups.insight.advise.linear_shapes import Product
 
 __all__ = ["BFLOAT16", "Table", "Timer", "Times", "cache_path", "obtain_table", "where"]
 
 BFLOAT16 = "bfloat16"
-# How a layer casts, to what, and how `compiler_settings` compiles it: another name when that changes.
+# How a layer casts and is compiled. Change the name when that changes.
 _CASTS = "kernels, written, rows, e4m3"
 _FORMAT = "lightning_ups float8 table 1"
 _WHAT_DECIDES = ("torch", "cuda", "triton", "torchao", "transformer-engine")
@@ -24,13 +24,13 @@ _WHAT_DECIDES = ("torch", "cuda", "triton", "torchao", "transformer-engine")
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Milliseconds of the three products of a linear layer, the casts that each needs included.
+    """Milliseconds of the three products of a linear layer, including casts.
 
     Args:
-        forward_ms: Of the output.
-        dgrad_ms: Of the gradient of the input.
-        wgrad_ms: Of that of the weight.
-        doubt: What shows that others used the device meanwhile; empty: nothing does.
+        forward_ms: The output.
+        dgrad_ms: The gradient of the input.
+        wgrad_ms: The gradient of the weight.
+        doubt: Evidence of other load on the device; empty: none.
     """
 
     forward_ms: float
@@ -44,7 +44,7 @@ class Times:
         return self.of(dgrad=True, wgrad=True)
 
     def of(self, *, dgrad: bool, wgrad: bool) -> float:
-        """Return what the forward takes, and those gradients that are computed."""
+        """Return the time of the forward and of the computed gradients."""
         return self.forward_ms + (self.dgrad_ms if dgrad else 0.0) + (self.wgrad_ms if wgrad else 0.0)
 
 
@@ -56,7 +56,7 @@ class Table:
     """Times by shape and recipe, of one device.
 
     Args:
-        place: The device and the versions that the times are of.
+        place: The device and the versions.
         times: Times by shape, and by ``"bfloat16"`` or the name of a recipe.
     """
 
@@ -76,8 +76,7 @@ class Table:
         except OSError as error:
             raise FileNotFoundError(
                 f"The table of float8 times at {path} cannot be read: {error.strerror}."
-                " Such a file is written by `advise` on a GPU, which says where."
-                " Give the path of one, or leave it out, on a GPU, to time what is missing."
+                " Give the path of a table written by `advise`, or omit it on a GPU to measure the times."
             ) from error
         try:
             tree: Any = json.loads(content)
@@ -90,13 +89,12 @@ class Table:
             return cls(tree["place"], times)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is not a table of float8 times."
-                f" It is written by `advise` on a GPU, and this file has another content ({error!r})."
+                f"{path} is not a table of float8 times, as `advise` writes it ({error!r})."
                 " Delete it, or give another path."
             ) from error
 
     def write(self, path: str | Path) -> None:
-        """Write it, whole or not at all; times that are in doubt are left out, to be taken anew."""
+        """Write the table atomically, without doubtful times, which are measured again."""
         kept = {p: {name: _parts(t) for name, t in by.items() if not t.doubt} for p, by in sorted(self.times.items())}
         products = [{"shape": _shape(p), "times": by} for p, by in kept.items() if by]
         text = json.dumps({"format": _FORMAT, "place": dict(self.place), "products": products}, indent=1)
@@ -108,22 +106,22 @@ class Table:
         os.replace(name, path)
 
     def joined(self, other: Self) -> Self:
-        """Return a table of both; where both have a time, that of ``other``."""
+        """Return a table with the times of both, preferring ``other``."""
         both = {p: {**self.times.get(p, {}), **other.times.get(p, {})} for p in (*self.times, *other.times)}
         return type(self)(other.place, both)
 
     def missing(self, products: Iterable[Product], recipes: Iterable[str]) -> list[tuple[Product, str]]:
-        """Return what of ``products`` is not timed yet, in bfloat16 and by ``recipes``."""
+        """Return the products and recipes without times, bfloat16 included."""
         names = [BFLOAT16, *recipes]
         return [(p, name) for p in products for name in names if name not in self.times.get(p, {})]
 
     def recipes_of(self, products: Iterable[Product]) -> list[str]:
-        """Return the recipes by which all ``products`` are timed, as in bfloat16."""
+        """Return the recipes with times of all ``products``."""
         timed = [self.times.get(p, {}) for p in products]
         return [name for name in timed[0] if name != BFLOAT16 and all({name, BFLOAT16} <= by.keys() for by in timed)]
 
     def fill(self, products: Iterable[Product], recipes: Iterable[str], timer: Timer) -> int:
-        """Time what is missing, and return how much that was."""
+        """Measure missing times, and return how many."""
         missing = self.missing(products, recipes)
         for product, name in missing:
             self.times.setdefault(product, {})[name] = timer(product, name)
@@ -157,20 +155,20 @@ def obtain_table(
     path: str | Path | None = None,
     timer: Timer | None = None,
 ) -> Table:
-    """Return a table that has ``products``, in bfloat16 and by ``recipes``.
+    """Return a table with the times of ``products`` in bfloat16 and by ``recipes``.
 
     Args:
-        products: Shapes.
-        recipes: Recipes.
+        products: The shapes.
+        recipes: The recipes.
         device: The device of the run.
-        path: A file with a table, which need not be of this device. None: the user's cache for this device and these
-            versions, to which what is timed now is added.
-        timer: Times a product that is in no table. None: there is none here.
+        path: A file with a table, possibly of another device. None: the user's cache for this device and these
+            versions, to which new times are added.
+        timer: Times a missing product. None: not possible here.
 
     Raises:
         FileNotFoundError: If ``path`` cannot be read.
-        ValueError: If the file is no table, or lacks a shape.
-        RuntimeError: If nothing can be timed here.
+        ValueError: If the file is not a table, or lacks a shape.
+        RuntimeError: If times are missing and cannot be measured here.
     """
     products = [*products]
     place = where(device)
@@ -180,14 +178,12 @@ def obtain_table(
     missing = table.missing(products, recipes)
     if missing and path is not None:
         raise ValueError(
-            f"{path} has no time of {missing[0][0]} by {missing[0][1]}, and {len(missing) - 1} others."
-            f" A table has the shapes of the model for which it was made; this one is of {table.place.get('device')}."
-            f" Leave the path out, on a GPU, to time what is missing{_or_of(table.recipes_of(products))}."
+            f"{path}, a table for {table.place.get('device')}, has no time of {missing[0][0]} by {missing[0][1]} and of"
+            f" {len(missing) - 1} others. Omit the path on a GPU to measure them{_or_of(table.recipes_of(products))}."
         )
     if missing and timer is None:
         raise RuntimeError(
-            f"Nothing can be timed on this device: {place['device']}."
-            " Whether float8 is faster depends on the GPU, and is measured there."
+            f"Float8 cannot be timed on this device: {place['device']}."
             " Run this on the GPU that will train, or give a table that `advise` wrote there."
         )
     if missing and timer is not None:
@@ -197,11 +193,11 @@ def obtain_table(
 
 
 def _or_of(recipes: Sequence[str]) -> str:
-    return f"; or ask for a recipe that it has: {', '.join(recipes)}" if recipes else ""
+    return f"; or use a recipe of the table: {', '.join(recipes)}" if recipes else ""
 
 
 def where(device: torch.device) -> dict[str, str]:
-    """Return what times depend on: the device, the versions of what makes kernels for it, and how we ask for them."""
+    """Return what times depend on: the device, the versions of packages with kernels, and how layers are compiled."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     found = versions()
     decides = {package: found[package] for package in _WHAT_DECIDES if package in found}
@@ -209,7 +205,7 @@ def where(device: torch.device) -> dict[str, str]:
 
 
 def cache_path(place: Mapping[str, str]) -> Path:
-    """Return the file for ``place``, below the user's folder for caches."""
+    """Return the file for ``place`` in the user's cache folder."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_ups" / "float8"
     return root / ("_".join(_plain(value) for value in place.values()) + ".json")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_ups._compat.environment import versions
-from lightning_ups.insight.advise.shapes import Product
-from lightning_ups.insight.advise.table import BFLOAT16, Table, Times, cache_path, obtain_table, where
+from lightning_ups.insight.advise.linear_shapes import Product
+from lightning_ups.insight.advise.timing_table import BFLOAT16, Table, Times, cache_path, obtain_table, where
 
 SMALL, LARGE = Product(64, 32, 32), Product(8192, 4096, 4096)
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_other_versions_have_another_file():
 
 
 def test_where_nothing_can_be_timed_it_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"Nothing can be timed on this device: cpu\..*give a table that `advise`"):
+    with pytest.raises(RuntimeError, match=r"timed on this device: cpu.*`advise`"):
         obtain_table([SMALL], ["tensorwise"], device=CPU)
 
 
@@ -88,7 +88,7 @@ def test_a_table_of_another_place_serves_if_it_has_the_shapes(tmp_path):
     table.fill([LARGE], ["tensorwise"], timer([]))
     table.write(path)
     assert obtain_table([LARGE], ["tensorwise"], device=CPU, path=path).place == {"device": "NVIDIA H200"}
-    with pytest.raises(ValueError, match=r"no time of 64 x 32 x 32 by bfloat16, and 1 others.*of NVIDIA H200"):
+    with pytest.raises(ValueError, match=r"NVIDIA H200.* 64 x 32 x 32 by bfloat16 .* 1 others"):
         obtain_table([SMALL], ["tensorwise"], device=CPU, path=path, timer=timer([]))
 
 
@@ -97,9 +97,7 @@ def test_a_table_of_other_recipes_says_which(tmp_path):
     table = Table({"device": "NVIDIA H200"})
     table.fill([SMALL, LARGE], ["tensorwise"], timer([]))
     table.write(path)
-    with pytest.raises(
-        ValueError, match=r"no time of 64 x 32 x 32 by rowwise, .* or ask for a recipe that it has: ten"
-    ):
+    with pytest.raises(ValueError, match=r"64 x 32 x 32 by rowwise .*: tensorwise"):
         obtain_table([SMALL, LARGE], ["rowwise"], device=CPU, path=path)
 
 
@@ -132,7 +130,7 @@ def test_a_file_that_is_no_table_is_named(tmp_path, content):
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     for path in (tmp_path / "nowhere.json", tmp_path):
-        with pytest.raises(FileNotFoundError, match=rf"table of float8 times at {path} cannot be read.*leave it out"):
+        with pytest.raises(FileNotFoundError, match=rf"table of float8 times at {path} cannot be read"):
             obtain_table([SMALL], ["tensorwise"], device=CPU, path=path)
 
 

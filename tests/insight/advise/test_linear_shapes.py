@@ -5,7 +5,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups.insight.advise.shapes import Layer, Product, layers_in_step, layers_with_rows, names_of, products_of
+from lightning_ups.insight.advise.linear_shapes import (
+    Layer,
+    Product,
+    layers_in_step,
+    layers_with_rows,
+    names_of,
+    products_of,
+)
 
 
 class Stepping(nn.ModuleDict):

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_ups.insight.advise.agreement import agreed
+from lightning_ups.insight.advise.rank0_decision import agreed
 
 
 def test_alone_it_is_what_was_found():
@@ -36,4 +36,4 @@ def test_all_ranks_do_as_rank_0_found(ranks):
 def test_where_it_fails_no_rank_waits_for_ever(ranks):
     first, other = ranks(decide, True)
     assert first == "KeyError: 'broken'"
-    assert other.startswith("RuntimeError: Advice could not be decided on rank 0")
+    assert other.startswith("RuntimeError: Advice failed on rank 0")

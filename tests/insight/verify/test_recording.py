@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ups.insight.verify.verify import REST, band_between, departures, first_block
-from lightning_ups.insight.verify.watch import Tape, Watch
+from lightning_ups.insight.verify.comparison import REST, band_between, departures, first_block
+from lightning_ups.insight.verify.recording import Tape, Watch
 
 
 class Model(nn.Module):

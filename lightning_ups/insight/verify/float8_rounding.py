@@ -1,6 +1,6 @@
-"""Linear layers whose products are rounded as float8 rounds, by nothing but casts: what a recipe may cost at best.
+"""Linear layers with operands rounded to float8 by casts: the reference for the accuracy of a float8 recipe.
 
-It shares no code with the packages that multiply in float8, since it is what their results are compared with.
+It shares no code with the float8 kernels, since their results are compared with it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,20 +21,20 @@ _BLOCK = 32
 
 
 def rounded(x: Tensor, *, per: Literal["tensor", "row", "block"], dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Return ``x`` as float8 holds it, in float32, with a scale for the tensor, each row, or 32 values of a row."""
+    """Round ``x`` to float8 and return it in float32, with one scale per tensor, row, or 32 values of a row."""
     grouped = x.float()
     if per == "block":
         grouped = grouped.unflatten(-1, (-1, _BLOCK))
     largest = grouped.abs().amax() if per == "tensor" else grouped.abs().amax(-1, keepdim=True)
     scale = torch.finfo(dtype).max / largest.clamp_min(1e-12)
     if per != "tensor":
-        scale = torch.exp2(torch.floor(torch.log2(scale)))  # these recipes have powers of two
+        scale = torch.exp2(torch.floor(torch.log2(scale)))  # scales of these recipes are powers of two
     return ((grouped * scale).to(dtype).float() / scale).view(x.shape)
 
 
 @contextmanager
 def rounded_linears(linears: Iterable[nn.Linear], rounding: Rounding) -> Iterator[None]:
-    """Let ``linears`` multiply what float8 holds of their inputs, weights and gradients, as long as this is open."""
+    """Round inputs, weights and gradients of ``linears`` to float8 while the context is open."""
     with ExitStack() as stack:
         for linear in linears:
             stack.enter_context(replaced_forward(linear, lambda forward: _forward(forward, rounding)))
@@ -81,7 +81,7 @@ def _rows(x: Tensor, per: Literal["tensor", "row", "block"]) -> Tensor:
 
 
 def _columns(x: Tensor, per: Literal["tensor", "row", "block"], dtype: torch.dtype) -> Tensor:
-    """Round along the rows, which the gradient of a weight sums over."""
+    """Round along the rows, over which the gradient of a weight is summed."""
     turned = x.t()
     missing = -turned.shape[-1] % _BLOCK if per == "block" else 0
     padded = torch.nn.functional.pad(turned, (0, missing))

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lightning_ups.insight.advise.engine import (
+from lightning_ups.insight.advise.linear_shapes import Layer, Product, layers_in_step
+from lightning_ups.insight.advise.te_products import (
     ENGINE,
     engine_layers,
     engine_name,
@@ -10,7 +11,6 @@ from lightning_ups.insight.advise.engine import (
     modules_of,
     read_first,
 )
-from lightning_ups.insight.advise.shapes import Layer, Product, layers_in_step
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.transforms.te.convert import convert_to_te
 from tests import fake_te
