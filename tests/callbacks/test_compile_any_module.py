@@ -198,6 +198,29 @@ class Stacked(nn.Module):
         return x
 
 
+class Autoencoder(nn.Module):
+    """Has two halves, which a training step calls by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Stacked(), Stacked()
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, x):
+        return self.decoder(x.tanh())
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+class ByOtherMethods(Module):
+    def loss(self, batch):
+        hidden = self.net.encode(batch)
+        return (self.net.decode(hidden) - batch).square().mean() + 0.1 * hidden.square().mean()
+
+
 class Scripted(nn.Module):
     def __init__(self):
         super().__init__()
@@ -252,6 +275,7 @@ MODULES = {
     "graph": graph,
     "hooks": lambda: plain(Hooked()),
     "several shapes": lambda: SeveralShapes(Stacked(), [torch.randn(4, 8) for _ in range(4)]),
+    "other methods": lambda: ByOtherMethods(Autoencoder(), [torch.randn(4, 8) for _ in range(4)]),
     "script": lambda: plain(Scripted()),
     "numpy": lambda: plain(ByNumpy()),
     "own function": lambda: plain(WithOwnFunction()),
@@ -300,6 +324,16 @@ def fitted(make, tmp_path, *callbacks):
 
 
 WHOLLY_EAGER = {"lstm", "gru", "detector", "graph", "script", "forward of its own"}
+
+
+def test_what_a_step_calls_is_compiled_where_it_calls_no_forward_of_the_model(tmp_path):
+    torch.compiler.reset()
+    facts = Facts()
+    fitted(MODULES["other methods"], tmp_path, Compile(scope="auto", mode="auto", backend="aot_eager"), facts)
+    groups = {name: group for group in facts.facts["groups"] for name in group["blocks"]}
+    assert [name for name, group in groups.items() if group["graphs"]] == ["net.encoder", "net.decoder"]
+    assert groups["net"]["eager"], "and nothing of it is an error"
+    assert facts.facts["told"] == []
 
 
 @pytest.mark.parametrize(("name", "scope"), [*((name, "auto") for name in MODULES), ("t5", "blocks")])

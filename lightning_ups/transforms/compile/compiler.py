@@ -18,7 +18,7 @@ from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.tensors.autograd import saved_at_any_version
 from lightning_ups._compat.torch.tensors.tensors import arrived
 from lightning_ups._compat.torch.versions import NormWithStatistics
-from lightning_ups.transforms.blocks import is_loss
+from lightning_ups.transforms.blocks import is_loss, roots
 from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, Backwards, OwnGradients, copied, size
 from lightning_ups.transforms.compile.cuda_graphs import Forward as GraphForward
 from lightning_ups.transforms.compile.frame import Compiler, Frame, Mode, calling, frame_of
@@ -348,6 +348,29 @@ class Compiled:
                 " A block is compiled when its forward is called, and not for a method of another name."
                 " Name blocks that your training_step calls: Compile(blocks=[...])."
             )
+
+    def enter(self) -> bool:
+        """Compile what lies within the blocks if no block has run since the step began, and return whether it does.
+
+        A step may call other methods than the forward of a model, such as ``encode`` and ``decode``.
+        """
+        if self._any_ran or self.on_failure == "raise" or self.parts_of is None:
+            return False
+        outer = self.groups
+        parts = {
+            f"{name}.{inner}": part
+            for group in outer
+            for name in group.blocks
+            for inner, part in roots(self._replaced[name][0])
+        }
+        if not parts:
+            return False
+        for group in outer:
+            group.eager = dict.fromkeys(get_args(Phase), "the training step calls other methods than its forward")
+            self._restore_forwards(group)
+        self.replace(parts)
+        self.tell_news()
+        return True
 
     def replace(self, blocks: Mapping[str, nn.Module]) -> None:
         """Compile the forwards of ``blocks``, as far as they can be replaced."""
