@@ -5,13 +5,13 @@ from typing import Any, get_args
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_ups.order import Run, refuse_second
+from lightning_ups.order import OnlyOne, Run, refuse_second
 from lightning_ups.state.resume import RESUME_KEY, Connection, OnUnreplayable
 
 __all__ = ["ExactResume"]
 
 
-class ExactResume(Callback):
+class ExactResume(Callback, OnlyOne):
     """Keep every rank's position in the training data and its random numbers in the checkpoint, and take them up.
 
     A run that resumes then goes on with the same batches, in the same order, and the same random numbers. Lightning by
@@ -34,7 +34,6 @@ class ExactResume(Callback):
     """
 
     resumes_exactly = True  # a strategy that would do it by itself leaves it to this callback
-    only_one = True  # of this class in a Trainer
 
     def __init__(self, *, on_unreplayable: OnUnreplayable = "warn") -> None:
         if on_unreplayable not in get_args(OnUnreplayable):

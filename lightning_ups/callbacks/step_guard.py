@@ -21,7 +21,7 @@ from lightning_ups._compat.lightning.averages import averaged_copies
 from lightning_ups._compat.lightning.rollback import asked_weights_only, roll_back
 from lightning_ups._compat.lightning.skipping import clear_skip, skip_if, skips_on_device
 from lightning_ups._compat.torch.optimizers import needs_closure
-from lightning_ups.order import PolicyPrecision, Run, refuse_second, report_of
+from lightning_ups.order import OnlyOne, PolicyPrecision, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
 from lightning_ups.state.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
 from lightning_ups.transforms.clip import gradients_of, total_norm
@@ -56,7 +56,7 @@ class GuardEvent:
     done: str
 
 
-class StepGuard(Callback):
+class StepGuard(Callback, OnlyOne):
     """See NaN, infinity and loss spikes without waiting for the GPU, and leave such steps out or go back before them.
 
     The loss and the norm of all gradients are judged on the device, by all ranks together, before the optimizer steps.
@@ -91,8 +91,6 @@ class StepGuard(Callback):
 
         Trainer(callbacks=[StepGuard(on_nonfinite="skip", on_spike="rollback")])
     """
-
-    only_one = True  # of this class in a Trainer
 
     def __init__(
         self,

@@ -6,6 +6,8 @@ from typing import Any, Self
 
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
+from lightning_ups.order.capabilities import AppliesDeclarations
+
 __all__ = ["Placement"]
 
 
@@ -16,12 +18,9 @@ class Placement:
     Args:
         name: The class of the strategy.
         shards: Whether parameters are split over devices.
-        ours: Whether the strategy applies the declarations itself, before it shards; a class says so by
-            ``applies_declarations = True``.
-        whole_graph: Whether the strategy is code that must be compiled with the model, whole and without a break; a
-            class says so by ``whole_graph = True``.
-        settings: How it divides the module, under the names that YAML has for it; a strategy of ours says so by
-            ``settings``, once it is made.
+        ours: Whether the strategy applies the declarations itself, before it shards.
+        whole_graph: Whether the strategy is code that must be compiled with the model, whole and without a break.
+        settings: How a strategy of ours divides the module, under the names that YAML has for it.
     """
 
     name: str
@@ -34,12 +33,13 @@ class Placement:
     def of(cls, strategy: Strategy | type[Strategy]) -> Self:
         """Return what ``strategy``, an instance or a class, does."""
         kind = strategy if isinstance(strategy, type) else type(strategy)
-        stock_shards = issubclass(kind, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy))
-        ours = getattr(kind, "applies_declarations", False)
+        if not issubclass(kind, AppliesDeclarations):
+            shards = issubclass(kind, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy))
+            return cls(name=kind.__name__, shards=shards, ours=False)
         return cls(
             name=kind.__name__,
-            shards=getattr(kind, "shards", stock_shards),
-            ours=ours,
-            whole_graph=getattr(kind, "whole_graph", False),
-            settings=getattr(strategy, "settings", {}) if ours and strategy is not kind else {},
+            shards=kind.shards,
+            ours=True,
+            whole_graph=kind.whole_graph,
+            settings=strategy.settings if isinstance(strategy, AppliesDeclarations) else {},
         )

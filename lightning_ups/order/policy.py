@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from lightning_ups.transforms.blocks import as_patterns
 
-__all__ = ["STOCK_POLICIES", "DtypePolicy", "policy_of"]
+__all__ = ["STOCK_POLICIES", "DtypePolicy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +45,3 @@ STOCK_POLICIES: dict[str, DtypePolicy] = {
     "32-true": DtypePolicy(),
     "bf16-mixed": DtypePolicy.bf16_mixed(autocast=True),
 }
-
-
-def policy_of(precision: Precision) -> DtypePolicy | None:
-    """Return the policy that ``precision`` states or, if it is stock, stands for; None if it has no such meaning."""
-    stated = getattr(precision, "policy", None)
-    if isinstance(stated, DtypePolicy):
-        return stated
-    # The class itself: a subclass inherits the name "32-true" and may do more than it says.
-    return STOCK_POLICIES.get(precision.precision) if type(precision) in (Precision, MixedPrecision) else None

@@ -5,9 +5,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ups._compat.torch.compile.partitioner import heeds_memory_budget
-from lightning_ups.order.policy import STOCK_POLICIES, policy_of
+from lightning_ups.order.capabilities import Compilation, OnlyOne, ReadsPastForward, capabilities_of, policy_of
+from lightning_ups.order.policy import STOCK_POLICIES
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage
 from lightning_ups.transforms.blocks import select_blocks
@@ -179,14 +181,14 @@ REFUSALS = (
         what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
         why="It gathers weights in float8 by FSDP2's hooks, and the gathers of a graph know no types but torch's own.",
         cure="Leave all_gather out: weights are then gathered in bfloat16, and multiplied in float8 all the same.",
-        holds=lambda run: run.strategy.whole_graph and getattr(run.precision, "all_gather", None) is True,
+        holds=lambda run: run.strategy.whole_graph and capabilities_of(run.precision).wants_float8_gathers,
     ),
     Refusal(
         what=lambda run: f"{type(run.precision).__name__}(all_gather=True) is given under {run.strategy.name}.",
         why="It is about how FSDP2Strategy gathers weights, and would have no effect here.",
         cure="Leave all_gather out, or use FSDP2Strategy.",
         holds=lambda run: (
-            run.training and not _shards_itself(run) and getattr(run.precision, "all_gather", None) is True
+            run.training and not _shards_itself(run) and capabilities_of(run.precision).wants_float8_gathers
         ),
     ),
     Refusal(
@@ -228,7 +230,7 @@ REFUSALS = (
         cure="Leave one of the two callbacks out, or use recipe=None.",
         holds=lambda run: (
             run.training
-            and getattr(run.precision, "recomputes", False)
+            and capabilities_of(run.precision).recomputes_itself
             and run.compiles
             and any(step.stage is Stage.RECOMPUTE for step in run.declarations)
         ),
@@ -298,7 +300,7 @@ def check(run: Run) -> None:
 
 
 def refuse_second(run: Run) -> None:
-    """Raise ValueError if a callback is given twice of which one is enough: those with ``only_one = True``."""
+    """Raise ValueError if a callback is given twice of which a Trainer can have one."""
     _refuse(run, [_SECOND])
 
 
@@ -317,24 +319,21 @@ def _refuse(run: Run, rows: Iterable[Refusal]) -> None:
 
 
 def _second(run: Run) -> list[str]:
-    return _repeated("only_one", [callback for callback in run.callbacks if getattr(callback, "only_one", False)])
+    return _repeated([callback for callback in run.callbacks if isinstance(callback, OnlyOne)])
 
 
 def _twice(run: Run) -> list[str]:
-    return _repeated("stage", run.declarations)
+    return _repeated(run.declarations)
 
 
-def _repeated(name: str, callbacks: Iterable[object]) -> list[str]:
-    """Return the classes of which several are among ``callbacks``, a subclass of one of ours being that one.
-
-    A class of ours is the one that defines the attribute ``name``.
-    """
-    counts = Counter(_kind(type(callback), name).__name__ for callback in callbacks)
+def _repeated(callbacks: Iterable[object]) -> list[str]:
+    """Return the classes of which several are among ``callbacks``, a subclass of one of ours being that one."""
+    counts = Counter(_kind(type(callback)).__name__ for callback in callbacks)
     return [kind for kind, count in counts.items() if count > 1]
 
 
-def _kind(given: type, name: str) -> type:
-    ours = [base for base in given.__mro__ if base.__module__.startswith("lightning_ups.") and name in vars(base)]
+def _kind(given: type) -> type:
+    ours = [base for base in given.__mro__ if base.__module__.startswith("lightning_ups.callbacks.")]
     return ours[-1] if ours else given
 
 
@@ -357,13 +356,13 @@ def _pruning(run: Run) -> list[str]:
 def _drawing(run: Run) -> list[str]:
     if run.module.example_input_array is None:
         return []  # there is nothing to run it on
-    return [type(logger).__name__ for logger in run.loggers if getattr(logger, "_log_graph", False)]
+    return [type(each).__name__ for each in run.loggers if isinstance(each, TensorBoardLogger) and each._log_graph]
 
 
 def _has_masters(run: Run) -> bool:
     policy = policy_of(run.precision)
     lowered = policy is not None and policy.param is not None
-    return lowered and getattr(run.precision, "weights", None) == "masters" and not run.strategy.shards
+    return lowered and capabilities_of(run.precision).holds_masters and not run.strategy.shards
 
 
 def _devices(run: Run) -> int:
@@ -396,12 +395,11 @@ def _styles(run: Run) -> dict[str, str]:
 def _compiled_embeddings(run: Run) -> list[tuple[str, str, str]]:
     """Return (callback, block, embedding) for each split embedding that a block holds which must be compiled."""
     embeddings = [name for name, style in _styles(run).items() if style.startswith("embedding")]
-    compilers = [step for step in run.declarations if step.stage is Stage.COMPILE] if embeddings else []
     return [
         (type(step).__name__, block, name)
-        for step in compilers
-        if getattr(step, "on_failure", None) != "eager"
-        for block in _blocks(run, getattr(step, "blocks", None))
+        for step in (run.declarations if embeddings else ())
+        if (compilation := step.compilation) is not None and compilation.must_succeed
+        for block in _blocks(run, compilation.blocks)
         for name in embeddings
         if f"{name}.".startswith(f"{block}.")
     ]
@@ -413,7 +411,8 @@ def _read_split(run: Run) -> list[tuple[str, str]]:
     return [
         (name, f"{type(module).__name__} with {setting}")
         for owner, module in (run.module.named_modules() if styles else ())
-        for child, setting in getattr(module, "read_past_forward", {}).items()
+        if isinstance(module, ReadsPastForward)
+        for child, setting in module.read_past_forward.items()
         if (name := f"{owner}.{child}".removeprefix(".")) in styles
     ]
 
@@ -455,13 +454,16 @@ def _without_random_numbers(run: Run) -> str | None:
 
 def _unbudgeted(run: Run) -> list[tuple[str, str]]:
     """Return (who asks for a memory budget, backend on which it has no effect)."""
-    asking = [type(step).__name__ for step in run.declarations if getattr(step, "memory_budget", None) is not None]
+    asking = [type(step).__name__ for step in run.declarations if step.memory_budget is not None]
     return [(each, backend) for each in asking for backend in _backends(run) if heeds_memory_budget(backend) is False]
 
 
 def _backends(run: Run) -> list[str]:
-    compilers = [getattr(step, "compiler", None) for step in run.declarations]
-    return [compiler.backend for compiler in compilers if compiler is not None]
+    return [compilation.backend for compilation in _compilations(run)]
+
+
+def _compilations(run: Run) -> list[Compilation]:
+    return [step.compilation for step in run.declarations if step.compilation is not None]
 
 
 def _compilation_off() -> str | None:
@@ -471,23 +473,21 @@ def _compilation_off() -> str | None:
 
 
 def _uncompilable(run: Run) -> str | None:
-    return getattr(run.precision, "uncompilable", None)
+    return capabilities_of(run.precision).excludes_compile
 
 
 def _breaks_graphs(run: Run) -> bool:
-    return getattr(run.precision, "breaks_graphs", False)
+    return capabilities_of(run.precision).breaks_graphs
 
 
 def _in_one_graph(run: Run) -> str | None:
     if run.strategy.whole_graph:
         return run.strategy.name
-    compilers = (getattr(step, "compiler", None) for step in run.declarations)
-    return "Compile(fullgraph=True)" if any(getattr(c, "fullgraph", False) for c in compilers) else None
+    return "Compile(fullgraph=True)" if any(each.fullgraph for each in _compilations(run)) else None
 
 
 def _must_compile(run: Run) -> bool:
-    steps = [step for step in run.declarations if step.stage is Stage.COMPILE]
-    return any(run.strategy.whole_graph or getattr(step, "on_failure", "raise") == "raise" for step in steps)
+    return any(run.strategy.whole_graph or each.must_succeed for each in _compilations(run))
 
 
 def _graphed(run: Run) -> list[str]:

@@ -64,7 +64,7 @@ def _end(strategy: Strategy) -> None:
 
 class _Watch:
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._precision = trainer, trainer.precision_plugin
+        self._trainer = trainer
         self._watched: dict[nn.Parameter, int] = {}  # how many steps went by without a gradient
         self._watched_then: set[nn.Parameter] = set()  # at the last look but those of epochs
         self._trainable: set[nn.Parameter] = set()
@@ -73,7 +73,7 @@ class _Watch:
         self._state: tuple[Any, ...] = ()
         self._stock_step = trainer.strategy.training_step
         self._undo, self._keeping = ExitStack(), ExitStack()
-        self._undo.enter_context(instead_of(*before_hooks_of_a_step(self._precision, self._check_step)))
+        self._undo.enter_context(instead_of(*before_hooks_of_a_step(trainer.precision_plugin, self._check_step)))
 
     def end(self) -> None:
         """Take off what was put in the place of methods of the precision and the strategy."""
@@ -143,8 +143,7 @@ class _Watch:
 
     def _decide(self, model: LightningModule, suspects: Sequence[nn.Parameter]) -> None:
         parts = [*dict.fromkeys(replacing_parts(model))]
-        off = getattr(self._precision, "changes_off", None)
-        if not parts and off is None:
+        if not parts:
             return
         names = [name for name, p in model.named_parameters() if any(p is suspect for suspect in suspects)]
         placement = Placement.of(self._trainer.strategy)
@@ -152,10 +151,7 @@ class _Watch:
             rank_zero_info(f"{_listed(names)}: no gradient in the first {_STEPS} steps.")
             return
         try:
-            with ExitStack() as stack:
-                stack.enter_context(original_forwards(model))
-                if off is not None:
-                    stack.enter_context(off(model))
+            with original_forwards(model):
                 wanted = self._reached(model, suspects)
             missed = [
                 p for p, one, other in zip(suspects, wanted, self._reached(model, suspects), strict=True) if one > other

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,7 +28,7 @@ from lightning_ups.insight.advise import (
     timer_on,
 )
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
-from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Stage, Weights
+from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Stage, Weights
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns
@@ -131,6 +132,11 @@ class Float8Precision(PolicyPrecision):
         self.advice: Advice | None = None
         self.conversion: Float8Conversion | None = None
         self._scales: Scales | None = None
+
+    @property
+    @override
+    def capabilities(self) -> PrecisionCapabilities:
+        return replace(super().capabilities, wants_float8_gathers=self.all_gather is True)
 
     @property
     @override

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -43,7 +44,7 @@ from lightning_ups.insight.advise import (
     read_first,
     timer_on,
 )
-from lightning_ups.order import DtypePolicy, PolicyPrecision, Report, Run, Weights
+from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Weights
 from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
@@ -170,19 +171,18 @@ class TEPrecision(PolicyPrecision):
         self._proven = False  # that something ran, in the first step
         self._begun = False  # whether all that is to be computed in float8 has scales
 
-    breaks_graphs = True  # its modules are no part of compiled code
-
     @property
-    def uncompilable(self) -> str | None:
-        """The setting that the compiler cannot do, if there is one."""
+    @override
+    def capabilities(self) -> PrecisionCapabilities:
+        excludes = "fp8_attention=True" if self.fp8_attention else None
         if self.recipe == "delayed":
-            return "recipe='delayed'"
-        return "fp8_attention=True" if self.fp8_attention else None
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether recomputed blocks need a checkpoint of its own, outside the compiler."""
-        return self.recipe is not None
+            excludes = "recipe='delayed'"
+        return replace(
+            super().capabilities,
+            breaks_graphs=True,  # its modules are no part of compiled code
+            excludes_compile=excludes,
+            recomputes_itself=self.recipe is not None,
+        )
 
     @override
     def sharded(self, mesh: DeviceMesh | None = None, *, in_graph: bool = False) -> Self:

@@ -37,6 +37,7 @@ from lightning_ups._compat.torch.fsdp.recording import Recording, recording
 from lightning_ups._compat.torch.fsdp.shard_data import check_kept, shard_data_written
 from lightning_ups._compat.torch.fsdp.shard_numbers import taken_whole
 from lightning_ups.order import (
+    AppliesDeclarations,
     Context,
     PolicyPrecision,
     Run,
@@ -225,11 +226,10 @@ def check_sharding(
         )
 
 
-class ShardingStrategy(ModelParallelStrategy):
+class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     """Applies the one order with sharding in it. How parameters are sharded, a subclass says by a step of its own."""
 
-    applies_declarations = shards = True
-    whole_graph = False
+    shards = True
 
     def __init__(
         self,
@@ -319,6 +319,7 @@ class ShardingStrategy(ModelParallelStrategy):
         )
 
     @property
+    @override
     def settings(self) -> dict[str, Any]:
         """How the module is divided now, under the names of the arguments; what it takes of memory follows from it."""
         return {

@@ -33,6 +33,7 @@ from lightning_ups._compat.lightning.hyperparameters import logged_hyperparamete
 from lightning_ups.insight.report import difference, flattened, layer_dtypes, reserve, shown, write
 from lightning_ups.insight.throughput import tensors_of
 from lightning_ups.order import (
+    OnlyOne,
     PolicyPrecision,
     Report,
     Run,
@@ -52,7 +53,7 @@ __all__ = ["RunManifest", "difference"]
 _SCHEMA = 1
 
 
-class RunManifest(Callback):
+class RunManifest(Callback, OnlyOne):
     """Write down what really took effect: versions, device, blocks, graphs, types, mesh, flags, environment.
 
     One JSON file for each run (fit, validate, test or predict), beside the logs: ``manifest.json``, or the first of
@@ -73,8 +74,6 @@ class RunManifest(Callback):
 
         Trainer(callbacks=[RunManifest()])
     """
-
-    only_one = True  # of this class in a Trainer
 
     def __init__(self, *, log_hyperparams: bool = True) -> None:
         check_kind("log_hyperparams", log_hyperparams, bool, of="RunManifest", why="It is a switch.")

@@ -16,14 +16,14 @@ from lightning_ups._compat.lightning.outputs import was_skipped
 from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
 from lightning_ups.insight.throughput import Summary, first_change, own_peaks, rendered
-from lightning_ups.order import Report, Run, applied, refuse_second
+from lightning_ups.order import OnlyOne, Report, Run, applied, refuse_second
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
 from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["TokenThroughput"]
 
 
-class TokenThroughput(Callback):
+class TokenThroughput(Callback, OnlyOne):
     """Measure tokens (or samples, or what you count) per second, the split of a step, utilisation, memory, power.
 
     Figures go to every logger at the Trainer's ``log_every_n_steps``, to the progress bar, and into a table at the end,
@@ -58,8 +58,6 @@ class TokenThroughput(Callback):
 
         Trainer(callbacks=[TokenThroughput(unit="samples", inspect_at=None)])
     """
-
-    only_one = True  # of this class in a Trainer
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.optim.adamw_step import suits_one_kernel
 from lightning_ups.optim.low_bit import make_state_alone
 from lightning_ups.order.applier import Context
-from lightning_ups.order.policy import policy_of
+from lightning_ups.order.capabilities import policy_of
 from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.run import Run
 from lightning_ups.order.stage import Stage

@@ -21,8 +21,8 @@ from lightning_ups.insight.memory.described_run import (
 from lightning_ups.insight.memory.devices import Device
 from lightning_ups.insight.memory.layout import Layout, Sharding, between, peak_of
 from lightning_ups.insight.memory.step import Step
+from lightning_ups.order.capabilities import policy_of
 from lightning_ups.order.placement import Placement
-from lightning_ups.order.policy import policy_of
 from lightning_ups.order.precision import PolicyPrecision
 from lightning_ups.order.refusals import one_graph
 from lightning_ups.order.run import Run
