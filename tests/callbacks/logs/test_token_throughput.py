@@ -749,8 +749,8 @@ def test_an_exception_leaves_the_trainer_as_it_was(tmp_path):
         ({"inspect_at": 0}, "Use 1 or more"),
         ({"split_every": 0}, "Use 1 or more"),
         ({"unit": "frames"}, "Give count as well"),
-        ({"peak_tflops": {"bf17": 1.0}}, "Use numbers above zero"),
-        ({"peak_tflops": 0.0}, "Use numbers above zero"),
+        ({"peak_tflops": {"bf17": 1.0}}, "Use positive TFLOP"),
+        ({"peak_tflops": 0.0}, "Use positive TFLOP"),
     ],
 )
 def test_wrong_settings_are_refused(settings, cure):
