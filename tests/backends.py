@@ -10,6 +10,8 @@ from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
 from torch._inductor import compile_fx  # noqa: TID251
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_ups._compat import patches
+
 
 def _as_it_is(graph, inputs):
     return make_boxed_func(graph.forward)
@@ -147,8 +149,9 @@ def _with_modes(records):
 
     def part(is_backward):
         def compiled(graph, inputs):
-            on_demand = getattr(compile_fx.cudagraphify, "on_demand", None)
-            make = cudagraphify if on_demand is None else on_demand(cudagraphify)
+            make, place = cudagraphify, patches._PLACES.get((id(compile_fx), "cudagraphify"))
+            for replaced in place._makers.values() if place is not None else ():
+                make = replaced(make)
             return make(make_boxed_func(graph.forward), is_backward=is_backward, records=records)
 
         return compiled

@@ -26,7 +26,6 @@ from lightning_ups.transforms.flags import (
     current_flags,
     without_effect,
 )
-from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["AccelerationFlags"]
 
@@ -125,11 +124,10 @@ class AccelerationFlags(Declaration):
         with (
             accelerated(self.flags, device=context.device) as self._collection,
             recorded_decisions(self._wake) as self._chosen,
-            instead_of(*moved_if_elsewhere()),
+            moved_if_elsewhere(),
+            not_profiled(module.trainer),
             ExitStack() as self._of_run,
         ):
-            for place in not_profiled(module.trainer):
-                self._of_run.enter_context(instead_of(*place))
             try:
                 self._say(context)
                 self._report, self._told, self._logs, self._looked = context.report, 0, None, False
@@ -164,8 +162,7 @@ class AccelerationFlags(Declaration):
         ):
             return
         self._logs = self._of_run.enter_context(LateLogs(trainer, on_row=self._wake))
-        for owner, method, filling in without_waiting(trainer):
-            self._of_run.enter_context(instead_of(owner, method, filling))
+        self._of_run.enter_context(without_waiting(trainer))
         line = "late_logs: what is logged at a step reaches the loggers when the GPU has computed it, without a wait"
         self._report.note(type(self).__name__, line)
         rank_zero_info(f"{type(self).__name__}: {line}")

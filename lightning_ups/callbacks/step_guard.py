@@ -25,7 +25,6 @@ from lightning_ups.order import OnlyOne, PolicyPrecision, Run, refuse_second, re
 from lightning_ups.order.arguments import check_finite, check_kind, check_least
 from lightning_ups.state.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
 from lightning_ups.transforms.clip import gradients_of, total_norm
-from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["Action", "GuardEvent", "StepGuard"]
 
@@ -159,7 +158,7 @@ class StepGuard(Callback, OnlyOne):
         self._has_loss = False  # since the last step
         self._leaves_out = False  # the step that comes next, by the host
         if self._buffers is not None and not self._on_device:
-            self._undo.enter_context(instead_of(*after_closure(trainer.precision_plugin, self._leave_out)))
+            self._undo.enter_context(after_closure(trainer.precision_plugin, self._leave_out))
         self._keeps_gradients = is_overridden("optimizer_zero_grad", pl_module)  # perhaps
         self._saved = Saved()
         for optimizer in trainer.optimizers:

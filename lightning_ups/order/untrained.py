@@ -73,7 +73,7 @@ class _Watch:
         self._state: tuple[Any, ...] = ()
         self._stock_step = trainer.strategy.training_step
         self._undo, self._keeping = ExitStack(), ExitStack()
-        self._undo.enter_context(instead_of(*before_hooks_of_a_step(trainer.precision_plugin, self._check_step)))
+        self._undo.enter_context(before_hooks_of_a_step(trainer.precision_plugin, self._check_step))
 
     def end(self) -> None:
         """Take off what was put in the place of methods of the precision and the strategy."""

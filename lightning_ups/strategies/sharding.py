@@ -55,7 +55,6 @@ from lightning_ups.strategies.waiting import come_together
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.error_hints import note_shards
 from lightning_ups.transforms.fsdp import keeping_interrupt, shard_alike, unsharded
-from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.sharding import (
     DATA,
     TENSOR,
@@ -444,8 +443,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._in_effect.enter_context(without_inference_mode(trainer))
         self._in_effect.enter_context(finetuning_by_identity())
         self._in_effect.enter_context(shard_data_written())
-        for place in taken_whole():
-            self._in_effect.enter_context(instead_of(*place))
+        self._in_effect.enter_context(taken_whole())
 
     @override
     def _get_process_group_backend(self) -> str:

@@ -1,15 +1,14 @@
 """What code of a training step does with the shards that ``parameters()`` gives it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_ups.transforms.patching import instead_of
+from lightning_ups._compat.patches import applied
 
 __all__ = ["plain_from_shards", "refusing_gradients_of_shards"]
 
@@ -21,7 +20,8 @@ def plain_from_shards() -> Iterator[None]:
     """Let ``shard.new_zeros(...)`` and the like make plain tensors in the context, as a whole parameter does."""
     with ExitStack() as stack:
         for name in _FACTORIES:
-            stack.enter_context(instead_of(DTensor, name, _factory(name)))
+            target = f"torch.distributed.tensor:DTensor.{name}"
+            stack.enter_context(applied(target, lambda _, name=name: _factory(name), once=True))
         yield
 
 
@@ -39,16 +39,18 @@ def refusing_gradients_of_shards(step: str) -> Iterator[None]:
     Args:
         step: The name of what runs in the context.
     """
-    before: Any = torch.autograd.grad
 
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = tree_leaves(inputs)  # a tensor, several, or since torch 2.13 a dict of them
-        if any(isinstance(each, nn.Parameter) and isinstance(each, DTensor) for each in given):
-            raise RuntimeError(
-                f"{step} asks torch.autograd.grad for gradients of parameters. SimpleFSDPStrategy averages these over"
-                " all devices, where DDP gives those of one device's batch. Use strategy='ddp'."
-            )
-        return before(outputs, inputs, *args, **kwargs)
+    def refusing(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            given = tree_leaves(inputs)  # a tensor, several, or since torch 2.13 a dict of them
+            if any(isinstance(each, nn.Parameter) and isinstance(each, DTensor) for each in given):
+                raise RuntimeError(
+                    f"{step} asks torch.autograd.grad for gradients of parameters. SimpleFSDPStrategy averages these"
+                    " over all devices, where DDP gives those of one device's batch. Use strategy='ddp'."
+                )
+            return stock(outputs, inputs, *args, **kwargs)
 
-    with instead_of(torch.autograd, "grad", grad):
+        return grad
+
+    with applied("torch.autograd:grad", refusing):
         yield

@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ups._compat.patches import applied
+
 __all__ = ["finetuning_by_identity", "regroup", "regroups"]
 
 
@@ -18,12 +20,8 @@ def finetuning_by_identity() -> Iterator[None]:
     Lightning compares values, which fails where one is sharded and the other whole, and on shards may differ from rank
     to rank: an empty part equals every other.
     """
-    before = BaseFinetuning.__dict__["filter_on_optimizer"]
-    BaseFinetuning.filter_on_optimizer = staticmethod(_not_held)
-    try:
+    with applied("lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer", lambda _: _not_held, once=True):
         yield
-    finally:
-        BaseFinetuning.filter_on_optimizer = before
 
 
 def regroups(trainer: Any) -> bool:

@@ -1,7 +1,10 @@
 """Where Lightning's fit loop stands with its data, which it tells nobody. Lightning itself is not imported."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+
+from lightning_ups._compat.patches import applied
 
 __all__ = [
     "batches_taken",
@@ -38,25 +41,22 @@ def follow_loaders(
     Returns:
         What undoes it.
     """
-    fit_loop = trainer.fit_loop
-    stock = fit_loop._load_combined_loader_states  # the last call between the making of the loaders and their use
-    changed: list[tuple[Any, type]] = []
+    fit_loop, undo = trainer.fit_loop, ExitStack()
 
-    def load_states() -> None:
-        combined = fit_loop._combined_loader
-        changed.append((combined, type(combined)))
-        combined.__class__ = _announcing(type(combined), epoch)
-        stock()
-        combined.flattened = before(list(combined.flattened))
+    def following(stock: Callable[..., None]) -> Callable[..., None]:
+        def load_states(*args: Any, **kwargs: Any) -> None:
+            combined = fit_loop._combined_loader
+            undo.callback(setattr, combined, "__class__", type(combined))
+            combined.__class__ = _announcing(type(combined), epoch)
+            stock(*args, **kwargs)
+            combined.flattened = before(list(combined.flattened))
 
-    def undo() -> None:
-        vars(fit_loop).pop("_load_combined_loader_states", None)
-        for combined, kind in changed:
-            combined.__class__ = kind
-        changed.clear()
+        return load_states
 
-    fit_loop._load_combined_loader_states = load_states
-    return undo
+    # The last call between the making of the loaders and their use.
+    target = "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states"
+    undo.enter_context(applied(target, following, owner=fit_loop))
+    return undo.close
 
 
 def _announcing(kind: type, epoch: Callable[[], list[bool] | None]) -> type:

@@ -1,6 +1,7 @@
 """What Lightning finds for ``ckpt_path="last"``, and what it does not look for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_ups._compat.patches import applied
 
 __all__ = ["ask_strategy_for_last", "checkpoint_folders", "checkpoints_beside", "kept_checkpoints", "last_checkpoints"]
 
@@ -38,8 +40,11 @@ def ask_strategy_for_last() -> None:
 
     Lightning looks for it before any hook of a callback or a strategy, and takes the newest path, whole or not.
     """
-    stock = _CheckpointConnector._parse_ckpt_path
+    target = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._parse_ckpt_path"
+    ExitStack().enter_context(applied(target, _asking_strategy))
 
+
+def _asking_strategy(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def parse(self: Any, state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
         find = getattr(self.trainer.strategy, "find_last_checkpoint", None)
@@ -50,7 +55,7 @@ def ask_strategy_for_last() -> None:
             return None  # they are all torn, which the strategy has said
         return stock(self, state_fn, ckpt_path if found is None else str(found), **options)
 
-    _CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
+    return parse
 
 
 def _means_last(connector: Any, state_fn: TrainerFn, ckpt_path: Any) -> bool:

@@ -1,9 +1,12 @@
 """Taking a running fit back to a checkpoint: its weights, optimizers, schedulers and step count, not its data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
+
+from lightning_ups._compat.patches import applied
 
 __all__ = ["asked_weights_only", "roll_back"]
 
@@ -11,18 +14,18 @@ __all__ = ["asked_weights_only", "roll_back"]
 @contextmanager
 def asked_weights_only(trainer: Any) -> Iterator[list[bool | None]]:
     """Yield a list that gets the argument ``weights_only`` of the ``fit`` that begins: Lightning keeps it nowhere."""
-    connector, asked = trainer._checkpoint_connector, list[bool | None]()
-    stock = connector.resume_start
+    asked: list[bool | None] = []
 
-    def resume_start(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
-        asked.append(options["weights_only"] if "weights_only" in options else next(iter(args), None))
-        stock(checkpoint_path, *args, **options)
+    def noting(stock: Callable[..., None]) -> Callable[..., None]:
+        def resume_start(*args: Any, **options: Any) -> None:
+            asked.append(signature(stock).bind(*args, **options).arguments.get("weights_only"))
+            stock(*args, **options)
 
-    connector.resume_start = resume_start
-    try:
+        return resume_start
+
+    target = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start"
+    with applied(target, noting, owner=trainer._checkpoint_connector):
         yield asked
-    finally:
-        del connector.resume_start
 
 
 def roll_back(trainer: Any, path: Path, *, weights_only: bool | None = False) -> None:

@@ -17,9 +17,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_ups._compat.lightning.fit_loop import in_accumulation
+from lightning_ups._compat.patches import applied
 
 __all__ = ["SigtermPoll"]
 
+_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
+_CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 _GROUPS: dict[Any, Any] = {}  # one for each process group of the world: a Trainer more need not open another
 
 
@@ -56,14 +59,14 @@ class SigtermPoll:
             yield
             return
         loop, connector = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
-        loop._broadcast_sigterm_tensor = self.poll  # type: ignore[method-assign]
-        connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign]
-        connector._slurm_sigusr_handler_fn = self._note_requeue  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn
-            if self._pending is not None:
+        with (
+            applied(f"{_LOOP}._broadcast_sigterm_tensor", lambda _: self.poll, owner=loop),
+            applied(f"{_CONNECTOR}._sigterm_notifier_fn", lambda _: self._note, owner=connector),
+            applied(f"{_CONNECTOR}._slurm_sigusr_handler_fn", lambda _: self._note_requeue, owner=connector),
+        ):
+            try:
+                yield
+            finally:
                 self._pending = None
 
     def poll(self) -> None:

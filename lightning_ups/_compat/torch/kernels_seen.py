@@ -5,13 +5,15 @@ import sysconfig
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from lightning_ups._compat.patches import applied
 
 __all__ = ["Kernels", "between_marks", "is_profiled", "watched_waits"]
 
@@ -72,34 +74,39 @@ def watched_waits(counts: "Counter[str]") -> Iterator[None]:
     watched here.
     """
     mode = torch.cuda.get_sync_debug_mode()
-    stock_synchronize = torch.cuda.synchronize
-    stock_show = warnings.showwarning
 
     def note() -> None:
         if (place := _place()) is not None:
             counts[place] += 1
 
-    def show(message: Any, *args: Any, **kwargs: Any) -> None:
-        if "synchronizing CUDA operation" in str(message):
+    def showing(stock: Callable[..., None]) -> Callable[..., None]:
+        def show(message: Any, *args: Any, **kwargs: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                note()
+            elif "Synchronization debug mode" not in str(message):
+                stock(message, *args, **kwargs)
+
+        return show
+
+    def synchronizing(stock: Callable[..., None]) -> Callable[..., None]:
+        def synchronize(*args: Any, **kwargs: Any) -> None:
             note()
-        elif "Synchronization debug mode" not in str(message):
-            stock_show(message, *args, **kwargs)
+            stock(*args, **kwargs)
 
-    def synchronize(*args: Any, **kwargs: Any) -> None:
-        note()
-        stock_synchronize(*args, **kwargs)
+        return synchronize
 
-    with warnings.catch_warnings():
+    with (
+        warnings.catch_warnings(),
+        applied("warnings:showwarning", showing),
+        applied("torch.cuda:synchronize", synchronizing),
+    ):
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
         warnings.filterwarnings("always", message=".*Synchronization debug mode.*")
-        warnings.showwarning = show  # type: ignore[assignment]
-        torch.cuda.synchronize = synchronize
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-            torch.cuda.synchronize = stock_synchronize
 
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})

@@ -1,7 +1,6 @@
 import pytest
 
 from lightning_ups._compat.lightning.after_closure import after_closure
-from lightning_ups.transforms.patching import instead_of
 from tests.toys import Net, loader, trainer
 
 
@@ -37,7 +36,7 @@ def test_it_comes_after_all_hooks_and_before_the_step_with_the_gradients_there(t
         model.order.append("here")
         given.append(all(p.grad is not None for group in optimizer.param_groups for p in group["params"]))
 
-    with instead_of(*after_closure(run.precision_plugin, note)):
+    with after_closure(run.precision_plugin, note):
         run.fit(model, loader())
     assert model.order == ["hook", "clip", "here", "step"]
     assert given == [True]

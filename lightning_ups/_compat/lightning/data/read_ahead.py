@@ -10,8 +10,12 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _MultiProcessingDataLoaderIter
 
+from lightning_ups._compat import patches
+
 __all__ = ["read_ahead", "why_not"]
 
+_NEXT = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._next_data"
+_RESET = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset"
 _LIBRARIES = ("torch.utils.data.", "lightning.")
 
 
@@ -28,6 +32,8 @@ def why_not(loader: Any, iterator: Any) -> str | None:
         return f"{name} reads in this process (num_workers=0)"
     if type(iterator) is not _MultiProcessingDataLoaderIter:
         return f"{name} reads in a way of its own"
+    if (missing := patches.why_not(_NEXT) or patches.why_not(_RESET)) is not None:
+        return missing
     if iterator._dataset_kind != _DatasetKind.Iterable and not _is_settled(loader):
         return f"the sampler of {name} may draw random numbers as it goes"
     return None
@@ -42,8 +48,9 @@ def read_ahead(iterator: Any) -> Any:
     iterator = _innermost(iterator)
     ahead = vars(iterator).get("_next_data")
     if ahead is None:
-        ahead = iterator._next_data = _Ahead(iterator)
-        iterator._reset = ahead.reset  # persistent workers begin another epoch by it
+        ahead = _Ahead(iterator)
+        patches.installed(_NEXT, iterator, lambda _: ahead)
+        patches.installed(_RESET, iterator, lambda _: ahead.reset)  # persistent workers begin another epoch by it
     return ahead.read()
 
 

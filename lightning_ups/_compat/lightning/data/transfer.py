@@ -1,13 +1,15 @@
 """Where Lightning's fit loop moves a batch to the device, and which batch it will move next."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_ups._compat.patches import applied
 
 __all__ = ["around_transfer", "batches_ahead", "epoch_goes_on", "loop_moves", "own_hooks", "training_iterators"]
 
@@ -22,29 +24,26 @@ def around_transfer(trainer: Any, context: Callable[[], AbstractContextManager[A
     Returns:
         What undoes it.
     """
-    strategy = trainer.strategy
-    stock, is_replaced = strategy.batch_to_device, "batch_to_device" in vars(strategy)
+    strategy, undo = trainer.strategy, ExitStack()
+    is_replaced = "batch_to_device" in vars(strategy)
 
-    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        if not trainer.training:
-            return stock(batch, device, dataloader_idx)
-        module = strategy.lightning_module
-        if is_replaced or not _is_stock(strategy, module):
-            with context():
+    def moving(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            if not trainer.training:
                 return stock(batch, device, dataloader_idx)
-        device = device or strategy.root_device
-        with context():
-            batch = module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
-        return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
+            module = strategy.lightning_module
+            if is_replaced or not _is_stock(strategy, module):
+                with context():
+                    return stock(batch, device, dataloader_idx)
+            device = device or strategy.root_device
+            with context():
+                batch = module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
+            return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
-    def undo() -> None:
-        if vars(strategy).get("batch_to_device") is batch_to_device:
-            del strategy.batch_to_device
-            if is_replaced:
-                strategy.batch_to_device = stock
+        return batch_to_device
 
-    strategy.batch_to_device = batch_to_device
-    return undo
+    undo.enter_context(applied("lightning.pytorch.strategies:Strategy.batch_to_device", moving, owner=strategy))
+    return undo.close
 
 
 def _is_stock(strategy: Any, module: Any) -> bool:

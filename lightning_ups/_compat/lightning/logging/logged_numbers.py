@@ -6,6 +6,7 @@ until the GPU has done all that it was given. `LightningModule.log` does so with
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -15,18 +16,25 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_ups._compat.patches import applied
+
 __all__ = ["without_waiting"]
 
+_TO_TENSOR = "lightning.pytorch:LightningModule._LightningModule__to_tensor"
+_TO_TENSOR = "lightning.pytorch:LightningModule._LightningModule__to_tensor"
 _EXACT = 2**53  # up to which float64 has all integers
 
 
-def without_waiting(trainer: Trainer) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield the owner and the name of each method that logs numbers so, and one that does it by kernels of the GPU."""
-    name = "_LightningModule__to_tensor"
-    yield LightningModule, name, _logging(getattr(LightningModule, name))
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, LearningRateMonitor):
-            yield callback, "_extract_stats", partial(_monitoring, callback._extract_stats)
+@contextmanager
+def without_waiting(trainer: Trainer) -> Iterator[None]:
+    """Log numbers by kernels of the GPU while the context is open."""
+    with ExitStack() as stack:
+        stack.enter_context(applied(_TO_TENSOR, _logging, only_speed=True))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LearningRateMonitor):
+                target = "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats"
+                stack.enter_context(applied(target, lambda stock: partial(_monitoring, stock), owner=callback))
+        yield
 
 
 def _logging(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ it changes, and it takes a fifth of what a Trainer costs the host in a step, for
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
+from lightning_ups._compat.patches import applied
+
 __all__ = ["moved_if_elsewhere"]
 
 
-def moved_if_elsewhere() -> tuple[type, str, Callable[..., Any]]:
-    """Return the class of records, the name of the method that moves one, and one that leaves it where it is there."""
-    return _ResultMetric, "to", _moving(_ResultMetric.to)
+def moved_if_elsewhere() -> AbstractContextManager[None]:
+    """Leave a record in the context where it is, if all of it is on the device already."""
+    target = "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to"
+    return applied(target, _moving, once=True)
 
 
 def _moving(stock: Callable[..., Any]) -> Callable[..., Any]:

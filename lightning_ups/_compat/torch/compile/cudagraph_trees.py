@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Demand", "marked_steps", "recorded_on_demand", "recordings"]
+from lightning_ups._compat.patches import applied, why_not
+
+__all__ = ["Demand", "marked_steps", "recorded_on_demand", "recordings", "why_not_on_demand"]
 
 _TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
 _LAST_MARK = 0
@@ -84,15 +86,21 @@ class Demand:
         return self._parts_to_come >= 0
 
 
+_CUDAGRAPHIFY = "torch._inductor.compile_fx:cudagraphify"
+_NOTICE = "torch._inductor.output_code:maybe_handle_backward_generation"
+
+
+def why_not_on_demand() -> str | None:
+    """Return why this torch does not allow `recorded_on_demand`, or None."""
+    return why_not(_CUDAGRAPHIFY) or why_not(_NOTICE)
+
+
 @contextmanager
 def recorded_on_demand(demand: Demand) -> Iterator[None]:
     """Let inductor, which compiles for CUDA graphs in this context, record and replay them on ``demand`` alone.
 
     So one compilation serves both. Inductor would record in each call.
     """
-    from torch._inductor import compile_fx, output_code  # slow to import
-
-    make, notice = compile_fx.cudagraphify, output_code.maybe_handle_backward_generation
 
     def on_demand(make: Callable[..., Any]) -> Callable[..., Any]:
         def cudagraphify(model: Callable[..., Any], static_input_idxs: Sequence[int] = (), **options: Any) -> Any:
@@ -108,14 +116,12 @@ def recorded_on_demand(demand: Demand) -> Iterator[None]:
 
         return cudagraphify
 
-    compile_fx.cudagraphify = on_demand(make)
-    compile_fx.cudagraphify.on_demand = on_demand  # type: ignore[attr-defined]
-    # It expects that the forward is recorded when the backward is compiled. Here neither is without the other.
-    output_code.maybe_handle_backward_generation = lambda *_: None
-    try:
+    with (
+        applied(_CUDAGRAPHIFY, on_demand),
+        # It expects that the forward is recorded when the backward is compiled. Here neither is without the other.
+        applied(_NOTICE, lambda _: lambda *_, **__: None),
+    ):
         yield
-    finally:
-        compile_fx.cudagraphify, output_code.maybe_handle_backward_generation = make, notice
 
 
 def _aligned(model: Callable[..., Any], static: Sequence[int], mutated: Sequence[int]) -> Callable[..., Any]:

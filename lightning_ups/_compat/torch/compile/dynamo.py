@@ -18,19 +18,19 @@ import torch._dynamo as dynamo
 import torch._functorch.config as aot_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._dynamo import convert_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import innermost_fn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import nn_module
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager, CacheInfo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 from typing_extensions import override
+
+from lightning_ups._compat.patches import applied
 
 __all__ = [
     "Compilation",
@@ -277,7 +277,8 @@ def telling_guards_first() -> AbstractContextManager[None]:
     It has one for each graph that is there, and keeps that of the newest. Where a function is called by turns with
     inputs that need gradients and with others, the newest is the graph of the other turn, whose guard tells that only.
     """
-    return _wrapped(convert_frame, _GET_GUARDS, _sorted_by_what_they_tell, _TELLING)
+    target = "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons"
+    return applied(target, _sorted_by_what_they_tell, once=True)
 
 
 def comparing_forwards_by_function() -> AbstractContextManager[None]:
@@ -286,55 +287,26 @@ def comparing_forwards_by_function() -> AbstractContextManager[None]:
     It does so where that is a method, and takes any other callable for one of a kind: modules within equal blocks,
     whose forwards have one function and are bound to one module each, would have a graph for each block.
     """
-    return _wrapped(nn_module, _GUARD_FORWARD, _guarding_the_function, _COMPARING)
-
-
-_TELLING: list[None] = []  # an entry for each context that is open
-_COMPARING: list[None] = []
-
-
-@contextmanager
-def _wrapped(
-    place: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], contexts: list[None]
-) -> Iterator[None]:
-    """Let ``place`` have what ``wrap`` makes of its function ``name`` while any of ``contexts`` is open.
-
-    What ``wrap`` returns has the function as ``__wrapped__``. A torch that has no such function keeps that.
-    """
-    function: Callable[..., Any] | None = getattr(place, name, None)
-    if function is None:
-        yield
-        return
-    if not contexts:
-        setattr(place, name, wrap(function))
-    contexts.append(None)
-    try:
-        yield
-    finally:  # of two runs the first may end first
-        contexts.pop()
-        if not contexts:
-            setattr(place, name, getattr(place, name).__wrapped__)
+    target = "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching"
+    return applied(target, _guarding_the_function, once=True)
 
 
 def _guarding_the_function(guard: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(guard)
-    def guard_the_function(source: Any, module: torch.nn.Module) -> None:
+    def guard_the_function(source: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         forward = vars(module).get("forward")
         if (
             source is None
             or type(forward) is MethodType
             or not isinstance(getattr(forward, "__func__", None), FunctionType)
         ):
-            guard(source, module)
+            guard(source, module, *args, **kwargs)
             return
         place = AttrSource(source, "forward")
         install_guard(place.make_guard(GuardBuilder.TYPE_MATCH))
         install_guard(AttrSource(place, "__func__").make_guard(GuardBuilder.CLOSURE_MATCH))
 
     return guard_the_function
-
-
-_GUARD_FORWARD = "guard_to_detect_forward_monkeypatching"
 
 
 def _sorted_by_what_they_tell(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,9 +317,6 @@ def _sorted_by_what_they_tell(get: Callable[..., Any]) -> Callable[..., Any]:
         return sorted(guards, key=_tells_little) if known else guards
 
     return get_sorted
-
-
-_GET_GUARDS = "get_and_maybe_log_recompilation_reasons"
 
 
 def _without_graph(guard: str) -> str:

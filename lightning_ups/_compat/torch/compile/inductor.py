@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.compile import graph_nodes
 
 __all__ = [
@@ -58,27 +59,19 @@ def even_splits() -> Iterator[None]:
     By itself inductor splits by the device alone: 2**27 elements become 528 pieces of 254201. Each element of such a
     piece is loaded by itself, and asked first whether it is there.
     """
-    from torch._inductor.choices import InductorChoices
-
-    kind: Any = InductorChoices
-    plain = vars(kind).get("reduction_split_factor")
-    if plain is None:
+    with applied("torch._inductor.choices:InductorChoices.reduction_split_factor", _splitting_evenly, once=True):
         yield
-        return
-    parameters = inspect.signature(kind.reduction_split_factor)
 
-    def even(*args: Any, **kwargs: Any) -> int:
+
+def _splitting_evenly(split: Callable[..., int]) -> Callable[..., int]:
+    parameters = inspect.signature(split)
+
+    def reduction_split_factor(*args: Any, **kwargs: Any) -> int:
         call = parameters.bind(*args, **kwargs).arguments
-        found = function(*args, **kwargs)
+        found = split(*args, **kwargs)
         return _evenly(found, call["reduction_numel_hint"]) if call["inner_reduction"] else found
 
-    # A static method until torch 2.13.
-    function = plain.__func__ if isinstance(plain, staticmethod) else plain
-    kind.reduction_split_factor = staticmethod(even) if isinstance(plain, staticmethod) else even
-    try:
-        yield
-    finally:
-        kind.reduction_split_factor = plain
+    return reduction_split_factor
 
 
 def _evenly(splits: int, size: int) -> int:

@@ -8,13 +8,13 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from lightning_ups._compat.optional.triton import launching_on
+from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.compile.inductor import graph_pass
 
 __all__ = ["Launch", "Operator", "launch_directly", "launched_by_graphs"]
@@ -82,26 +82,26 @@ def _analysed_once() -> Iterator[None]:
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
-    # The first in torch 2.13, which also finds what is read; the second in torch 2.11.
+    # The first also finds what is read.
     names = ("identify_accessed_tensors", "identify_mutated_tensors")
-    name = next((name for name in names if hasattr(triton_kernel_wrap, name)), None)
-    if name is None:
+    name = next((name for name in names if hasattr(triton_kernel_wrap, name)), names[0])
+    with applied(f"torch._higher_order_ops.triton_kernel_wrap:{name}", _remembering, once=True):
         yield
-        return
-    plain = getattr(triton_kernel_wrap, name)
+
+
+def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
     found: dict[Any, Any] = {}
 
-    def analysed(kernel: Any, arguments: dict[str, Any], descriptors: Any) -> Any:
+    def analysed(kernel: Any, arguments: dict[str, Any], *rest: Any, **options: Any) -> Any:
         kinds = {name: _kind(value) for name, value in arguments.items()}
-        if descriptors or None in kinds.values():
-            return plain(kernel, arguments, descriptors)
+        if any(rest) or any(options.values()) or None in kinds.values():  # descriptors, or what is not known here
+            return analyse(kernel, arguments, *rest, **options)
         key = kernel, *kinds.items()
         if key not in found:
-            found[key] = plain(kernel, arguments, descriptors)
+            found[key] = analyse(kernel, arguments, *rest, **options)
         return found[key]
 
-    with patch.object(triton_kernel_wrap, name, analysed):
-        yield
+    return analysed
 
 
 def _kind(value: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from lightning_ups._compat.optional.packages import has
+from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.compile import graph_nodes, partitioner, reduce_input
 from lightning_ups._compat.torch.compile.inductor import known_by, passes_in
 from lightning_ups._compat.torch.compile.reduce_input import cast_where_copied
@@ -215,16 +216,12 @@ def _after(node: fx.Node) -> list[fx.Node]:
 @contextmanager
 def _without_estimates() -> Iterator[None]:
     # Since torch 2.13 the pass asks triton for the bandwidth of the device, which its plan does not need.
-    estimation: Any = importlib.import_module("torch.utils._runtime_estimation")
+    estimation = importlib.import_module("torch.utils._runtime_estimation")
     if (has("triton") and torch.cuda.is_available()) or not hasattr(estimation, "get_gpu_dram_gbps"):
         yield
         return
-    before = estimation.get_gpu_dram_gbps
-    estimation.get_gpu_dram_gbps = lambda: 1
-    try:
+    with applied("torch.utils._runtime_estimation:get_gpu_dram_gbps", lambda _: lambda: 1, once=True):
         yield
-    finally:
-        estimation.get_gpu_dram_gbps = before
 
 
 _TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
@@ -233,21 +230,20 @@ _TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
 @contextmanager
 def _gathering_types_together() -> Iterator[None]:
     """Let one gather be of bfloat16 and float32 tensors, as autocast needs both; torch's pass can, and does not."""
-    module: Any = importlib.import_module("torch._inductor.fx_passes.overlap_manual_scheduling")
-    name = next((name for name in ("get_full_bucket_key", "bucket_key") if hasattr(module, name)), None)
-    if name is None:
+    module = "torch._inductor.fx_passes.overlap_manual_scheduling"
+    names = ("get_full_bucket_key", "bucket_key")
+    name = next((name for name in names if hasattr(importlib.import_module(module), name)), names[0])
+    with applied(f"{module}:{name}", _of_any_type, once=True):
         yield
-        return
-    before = getattr(module, name)
 
-    def key(node: fx.Node, *mode: Any) -> Any:
-        return before(node, "custom_ops_multidtype") if _may_be_any_type(node) else before(node, *mode)
 
-    setattr(module, name, key)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+def _of_any_type(key_of: Callable[..., Any]) -> Callable[..., Any]:
+    def key(node: fx.Node, *mode: Any, **options: Any) -> Any:
+        if _may_be_any_type(node):
+            return key_of(node, "custom_ops_multidtype")
+        return key_of(node, *mode, **options)
+
+    return key
 
 
 def _may_be_any_type(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.log_levels import only_errors
 from lightning_ups._compat.torch.tensors.autograd import outside_modes, saves_seen_by
 
 __all__ = ["gradients_apart", "heeds_memory_budget", "random_numbers_kept", "random_states_in_place"]
 
 _NOTHING = 1e-9  # what is less keeps nothing
-_KEEPING: list[Any] = []  # what was in place of ours, once for each context that is open
 
 
 @cache
@@ -64,24 +64,17 @@ def gradients_apart() -> Iterator[None]:
     is what is returned, gives the memory of what it waits for: two parameters would have one gradient, which is added
     to, or clipped, for each of them. Inductor's passes, in turn, know one wait for each collective.
     """
-    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
 
-    original = getattr(partitioners, "fx_graph_cse", None)
-    if original is None:
-        yield  # another torch, which may leave equal nodes alone
-        return
+    def waiting_once(original: Callable[..., fx.Graph]) -> Callable[..., fx.Graph]:
+        def fx_graph_cse(*args: Any, **kwargs: Any) -> fx.Graph:
+            merged = original(*args, **kwargs)
+            _wait_once(merged)
+            return merged
 
-    def fx_graph_cse(*args: Any, **kwargs: Any) -> fx.Graph:
-        merged = original(*args, **kwargs)
-        _wait_once(merged)
-        return merged
+        return fx_graph_cse
 
-    module: Any = partitioners
-    module.fx_graph_cse = fx_graph_cse
-    try:
+    with applied("torch._functorch.partitioners:fx_graph_cse", waiting_once, once=True):
         yield
-    finally:
-        module.fx_graph_cse = original
 
 
 def _wait_once(graph: fx.Graph) -> None:
@@ -103,32 +96,30 @@ def random_states_in_place() -> Iterator[None]:
     """
     from torch._functorch import partitioners  # slow to import, and nothing that --help needs
 
-    original = getattr(partitioners, "functionalize_rng_ops", None)
     is_opaque = getattr(partitioners, "is_opaque_node", None)
-    if original is None or is_opaque is None or "num_sym_nodes" not in inspect.signature(original).parameters:
-        yield  # another torch, whose own order may be right
+    if is_opaque is None:
+        yield
         return
 
-    parameters = inspect.signature(original)
+    def in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(original)
 
-    def functionalize_rng_ops(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        call = parameters.bind(*args, **kwargs)
-        placeholders = call.arguments["bw_module"].graph.find_nodes(op="placeholder")
-        opaque = [p for p in placeholders if "tangent" not in p.name and is_opaque(p)]
-        call.arguments["num_sym_nodes"] += len(opaque)
-        forward, backward = original(*call.args, **call.kwargs)
-        for state in backward.graph.find_nodes(op="placeholder") if opaque else ():
-            if state.name.startswith("rng_state_output"):
-                opaque[0].prepend(state)
-        backward.recompile()
-        return forward, backward
+        def functionalize_rng_ops(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            call = parameters.bind(*args, **kwargs)
+            placeholders = call.arguments["bw_module"].graph.find_nodes(op="placeholder")
+            opaque = [p for p in placeholders if "tangent" not in p.name and is_opaque(p)]
+            call.arguments["num_sym_nodes"] += len(opaque)
+            forward, backward = original(*call.args, **call.kwargs)
+            for state in backward.graph.find_nodes(op="placeholder") if opaque else ():
+                if state.name.startswith("rng_state_output"):
+                    opaque[0].prepend(state)
+            backward.recompile()
+            return forward, backward
 
-    module: Any = partitioners
-    module.functionalize_rng_ops = functionalize_rng_ops
-    try:
+        return functionalize_rng_ops
+
+    with applied("torch._functorch.partitioners:functionalize_rng_ops", in_place, once=True):
         yield
-    finally:
-        module.functionalize_rng_ops = original
 
 
 @contextmanager
@@ -140,38 +131,31 @@ def random_numbers_kept() -> Iterator[None]:
     Contexts may be closed in any order. A graph is refused, with a RuntimeError while it compiles, if a region in it
     that compiles for itself draws.
     """
-    from torch._functorch import partitioners  # slow to import, and nothing that --help needs
-
-    module: Any = partitioners
-    if not _KEEPING:
-        original = module.choose_saved_values_set
-
-        @wraps(original)
-        def choose_saved_values_set(
-            graph: fx.Graph, node_info: Any, memory_budget: float = 1, *args: Any, **kwargs: Any
-        ) -> list[fx.Node]:
-            random = [node for node in graph.nodes if node_info.is_required_fw(node) and _draws(node)]
-            random = [node for node in random if "recompute" not in node.meta]  # the user's own marks
-            for node in random:
-                _refuse_region(node, memory_budget)
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            if memory_budget < _NOTHING:
-                # Torch goes by no mark then.
-                return list(dict.fromkeys([*node_info.inputs, *(leaf for node in random for leaf in _leaves(node))]))
-            saved = original(graph, node_info, memory_budget, *args, **kwargs)
-            # A cut goes through the parts of a result of many; where there is no choice torch names the whole of it.
-            return list(dict.fromkeys(part for node in saved for part in (_leaves(node) if node in random else [node])))
-
-        module.choose_saved_values_set = choose_saved_values_set
-        _KEEPING.append(original)
-    else:
-        _KEEPING.append(_KEEPING[0])
-    try:
+    with applied("torch._functorch.partitioners:choose_saved_values_set", _keeping_random_numbers, once=True):
         yield
-    finally:
-        original = _KEEPING.pop()
-        if not _KEEPING:
-            module.choose_saved_values_set = original
+
+
+def _keeping_random_numbers(original: Callable[..., list[fx.Node]]) -> Callable[..., list[fx.Node]]:
+    parameters = inspect.signature(original)
+
+    @wraps(original)
+    def choose_saved_values_set(graph: fx.Graph, *args: Any, **kwargs: Any) -> list[fx.Node]:
+        call = parameters.bind(graph, *args, **kwargs)
+        call.apply_defaults()
+        node_info, memory_budget = call.arguments["node_info"], call.arguments["memory_budget"]
+        random = [node for node in graph.nodes if node_info.is_required_fw(node) and _draws(node)]
+        random = [node for node in random if "recompute" not in node.meta]  # the user's own marks
+        for node in random:
+            _refuse_region(node, memory_budget)
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if memory_budget < _NOTHING:
+            # Torch goes by no mark then.
+            return list(dict.fromkeys([*node_info.inputs, *(leaf for node in random for leaf in _leaves(node))]))
+        saved = original(*call.args, **call.kwargs)
+        # A cut goes through the parts of a result of many; where there is no choice torch names the whole of it.
+        return list(dict.fromkeys(part for node in saved for part in (_leaves(node) if node in random else [node])))
+
+    return choose_saved_values_set
 
 
 def _draws(node: fx.Node) -> bool:

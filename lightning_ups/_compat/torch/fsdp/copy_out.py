@@ -9,37 +9,42 @@ parameters are kept from forward to backward the mark is that of the step before
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from lightning_ups._compat.patches import applied
 
 __all__ = ["copying_beside"]
 
+_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _FREES = ("_to_sharded", "_to_sharded_post_forward")
 
 
 @contextmanager
 def copying_beside() -> Iterator[None]:
     """Copy on GPUs in a stream of its own while the context is open."""
-    group: Any = _fsdp_param_group.FSDPParamGroup
-    before = _fsdp_param_group.foreach_all_gather_copy_out
-    if isinstance(before, _Beside):  # a context within a context
+    beside: list[_Beside] = []
+
+    def copying(copy: Callable[..., None]) -> Callable[..., None]:
+        beside[:] = [_Beside(copy)]
+        return beside[0].__call__
+
+    def marking(free: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(free)
+        def free_and_mark(group: Any) -> None:
+            free(group)
+            beside[0].mark_freed(group.device)
+
+        return free_and_mark
+
+    with ExitStack() as stack:
+        stack.enter_context(applied(f"{_MODULE}:foreach_all_gather_copy_out", copying, once=True))
+        for name in _FREES:
+            stack.enter_context(applied(f"{_MODULE}:FSDPParamGroup.{name}", marking, once=True))
         yield
-        return
-    frees = {name: getattr(group, name) for name in _FREES}
-    beside = _Beside(before)
-    _fsdp_param_group.foreach_all_gather_copy_out = beside  # type: ignore[assignment]
-    for name, free in frees.items():
-        setattr(group, name, _marked(free, beside))
-    try:
-        yield
-    finally:
-        _fsdp_param_group.foreach_all_gather_copy_out = before
-        for name, free in frees.items():
-            setattr(group, name, free)
 
 
 class _Beside:
@@ -70,12 +75,3 @@ class _Beside:
         """Let no later copy begin before what is in the computing stream now is done."""
         if device in self._streams:
             self._freed[device] = torch.cuda.current_stream(device).record_event()
-
-
-def _marked(free: Callable[[Any], None], beside: _Beside) -> Callable[[Any], None]:
-    @wraps(free)
-    def free_and_mark(group: Any) -> None:
-        free(group)
-        beside.mark_freed(group.device)
-
-    return free_and_mark

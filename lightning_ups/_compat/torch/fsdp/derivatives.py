@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_ups._compat.patches import GROUP, STATE, installed
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
 
 __all__ = ["keep_for_derivatives"]
@@ -28,14 +29,20 @@ def keep_for_derivatives(states: Sequence[Any], groups: Sequence[Any]) -> Callab
     """
     kept = _Kept(groups)
     for state in states:
-        state._pre_backward = hidden_from_dynamo(partial(kept.begin, state._pre_backward))
-        state._root_post_backward_final_callback = hidden_from_dynamo(
-            partial(kept.end, state._root_post_backward_final_callback, state._state_ctx)
+        _install(f"{STATE}._pre_backward", state, lambda stock: partial(kept.begin, stock))
+        _install(
+            f"{STATE}._root_post_backward_final_callback",
+            state,
+            lambda stock, context=state._state_ctx: partial(kept.end, stock, context),
         )
     for group in groups:
         for name in ("reshard", "post_backward"):
-            setattr(group, name, hidden_from_dynamo(partial(kept.unless_on, getattr(group, name))))
+            _install(f"{GROUP}.{name}", group, lambda stock: partial(kept.unless_on, stock))
     return kept.stop
+
+
+def _install(target: str, owner: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    installed(target, owner, lambda stock: hidden_from_dynamo(make(stock)))
 
 
 class _Kept:

@@ -1,7 +1,11 @@
 """Letting Hugging Face models initialise themselves on the meta device, where they would skip it."""
 
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+
+from lightning_ups._compat.patches import applied
 
 __all__ = ["InitialisingOnMeta"]
 
@@ -13,28 +17,27 @@ class InitialisingOnMeta:
     """
 
     def __init__(self) -> None:
-        self._kind: Any = None
-        self._original: Any = None
+        self._undo: ExitStack | None = None
 
     def ensure(self) -> None:
         """Begin, if ``transformers`` is there by now."""
-        if self._kind is not None or (modeling := sys.modules.get("transformers.modeling_utils")) is None:
-            return
-        kind = getattr(modeling, "PreTrainedModel", None)
-        if kind is None:  # it is being imported
-            return
-        original = kind.init_weights
-
-        def init_weights(model: Any) -> None:
-            if hasattr(model, "initialize_weights"):
-                model.initialize_weights()
-            original(model)  # on meta it only ties
-
-        self._kind, self._original = kind, original
-        kind.init_weights = init_weights
+        if self._undo is not None or not hasattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel"):
+            return  # not imported, or half of it
+        self._undo = ExitStack()
+        target = "transformers.modeling_utils:PreTrainedModel.init_weights"
+        self._undo.enter_context(applied(target, _initializing, once=True))
 
     def end(self) -> None:
         """Put back what was there."""
-        if self._kind is not None:
-            self._kind.init_weights = self._original
-            self._kind = None
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
+
+
+def _initializing(stock: Callable[..., None]) -> Callable[..., None]:
+    def init_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+        if hasattr(model, "initialize_weights"):
+            model.initialize_weights()
+        stock(model, *args, **kwargs)  # on meta it only ties
+
+    return init_weights

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_ups._compat.patches import STATE, installed
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
 
 __all__ = ["find_in_objects"]
@@ -18,7 +19,8 @@ _DEPTH = 4  # a graph of PyTorch Geometric keeps its tensors in a mapping of a s
 
 def find_in_objects(state: Any) -> None:
     """Let ``state`` gather for the backward of tensors that its module returns as attributes of objects, too."""
-    state._register_pre_backward_hook = hidden_from_dynamo(partial(_register, state, state._register_pre_backward_hook))
+    target = f"{STATE}._register_pre_backward_hook"
+    installed(target, state, lambda stock: hidden_from_dynamo(partial(_register, state, stock)))
 
 
 def _register(state: Any, register: Callable[[Any], Any], output: Any) -> Any:

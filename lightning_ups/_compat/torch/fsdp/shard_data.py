@@ -1,7 +1,7 @@
 """Writing to a shard in ways which torch takes and forgets: to its data, and by index."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.tensors.tensors import count_writes, whole_of
 
 __all__ = ["check_kept", "shard_data_written"]
@@ -24,18 +25,13 @@ def shard_data_written() -> Iterator[None]:
     and nothing is said. And what an index asks for along a dimension that is split it gathers, and writes to the copy.
     Where that is done without an assignment, as by ``shard[0].zero_()``, `check_kept` says so.
     """
-    kind: Any = DTensor
     own = {"data": property(_get, _set), "__getitem__": _get_item, "__setitem__": _set_item}
-    missing = [name for name in own if name not in vars(kind)]  # else an outer context, or a torch that does it
-    for name in missing:
-        setattr(kind, name, own[name])
-    try:
+    with ExitStack() as stack:
+        stack.callback(_gathered.clear)
+        for name, replacement in own.items():
+            target = f"torch.distributed.tensor:DTensor.{name}"
+            stack.enter_context(applied(target, lambda _, new=replacement: new, once=True))
         yield
-    finally:
-        for name in missing:
-            delattr(kind, name)
-        if missing:
-            _gathered.clear()
 
 
 def check_kept() -> None:

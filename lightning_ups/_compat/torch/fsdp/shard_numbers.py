@@ -1,30 +1,34 @@
 """Numbers that are found of sharded tensors, such as the norm of a gradient, where Lightning takes them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import grads
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.tensors.tensors import whole_of
 
 __all__ = ["taken_whole"]
 
 
-def taken_whole() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield the owner and the name of what takes numbers in Lightning, and one that takes those of shards, too.
+@contextmanager
+def taken_whole() -> Iterator[None]:
+    """Let Lightning take numbers of shards, too, while the context is open.
 
     `LightningModule.log` would keep a ``DTensor``, which `EarlyStopping` cannot print and a checkpoint cannot hold, and
     `lightning.pytorch.utilities.grad_norm` makes one tensor of all norms, which torch cannot do with these.
     """
-    name = "_LightningModule__to_tensor"
-    yield LightningModule, name, _logging(getattr(LightningModule, name))
-    yield grads, "torch", _Torch()  # pyright: ignore[reportReturnType]
+    with (
+        applied("lightning.pytorch:LightningModule._LightningModule__to_tensor", _logging),
+        applied("lightning.pytorch.utilities.grads:torch", lambda _: _Torch()),
+    ):
+        yield
 
 
 def _logging(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor, _chunk_with_empty
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
+from lightning_ups._compat.patches import FSDP, GROUP, PARAM, STATE, applied, installed
 from lightning_ups._compat.torch.fsdp.derivatives import keep_for_derivatives
 from lightning_ups._compat.torch.fsdp.outputs import find_in_objects
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, unseen_by_selection
@@ -111,14 +111,16 @@ def initialise(root: FSDPModule) -> None:
     context: Any = root._get_fsdp_state()._state_ctx
     context.note_reduced, context.on_any, context.puts_off = None, None, False
     for state in states:
-        state._root_post_backward_final_callback = partial(_end_backward, root, state, context)
+        end = partial(_end_backward, root, state, context)
+        installed(f"{STATE}._root_post_backward_final_callback", state, lambda _, end=end: end)
         _gather_unseen(state)
         find_in_objects(state)
         for group in _groups(state):
             _type_of_frozen(group)
             _reduce_rightly(group, context)
             for held in group.fsdp_params:
-                held.to_accumulated_grad_if_needed = partial(_accumulate_if_gathered, held)
+                accumulate = partial(_accumulate_if_gathered, held)
+                installed(f"{PARAM}.to_accumulated_grad_if_needed", held, lambda _, new=accumulate: new)
     context.stop_keeping = keep_for_derivatives(states, [group for state in states for group in _groups(state)])
 
 
@@ -174,7 +176,7 @@ def _reduce_rightly(group: Any, context: Any) -> None:
         for held in none_yet:
             held.sharded_param.grad = None
 
-    group.post_backward = _untraced(post_backward)
+    installed(f"{GROUP}.post_backward", group, lambda _: _untraced(post_backward))
 
 
 def _keep_whole(group: Any) -> None:
@@ -293,7 +295,9 @@ def carry_over(root: FSDPModule, originals: Mapping[Tensor, nn.Parameter]) -> No
             _copy_attributes(original, held.sharded_param)
             if hooks := gradient_hooks(original):
                 held.hang_hooks = partial(_hang_hooks, held, hooks)
-                held.to_unsharded = partial(_gather_with_hooks, held, held.to_unsharded)
+                installed(
+                    f"{PARAM}.to_unsharded", held, lambda stock, held=held: partial(_gather_with_hooks, held, stock)
+                )
 
 
 def gather_in(root: FSDPModule, shards: Container[Tensor], *, dtype: torch.dtype) -> None:
@@ -303,8 +307,8 @@ def gather_in(root: FSDPModule, shards: Container[Tensor], *, dtype: torch.dtype
     """
     for held in _before_first_forward(root):
         if held.sharded_param in shards:
-            held.init_dtype_attrs = partial(_init_types, held, dtype)
-            held.init_unsharded_param = partial(_init_gathered, held)
+            installed(f"{PARAM}.init_dtype_attrs", held, lambda _, held=held: partial(_init_types, held, dtype))
+            installed(f"{PARAM}.init_unsharded_param", held, lambda _, held=held: partial(_init_gathered, held))
 
 
 def gathered_type(module: FSDPModule) -> dict[Tensor, torch.dtype]:
@@ -481,9 +485,6 @@ def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tenso
                 yield state._modules[0], held.sharded_param, gathered, held._param_fqn or "", held
 
 
-_PUTTING: list[Callable[[list[Tensor], Tensor, int], bool]] = []
-
-
 @contextmanager
 def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterator[None]:
     """Let ``by`` put the gradients of a group together for their reduction while the context is open.
@@ -491,25 +492,18 @@ def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterato
     It is given the gradients, the memory for them, and the number of ranks; where it returns False, and has written
     nothing, torch does it.
     """
-    _PUTTING.append(by)
-    if not isinstance(_fsdp_collectives.foreach_reduce_scatter_copy_in, _Asks):
-        _fsdp_collectives.foreach_reduce_scatter_copy_in = _Asks(_fsdp_collectives.foreach_reduce_scatter_copy_in)
-    try:
+
+    def asking(copy_in: Callable[..., None]) -> Callable[..., None]:
+        def foreach_reduce_scatter_copy_in(
+            unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int, *args: Any, **kwargs: Any
+        ) -> None:
+            if not by(unsharded_grads, reduce_scatter_input, world_size):
+                copy_in(unsharded_grads, reduce_scatter_input, world_size, *args, **kwargs)
+
+        return foreach_reduce_scatter_copy_in
+
+    with applied(f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in", asking):
         yield
-    finally:
-        _PUTTING.remove(by)
-        asks = _fsdp_collectives.foreach_reduce_scatter_copy_in
-        if not _PUTTING and isinstance(asks, _Asks):
-            _fsdp_collectives.foreach_reduce_scatter_copy_in = asks.before
-
-
-class _Asks:
-    def __init__(self, before: Callable[..., None]) -> None:
-        self.before = before
-
-    def __call__(self, unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-        if not (_PUTTING and _PUTTING[-1](unsharded_grads, reduce_scatter_input, world_size)):
-            self.before(unsharded_grads, reduce_scatter_input, world_size)
 
 
 def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
@@ -564,7 +558,8 @@ def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> 
     group.fsdp_params.remove(handle)
     if not group.fsdp_params:
         _groups(state).remove(group)
-        group.unshard = _nothing_to_gather  # it may have run already, and backward gathers ahead what has
+        # It may have run already, and backward gathers ahead what has.
+        installed(f"{GROUP}.unshard", group, lambda _: _nothing_to_gather)
     if group.is_unsharded is False:
         alone = _empty_group(root, like=group)
         if group.is_sharded_post_forward:

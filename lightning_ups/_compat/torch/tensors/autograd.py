@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
+from lightning_ups._compat.patches import applied
+
 __all__ = [
     "activation_memory_budget",
     "changing_function_inputs",
@@ -60,21 +62,18 @@ def changing_function_inputs(change: Callable[[Any], Any]) -> Iterator[None]:
 
     Functions of torch.distributed, such as those of a DTensor's methods, keep their inputs.
     """
-    kind: Any = torch.autograd.Function
-    before = vars(kind)["apply"]
 
-    @wraps(kind.apply)
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        applied = before.__get__(None, cls)  # a method of Python's, or since torch 2.14 one of C++
-        if cls.__module__.startswith("torch.distributed."):
-            return applied(*args, **kwargs)
-        return applied(*change(args), **change(kwargs))
+    def changing(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stock)
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls.__module__.startswith("torch.distributed."):
+                return stock(cls, *args, **kwargs)
+            return stock(cls, *change(args), **change(kwargs))
 
-    kind.apply = classmethod(apply)
-    try:
+        return apply
+
+    with applied("torch.autograd:Function.apply", changing):
         yield
-    finally:
-        kind.apply = before
 
 
 @cache

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups._compat.lightning.logging.logged_numbers import _Filling, without_waiting
 from lightning_ups.callbacks import AccelerationFlags
-from lightning_ups.transforms.patching import instead_of
 from tests.late_device import put_in_place
 from tests.toys import Net, loader
 
@@ -121,9 +120,8 @@ def test_nobody_waits_for_a_gpu():
     log = LightningModule._LightningModule__to_tensor
     log(module, 3.0, "warm")
     run = Trainer(callbacks=[monitor], logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    places = [instead_of(*place) for place in without_waiting(run)]
-    for place in places:
-        place.__enter__()
+    place = without_waiting(run)
+    place.__enter__()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -132,6 +130,5 @@ def test_nobody_waits_for_a_gpu():
             log(module, 0.1, "plain")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        for place in places:
-            place.__exit__(None, None, None)
+        place.__exit__(None, None, None)
     assert [value.item() for value in kept] == [torch.tensor(0.1).item(), torch.tensor(1e-3).item()]

@@ -9,7 +9,6 @@ from torchmetrics import MeanMetric
 
 from lightning_ups._compat.lightning.logging.logged_values import moved_if_elsewhere
 from lightning_ups.callbacks import AccelerationFlags
-from lightning_ups.transforms.patching import instead_of
 from tests.toys import Net, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -79,7 +78,7 @@ def test_a_record_is_walked_through_once_and_not_at_each_step(tmp_path, monkeypa
 
 
 def test_what_is_elsewhere_is_moved_as_before():
-    with instead_of(*moved_if_elsewhere()):
+    with moved_if_elsewhere():
         results = _ResultCollection(training=True)
         results.log("training_step", "a", torch.tensor(2.0), on_step=True, on_epoch=True, batch_size=3)
         (record,) = results.values()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import convert_frame  # noqa: TID251
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ups._compat.torch.compile import dynamo
@@ -131,11 +132,6 @@ def test_what_was_compiled_is_known_with_its_guards_and_breaks():
     assert not first.hit_limit
 
 
-@pytest.fixture(autouse=True)
-def nobody_tells_yet(monkeypatch):
-    monkeypatch.setattr(dynamo, "_TELLING", [])
-
-
 def test_of_several_guards_that_is_known_which_tells_most():
     def f(x, style):
         return x.sin() if style == "a" else x.cos()
@@ -154,20 +150,6 @@ def test_of_several_guards_that_is_known_which_tells_most():
         assert guard("b", gradients=True) == "style == 'a'"
 
 
-def test_guards_are_dynamos_again_once_the_last_context_is_left(monkeypatch):
-    def get():
-        return []
-
-    monkeypatch.setattr(dynamo.convert_frame, dynamo._GET_GUARDS, get)
-    one, other = dynamo.telling_guards_first(), dynamo.telling_guards_first()
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)  # not the last that was opened
-    assert getattr(dynamo.convert_frame, dynamo._GET_GUARDS) is not get
-    other.__exit__(None, None, None)
-    assert getattr(dynamo.convert_frame, dynamo._GET_GUARDS) is get
-
-
 def test_a_frozen_parameter_is_told_before_an_input_that_needs_gradients_or_a_switch(monkeypatch):
     training, frozen, needs = (
         "0/3: self.training == True           # if self.training:",
@@ -175,20 +157,9 @@ def test_a_frozen_parameter_is_told_before_an_input_that_needs_gradients_or_a_sw
         "0/2: tensor 'args[0]' requires_grad mismatch. expected requires_grad=0",
     )
     name = "get_and_maybe_log_recompilation_reasons"
-    monkeypatch.setattr(dynamo.convert_frame, name, lambda *guards, **_: list(guards))
+    monkeypatch.setattr(convert_frame, name, lambda *guards, **_: list(guards))
     with dynamo.telling_guards_first():
-        assert getattr(dynamo.convert_frame, name)(needs, training, frozen) == [frozen, training, needs]
-
-
-def test_without_the_reasons_dynamo_is_left_alone(monkeypatch):
-    name = "get_and_maybe_log_recompilation_reasons"
-    monkeypatch.setattr(dynamo.convert_frame, name, before := lambda *_, **__: None)
-    with dynamo.telling_guards_first():
-        assert getattr(dynamo.convert_frame, name)() is None
-    assert getattr(dynamo.convert_frame, name) is before
-    monkeypatch.delattr(dynamo.convert_frame, name)
-    with dynamo.telling_guards_first():
-        assert not hasattr(dynamo.convert_frame, name)
+        assert getattr(convert_frame, name)(needs, training, frozen) == [frozen, training, needs]
 
 
 @pytest.mark.parametrize(
