@@ -1,19 +1,16 @@
 """The world that a run is in: versions, processors, GPUs, environment variables, the user's working tree.
 
-Nothing here changes a run: no random number is drawn, no package is imported that torch does not import, and only
-``gpus`` and ``gpu_states`` initialise CUDA.
+Nothing here changes a run: no random number is drawn, no package but NVML's is imported that torch does not import, and
+only ``gpus`` initialises CUDA.
 """
 
-import importlib
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,16 +18,15 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 
+from lightning_ups._compat.optional.nvml import driver_version
+
 __all__ = [
     "PACKAGES",
-    "GpuState",
-    "gpu_states",
     "gpus",
     "graphs_made",
     "host",
     "installed",
     "relevant_variables",
-    "slowed_by",
     "usable_cores",
     "versions",
     "without_secrets",
@@ -69,7 +65,7 @@ def versions() -> dict[str, str]:
             found["cudnn"] = _dotted(cudnn.getVersionInt())
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if driver := _driver():
+    if driver := driver_version():
         found["driver"] = driver
     return found
 
@@ -131,91 +127,6 @@ def gpus() -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-GpuState = dict[str, Any]
-
-_SLOWED = {  # NVML's bits; the others mean idle, or that the user asked for it
-    0x04: "power limit",
-    0x08: "hardware slowdown",
-    0x20: "too hot",
-    0x40: "too hot (hardware)",
-    0x80: "power brake",
-}
-
-
-def gpu_states() -> list[GpuState] | None:
-    """Return what NVML says of each visible GPU: power limit, clocks, what slows it, NVLinks. None without NVML.
-
-    It belongs to the package ``nvidia-ml-py``, which torch does not require.
-    """
-    with _nvml() as nvml:
-        if nvml is None:
-            return None
-        return [_gpu_state(nvml, index) for index in range(torch.cuda.device_count())]
-
-
-def _gpu_state(nvml: Any, index: int) -> GpuState:
-    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-    state: GpuState = {"index": index}
-    with suppress(nvml.NVMLError):
-        # By its identity: NVML counts the machine's GPUs, torch the visible ones.
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else nvml.nvmlDeviceGetHandleByIndex(index)
-        reasons = {
-            "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-            "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-            "max_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
-            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            "slowed_by": lambda: slowed_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-            "nvlinks": lambda: _nvlinks(nvml, handle),
-        }
-        for name, read in reasons.items():
-            with suppress(nvml.NVMLError, AttributeError):  # names change between versions
-                state[name] = read()
-    return state
-
-
-def slowed_by(bits: int) -> list[str]:
-    """Return what slows a GPU, of NVML's ``bits``, in words."""
-    return [reason for bit, reason in _SLOWED.items() if bits & bit]
-
-
-def _nvlinks(nvml: Any, handle: Any) -> int:
-    active = 0
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            active += nvml.nvmlDeviceGetNvLinkState(handle, link)
-        except nvml.NVMLError:
-            break
-    return active
-
-
-def _driver() -> str | None:
-    with _nvml() as nvml:
-        if nvml is None:
-            return None
-        number = nvml.nvmlSystemGetDriverVersion()
-        return number.decode() if isinstance(number, bytes) else number
-
-
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an older package of the same module name says that it is deprecated
-            nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        yield None
-        return
-    try:
-        nvml.nvmlInit()
-    except (OSError, nvml.NVMLError):  # no driver, or none that fits
-        yield None
-        return
-    try:
-        yield nvml
-    finally:
-        nvml.nvmlShutdown()
 
 
 _RELEVANT = re.compile(

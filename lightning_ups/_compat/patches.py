@@ -56,7 +56,7 @@ class Patch(NamedTuple):
 
     Args:
         purpose: A key of ``PURPOSES``.
-        test: The test that fails without it.
+        test: The name of the test that fails without it.
         reads: Parameters that the replacement looks at.
         only_speed: Whether results are the same without it.
         versions: Those of the package that have the attribute, if not all that are supported do.
@@ -99,179 +99,194 @@ PARAM = f"{FSDP}_fsdp_param:FSDPParam"
 _DTENSOR = "torch.distributed.tensor:DTensor"
 _CONNECTORS = "lightning.pytorch.trainer.connectors."
 _WORKERS = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
-_COMPILE, _SHARDED, _LIGHTNING = (
-    f"tests/_compat/{room}/test_" for room in ("torch/compile", "torch/fsdp", "lightning")
-)
-_LIGHTNING_ROOM = "tests/_compat/lightning/"
-_LAUNCHES = f"{_COMPILE}launches.py::test_kernels_are_parsed_once_for_each_kind_of_launch_and_graphs_are_the_same"
-_GROUPING = f"{_COMPILE}overlap.py::test_a_block_gathers_once_and_reduces_once_in_each_direction"
-_REPLAYS = f"{_COMPILE}cudagraph_trees.py::test_one_compilation_by_inductor_is_launched_and_replayed"
-_COPIES = f"{_SHARDED}copy_out.py::test_a_copy_waits_for_what_was_freed_and_computing_for_the_copy"
-_DERIVATIVES = (
-    f"{_SHARDED}derivatives.py::test_one_that_makes_a_graph_keeps_what_is_gathered_until_that_of_the_loss_ends"
-)
-_REHOMED = f"{_SHARDED}state.py::test_a_parameter_that_the_root_takes_over_is_the_same_and_reduced_once"
-_SUMMED = f"{_SHARDED}state.py::test_what_is_summed_before_it_is_reduced_over_copies_is_each_parameters_own"
-_HOOKED = "tests/strategies/test_any_module.py::test_what_was_found"
-_FLOAT32 = "tests/strategies/test_in_float32.py::test_shards_train_the_same"
-_INDEXED = f"{_SHARDED}shard_data.py::test_what_is_assigned_to_an_index_is_kept"
-_SIGNALS = f"{_LIGHTNING}sigterm.py::test_every_rank_stops_at_the_same_step"
-_WAITS = "tests/_compat/torch/test_kernels_seen.py::test_places_that_wait_are_counted"
-_PLAIN = "tests/transforms/test_shards_in_steps.py::test_what_a_shard_makes_is_plain"
 
 PATCHES = {
     "torch._functorch.partitioners:fx_graph_cse": Patch(
-        "compiled-gradients", f"{_COMPILE}partitioner.py::test_parameters_with_equal_gradients_share_no_memory"
+        "compiled-gradients", "test_parameters_with_equal_gradients_share_no_memory"
     ),
     "torch._functorch.partitioners:functionalize_rng_ops": Patch(
         "compiled-gradients",
-        f"{_COMPILE}partitioner.py::test_recomputed_random_numbers_are_those_of_the_forward",
+        "test_recomputed_random_numbers_are_those_of_the_forward",
         reads=("bw_module", "num_sym_nodes"),
         versions=">=2.13",
     ),
     "torch._functorch.partitioners:choose_saved_values_set": Patch(
         "compiled-gradients",
-        f"{_COMPILE}partitioner.py::test_what_a_budget_recomputes_has_the_random_numbers_of_the_forward",
+        "test_what_a_budget_recomputes_has_the_random_numbers_of_the_forward",
         reads=("node_info", "memory_budget"),
     ),
     "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": Patch(
         "compiled-speed",
-        "tests/transforms/compile/test_compiler.py::test_classes_of_torch_compile_and_equal_ones_share_a_graph",
+        "test_classes_of_torch_compile_and_equal_ones_share_a_graph",
         only_speed=True,
     ),
     "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": Patch(
         "compiled-speed",
-        f"{_COMPILE}dynamo.py::test_of_several_guards_that_is_known_which_tells_most",
+        "test_of_several_guards_that_is_known_which_tells_most",
         only_speed=True,
     ),
     "torch._inductor.choices:InductorChoices.reduction_split_factor": Patch(
         "compiled-speed",
-        f"{_COMPILE}inductor.py::test_much_is_reduced_in_aligned_pieces_of_one_size",
+        "test_much_is_reduced_in_aligned_pieces_of_one_size",
         reads=("reduction_numel_hint", "inner_reduction"),
         only_speed=True,
     ),
     "torch._higher_order_ops.triton_kernel_wrap:identify_accessed_tensors": Patch(
-        "compiled-speed", _LAUNCHES, only_speed=True, versions=">=2.13"
+        "compiled-speed",
+        "test_kernels_are_parsed_once_for_each_kind_of_launch_and_graphs_are_the_same",
+        only_speed=True,
+        versions=">=2.13",
     ),
     "torch._higher_order_ops.triton_kernel_wrap:identify_mutated_tensors": Patch(
-        "compiled-speed", _LAUNCHES, only_speed=True, versions="<2.13"
+        "compiled-speed",
+        "test_kernels_are_parsed_once_for_each_kind_of_launch_and_graphs_are_the_same",
+        only_speed=True,
+        versions="<2.13",
     ),
-    "torch.utils._runtime_estimation:get_gpu_dram_gbps": Patch("compiled-speed", _GROUPING, versions=">=2.13"),
+    "torch.utils._runtime_estimation:get_gpu_dram_gbps": Patch(
+        "compiled-speed", "test_a_block_gathers_once_and_reduces_once_in_each_direction", versions=">=2.13"
+    ),
     "torch._inductor.fx_passes.overlap_manual_scheduling:get_full_bucket_key": Patch(
-        "compiled-speed", _GROUPING, reads=("node",), only_speed=True, versions=">=2.13"
+        "compiled-speed",
+        "test_a_block_gathers_once_and_reduces_once_in_each_direction",
+        reads=("node",),
+        only_speed=True,
+        versions=">=2.13",
     ),
     "torch._inductor.fx_passes.overlap_manual_scheduling:bucket_key": Patch(
-        "compiled-speed", _GROUPING, reads=("node",), only_speed=True, versions="<2.13"
+        "compiled-speed",
+        "test_a_block_gathers_once_and_reduces_once_in_each_direction",
+        reads=("node",),
+        only_speed=True,
+        versions="<2.13",
     ),
     "torch._inductor.compile_fx:cudagraphify": Patch(
-        "compiled-speed", _REPLAYS, reads=("model", "static_input_idxs", "is_backward", "mutated_input_idxs")
+        "compiled-speed",
+        "test_one_compilation_by_inductor_is_launched_and_replayed",
+        reads=("model", "static_input_idxs", "is_backward", "mutated_input_idxs"),
     ),
-    "torch._inductor.output_code:maybe_handle_backward_generation": Patch("compiled-speed", _REPLAYS),
-    f"{STATE}._pre_backward": Patch("fsdp2", _DERIVATIVES),
-    f"{STATE}._root_post_backward_final_callback": Patch("fsdp2", _DERIVATIVES),
-    f"{STATE}._register_pre_backward_hook": Patch(
-        "fsdp2", f"{_SHARDED}outputs.py::test_tensors_of_objects_announce_their_backward"
+    "torch._inductor.output_code:maybe_handle_backward_generation": Patch(
+        "compiled-speed", "test_one_compilation_by_inductor_is_launched_and_replayed"
     ),
-    f"{GROUP}.reshard": Patch("fsdp2", _DERIVATIVES),
-    f"{GROUP}.post_backward": Patch("fsdp2", _SUMMED),
-    f"{GROUP}.unshard": Patch("fsdp2", _REHOMED),
-    f"{PARAM}.to_accumulated_grad_if_needed": Patch("fsdp2", _SUMMED),
-    f"{PARAM}.to_unsharded": Patch("fsdp2", _HOOKED),
-    f"{PARAM}.init_dtype_attrs": Patch("fsdp2", _FLOAT32, reads=("mp_policy",)),
-    f"{PARAM}.init_unsharded_param": Patch("fsdp2", _FLOAT32),
-    f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": Patch("fsdp2-speed", _COPIES, only_speed=True),
-    f"{GROUP}._to_sharded": Patch("fsdp2-speed", _COPIES, only_speed=True),
-    f"{GROUP}._to_sharded_post_forward": Patch("fsdp2-speed", _COPIES, only_speed=True),
+    f"{STATE}._pre_backward": Patch(
+        "fsdp2", "test_one_that_makes_a_graph_keeps_what_is_gathered_until_that_of_the_loss_ends"
+    ),
+    f"{STATE}._root_post_backward_final_callback": Patch(
+        "fsdp2", "test_one_that_makes_a_graph_keeps_what_is_gathered_until_that_of_the_loss_ends"
+    ),
+    f"{STATE}._register_pre_backward_hook": Patch("fsdp2", "test_tensors_of_objects_announce_their_backward"),
+    f"{GROUP}.reshard": Patch(
+        "fsdp2", "test_one_that_makes_a_graph_keeps_what_is_gathered_until_that_of_the_loss_ends"
+    ),
+    f"{GROUP}.post_backward": Patch(
+        "fsdp2", "test_what_is_summed_before_it_is_reduced_over_copies_is_each_parameters_own"
+    ),
+    f"{GROUP}.unshard": Patch("fsdp2", "test_a_parameter_that_the_root_takes_over_is_the_same_and_reduced_once"),
+    f"{PARAM}.to_accumulated_grad_if_needed": Patch(
+        "fsdp2", "test_what_is_summed_before_it_is_reduced_over_copies_is_each_parameters_own"
+    ),
+    f"{PARAM}.to_unsharded": Patch("fsdp2", "test_what_was_found"),
+    f"{PARAM}.init_dtype_attrs": Patch("fsdp2", "test_shards_train_the_same", reads=("mp_policy",)),
+    f"{PARAM}.init_unsharded_param": Patch("fsdp2", "test_shards_train_the_same"),
+    f"{FSDP}_fsdp_param_group:foreach_all_gather_copy_out": Patch(
+        "fsdp2-speed", "test_a_copy_waits_for_what_was_freed_and_computing_for_the_copy", only_speed=True
+    ),
+    f"{GROUP}._to_sharded": Patch(
+        "fsdp2-speed", "test_a_copy_waits_for_what_was_freed_and_computing_for_the_copy", only_speed=True
+    ),
+    f"{GROUP}._to_sharded_post_forward": Patch(
+        "fsdp2-speed", "test_a_copy_waits_for_what_was_freed_and_computing_for_the_copy", only_speed=True
+    ),
     f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in": Patch(
         "fsdp2-speed",
-        "tests/strategies/test_reduction_input.py::test_it_is_asked_for_each_group_and_not_a_bit_changes",
+        "test_it_is_asked_for_each_group_and_not_a_bit_changes",
         reads=("unsharded_grads", "reduce_scatter_input", "world_size"),
         only_speed=True,
     ),
-    f"{_DTENSOR}.data": Patch("shards", f"{_SHARDED}shard_data.py::test_values_that_are_set_are_the_shards"),
-    f"{_DTENSOR}.__getitem__": Patch("shards", _INDEXED),
-    f"{_DTENSOR}.__setitem__": Patch("shards", _INDEXED),
+    f"{_DTENSOR}.data": Patch("shards", "test_values_that_are_set_are_the_shards"),
+    f"{_DTENSOR}.__getitem__": Patch("shards", "test_what_is_assigned_to_an_index_is_kept"),
+    f"{_DTENSOR}.__setitem__": Patch("shards", "test_what_is_assigned_to_an_index_is_kept"),
     **{
-        f"{_DTENSOR}.{name}": Patch("shards", _PLAIN)
+        f"{_DTENSOR}.{name}": Patch("shards", "test_what_a_shard_makes_is_plain")
         for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
     },
     "torch.autograd:grad": Patch(
         "shards",
-        "tests/transforms/test_shards_in_steps.py::test_gradients_of_shards_are_refused_and_others_are_not",
+        "test_gradients_of_shards_are_refused_and_others_are_not",
         reads=("inputs",),
     ),
     "torch.autograd:Function.apply": Patch(
         "shards",
-        "tests/_compat/torch/tensors/test_autograd.py::test_inputs_of_functions_of_users_are_changed_and_of_distributed_ones_not",
+        "test_inputs_of_functions_of_users_are_changed_and_of_distributed_ones_not",
     ),
     "lightning.pytorch.callbacks:BaseFinetuning.filter_on_optimizer": Patch(
         "shards",
-        f"{_LIGHTNING}finetuning.py::test_parameters_of_both_kinds_are_told_from_equal_ones",
+        "test_parameters_of_both_kinds_are_told_from_equal_ones",
         reads=("optimizer", "params"),
     ),
     "lightning.pytorch:LightningModule._LightningModule__to_tensor": Patch(
         "shards",
-        f"{_SHARDED}shard_numbers.py::test_norms_of_shards_are_logged_as_those_of_whole_tensors",
+        "test_norms_of_shards_are_logged_as_those_of_whole_tensors",
         reads=("value",),
     ),
     "lightning.pytorch.utilities.grads:torch": Patch(
-        "shards", f"{_SHARDED}shard_numbers.py::test_norms_of_shards_are_logged_as_those_of_whole_tensors"
+        "shards", "test_norms_of_shards_are_logged_as_those_of_whole_tensors"
     ),
     "transformers.modeling_utils:PreTrainedModel.init_weights": Patch(
-        "meta-device", f"{_SHARDED}hf_init.py::test_a_model_initialises_itself_on_meta_only_while_asked"
+        "meta-device", "test_a_model_initialises_itself_on_meta_only_while_asked"
     ),
     f"{_CONNECTORS}logger_connector.result:_ResultMetric.to": Patch(
         "logging",
-        f"{_LIGHTNING_ROOM}logging/test_logged_values.py::test_a_record_is_walked_through_once_and_not_at_each_step",
+        "test_a_record_is_walked_through_once_and_not_at_each_step",
         only_speed=True,
     ),
     "lightning.pytorch.profilers:PassThroughProfiler.profile": Patch(
         "logging",
-        "tests/_compat/test_profilers.py::test_a_profiler_times_each_hook_and_without_one_nothing_is_timed",
+        "test_a_profiler_times_each_hook_and_without_one_nothing_is_timed",
         reads=("action_name",),
         only_speed=True,
     ),
     "lightning.pytorch.callbacks:LearningRateMonitor._extract_stats": Patch(
         "logging",
-        f"{_LIGHTNING_ROOM}logging/test_logged_numbers.py::test_no_number_that_is_logged_is_copied_to_the_device",
+        "test_no_number_that_is_logged_is_copied_to_the_device",
         only_speed=True,
     ),
     f"{_CONNECTORS}checkpoint_connector:_CheckpointConnector._parse_ckpt_path": Patch(
         "data",
-        "tests/strategies/test_last_checkpoint.py::test_on_exception_checkpoints_and_those_that_are_torn",
+        "test_on_exception_checkpoints_and_those_that_are_torn",
         reads=("state_fn", "ckpt_path"),
     ),
     f"{_CONNECTORS}checkpoint_connector:_CheckpointConnector.resume_start": Patch(
         "data",
-        "tests/callbacks/test_step_guard.py::test_going_back_restricts_loading_as_fit_was_told",
+        "test_going_back_restricts_loading_as_fit_was_told",
         reads=("checkpoint_path", "weights_only"),
     ),
     "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states": Patch(
-        "data", f"{_LIGHTNING}fit_loop.py::test_loaders_are_followed_until_undone"
+        "data", "test_loaders_are_followed_until_undone"
     ),
     "lightning.pytorch.strategies:Strategy.batch_to_device": Patch(
         "data",
-        f"{_LIGHTNING_ROOM}data/test_transfer.py::test_only_the_transfer_of_training_batches_is_within_the_context",
+        "test_only_the_transfer_of_training_batches_is_within_the_context",
         reads=("batch", "device", "dataloader_idx"),
     ),
-    f"{_WORKERS}._next_data": Patch("data", f"{_LIGHTNING_ROOM}data/test_read_ahead.py::test_nobody_can_tell"),
-    f"{_WORKERS}._reset": Patch(
-        "data", f"{_LIGHTNING_ROOM}data/test_read_ahead.py::test_workers_that_live_on_begin_anew"
-    ),
+    f"{_WORKERS}._next_data": Patch("data", "test_nobody_can_tell"),
+    f"{_WORKERS}._reset": Patch("data", "test_workers_that_live_on_begin_anew"),
     "lightning.pytorch.plugins.precision:Precision._after_closure": Patch(
         "steps",
-        f"{_LIGHTNING}after_closure.py::test_it_comes_after_all_hooks_and_before_the_step_with_the_gradients_there",
+        "test_it_comes_after_all_hooks_and_before_the_step_with_the_gradients_there",
         reads=("model", "optimizer"),
     ),
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": Patch(
-        "steps", _SIGNALS
+        "steps", "test_every_rank_stops_at_the_same_step"
     ),
-    f"{_CONNECTORS}signal_connector:_SignalConnector._sigterm_notifier_fn": Patch("steps", _SIGNALS, reads=("signum",)),
+    f"{_CONNECTORS}signal_connector:_SignalConnector._sigterm_notifier_fn": Patch(
+        "steps", "test_every_rank_stops_at_the_same_step", reads=("signum",)
+    ),
     f"{_CONNECTORS}signal_connector:_SignalConnector._slurm_sigusr_handler_fn": Patch(
-        "steps", f"{_LIGHTNING}sigterm.py::test_every_rank_is_requeued_once_and_at_the_same_step", reads=("signum",)
+        "steps", "test_every_rank_is_requeued_once_and_at_the_same_step", reads=("signum",)
     ),
-    "torch.cuda:synchronize": Patch("measuring", _WAITS),
-    "warnings:showwarning": Patch("measuring", _WAITS, reads=("message",)),
+    "torch.cuda:synchronize": Patch("measuring", "test_places_that_wait_are_counted"),
+    "warnings:showwarning": Patch("measuring", "test_places_that_wait_are_counted", reads=("message",)),
 }
 
 

@@ -8,9 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.logging.logged_numbers import without_waiting
-from lightning_ups._compat.lightning.logging.logged_values import moved_if_elsewhere
-from lightning_ups._compat.profilers import not_profiled
+from lightning_ups._compat.lightning.loggers import moved_if_elsewhere, not_profiled, without_waiting
 from lightning_ups.callbacks.logs.late_logs import LateLogs
 from lightning_ups.insight.late_values import is_far
 from lightning_ups.kernels.attention import decisions, recorded_decisions

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.outputs import was_skipped
+from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.order.arguments import check_finite, check_least, check_some
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_ups._compat.lightning.trainer import trainer_of
-from lightning_ups._compat.torch.allocator import (
+from lightning_ups._compat.torch.device import (
     allocator_counters,
     begin_history,
     device_memory,

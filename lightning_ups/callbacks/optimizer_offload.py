@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.outputs import was_skipped
+from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update, go_by_the_name_of
 from lightning_ups.order import Context, Declaration, Report, Stage
 from lightning_ups.order.arguments import check_finite, check_kind

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.after_closure import after_closure
-from lightning_ups._compat.lightning.averages import averaged_copies
-from lightning_ups._compat.lightning.rollback import asked_weights_only, roll_back
-from lightning_ups._compat.lightning.skipping import clear_skip, skip_if, skips_on_device
+from lightning_ups._compat.lightning.checkpoints import asked_weights_only, roll_back
+from lightning_ups._compat.lightning.sharding import averaged_copies
+from lightning_ups._compat.lightning.steps import after_closure, clear_skip, skip_if, skips_on_device
 from lightning_ups._compat.torch.optimizers import needs_closure
 from lightning_ups.order import OnlyOne, PolicyPrecision, Run, refuse_second, report_of
 from lightning_ups.order.arguments import check_finite, check_kind, check_least

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ups._compat.optional.triton import compiled, launching_on
-from lightning_ups._compat.optional.triton import language as tl
+from lightning_ups._compat.optional.packages import compiled, launching_on
+from lightning_ups._compat.optional.packages import language as tl
 from lightning_ups.kernels.cross_entropy_step import Settings
 
 __all__ = ["launch"]

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_ups._compat.optional.triton import compiled
-from lightning_ups._compat.optional.triton import language as tl
+from lightning_ups._compat.optional.packages import compiled
+from lightning_ups._compat.optional.packages import language as tl
+from lightning_ups._compat.torch.compile.graph_passes import find_where_written
 from lightning_ups._compat.torch.compile.inductor import graph_pass
 from lightning_ups._compat.torch.compile.launches import Launch, Operator
-from lightning_ups._compat.torch.compile.written_maxima import find_where_written
 from lightning_ups.kernels.float8_casts import (
     LEAST,
     PARTS,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ups._compat.optional.triton import compiled
-from lightning_ups._compat.optional.triton import language as tl
+from lightning_ups._compat.optional.packages import compiled
+from lightning_ups._compat.optional.packages import language as tl
 from lightning_ups._compat.torch.compile.launches import Launch, Operator
 from lightning_ups.kernels.float8_casts import LEAST, can_transpose, largest_of
 from lightning_ups.kernels.float8_casts_triton import FAR, Tiles

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_ups._compat.torch.tensors.autograd import in_torch_func, storages, without_autocast
 from lightning_ups._compat.torch.tensors.custom_ops import define_operator
-from lightning_ups._compat.torch.tensors.products import product
+from lightning_ups._compat.torch.tensors.tensors import product
 from lightning_ups.kernels.cross_entropy_step import Settings, reference_step, step_on
 from lightning_ups.kernels.weight_gradient import WeightGradient
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.optional.packages import has
-from lightning_ups._compat.optional.triton import compiled, launching_on
-from lightning_ups._compat.optional.triton import language as tl
+from lightning_ups._compat.optional.packages import compiled, has, launching_on
+from lightning_ups._compat.optional.packages import language as tl
 
 __all__ = ["put_together"]
 

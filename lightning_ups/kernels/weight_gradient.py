@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.torch.tensors.products import add_product, product
+from lightning_ups._compat.torch.tensors.tensors import add_product, product
 
 __all__ = ["WeightGradient"]
 

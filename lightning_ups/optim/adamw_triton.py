@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ups._compat.optional.triton import compiled, launching_on
-from lightning_ups._compat.optional.triton import language as tl
+from lightning_ups._compat.optional.packages import compiled, launching_on
+from lightning_ups._compat.optional.packages import language as tl
 from lightning_ups.optim.adamw_slots import Kind
 from lightning_ups.optim.adamw_step import Settings
 

@@ -31,8 +31,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_ups._compat.torch.optimizer_hooks import hooked_once, share_state_dict_hooks
-from lightning_ups._compat.torch.optimizers import closure_of, flag_to_skip, has_modes, needs_closure
+from lightning_ups._compat.torch.optimizers import (
+    closure_of,
+    flag_to_skip,
+    has_modes,
+    hooked_once,
+    needs_closure,
+    share_state_dict_hooks,
+)
 from lightning_ups._compat.torch.tensors.autograd import has_values
 from lightning_ups._compat.torch.tensors.tensors import count_writes, counts_of_writes, memories_of, memory_of
 from lightning_ups.optim.adamw_slots import gradient_column

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_ups._compat.torch.optimizer_hooks import before_loading
+from lightning_ups._compat.torch.optimizers import before_loading
 from lightning_ups.optim.low_bit import innermost
 
 __all__ = ["check_options", "refuse_state_of_others"]

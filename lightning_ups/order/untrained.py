@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_ups._compat.lightning.after_closure import before_hooks_of_a_step
+from lightning_ups._compat.lightning.steps import before_hooks_of_a_step
 from lightning_ups.order.placement import Placement
 from lightning_ups.transforms.forward import original_forwards, replacing_parts
 from lightning_ups.transforms.patching import instead_of

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_ups._compat.lightning.finetuning import regroup, regroups
-from lightning_ups._compat.lightning.last_checkpoints import (
+from lightning_ups._compat.lightning.checkpoints import (
     ask_strategy_for_last,
     checkpoint_folders,
     kept_checkpoints,
     last_checkpoints,
 )
+from lightning_ups._compat.lightning.sharding import regroup, regroups
 from lightning_ups.order import PolicyPrecision, applied
 from lightning_ups.state.checkpoint import (
     MODELS,

@@ -23,19 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.averages import averaged_copies
-from lightning_ups._compat.lightning.evaluation import (
+from lightning_ups._compat.lightning.sharding import (
+    averaged_copies,
+    finetuning_by_identity,
     has_weak_references,
     keeping_attributes,
     move_all_but_parameters,
+    taken_whole,
     without_inference_mode,
 )
-from lightning_ups._compat.lightning.finetuning import finetuning_by_identity
 from lightning_ups._compat.lightning.sigterm import SigtermPoll
-from lightning_ups._compat.torch.fsdp.nccl import destroy_at_exit, prepare_nccl
+from lightning_ups._compat.torch.fsdp.process_groups import destroy_at_exit, prepare_nccl
 from lightning_ups._compat.torch.fsdp.recording import Recording, recording
 from lightning_ups._compat.torch.fsdp.shard_data import check_kept, shard_data_written
-from lightning_ups._compat.torch.fsdp.shard_numbers import taken_whole
 from lightning_ups.order import (
     AppliesDeclarations,
     Context,

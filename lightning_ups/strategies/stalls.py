@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ups._compat.torch.fsdp.store import shared_store
+from lightning_ups._compat.torch.fsdp.process_groups import shared_store
 
 __all__ = ["StallWatch"]
 

@@ -1,14 +1,12 @@
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
 
 from lightning_ups._compat import environment
 from lightning_ups._compat.environment import (
-    gpu_states,
     host,
     installed,
     relevant_variables,
@@ -125,78 +123,8 @@ def test_without_git_there_is_no_working_tree(monkeypatch, tmp_path):
     assert working_tree(tmp_path) is None
 
 
-class Error(Exception):
-    pass
-
-
-def nvml(**answers):
-    """A pynvml that knows two GPUs by their identity."""
-    module = types.ModuleType("pynvml")
-    module.NVMLError = Error
-    module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU, module.NVML_NVLINK_MAX_LINKS = 1, 0, 18
-
-    def unsupported(*_):
-        raise Error
-
-    def link(handle, number):
-        return 1 if number < 4 else unsupported()
-
-    module.nvmlInit = module.nvmlShutdown = lambda: None
-    module.nvmlSystemGetDriverVersion = lambda: "580.1"
-    module.nvmlDeviceGetHandleByUUID = {"GPU-aa": "first", "GPU-bb": "second"}.__getitem__
-    module.nvmlDeviceGetEnforcedPowerLimit = {"first": 700000, "second": 350000}.__getitem__
-    module.nvmlDeviceGetClockInfo = lambda handle, kind: 1500
-    module.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
-    module.nvmlDeviceGetTemperature = unsupported
-    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x24
-    module.nvmlDeviceGetNvLinkState = link
-    for name, answer in answers.items():
-        setattr(module, name, answer)
-    return module
-
-
-def visible(monkeypatch, *uuids):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
-
-
-def test_a_gpu_is_found_by_its_identity_and_what_nvml_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    visible(monkeypatch, "bb")
-    assert gpu_states() == [
-        {
-            "index": 0,
-            "power_limit_w": 350.0,
-            "clock_mhz": 1500,
-            "max_clock_mhz": 1980,
-            "slowed_by": ["power limit", "too hot"],
-            "nvlinks": 4,
-        }
-    ]
-    assert versions()["driver"] == "580.1"
-
-
-def test_without_nvml_nothing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_states() is None
-    assert "driver" not in versions()
-
-
-def test_a_driver_that_does_not_answer_is_none(monkeypatch):
-    def fail():
-        raise Error
-
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=fail))
-    assert gpu_states() is None
-
-
 @pytest.mark.gpu
 def test_a_real_gpu_answers():
     cudnn = [int(part) for part in versions()["cudnn"].split(".")]
     assert cudnn[0] * 10000 + cudnn[1] * 100 + cudnn[2] == torch.backends.cudnn.version()
     assert environment.gpus()[0]["memory"] > 1 << 30
-    states = gpu_states()
-    if states is None:
-        pytest.skip("nvidia-ml-py is not installed")
-    assert states[0]["power_limit_w"] > 10
-    assert states[0]["max_clock_mhz"] > 100

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ups._compat.torch.kernels_seen import Kernels
+from lightning_ups._compat.torch.device import Kernels
 from lightning_ups.callbacks import AccelerationFlags, DevicePrefetch, ExactResume, RunManifest, TokenThroughput
 from lightning_ups.callbacks import device_prefetch as module_under_test
 from lightning_ups.order import applied

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ups._compat.torch.tensors import products
-from lightning_ups._compat.torch.tensors.products import product
+from lightning_ups._compat.torch.tensors import tensors as products
+from lightning_ups._compat.torch.tensors.tensors import product
 from lightning_ups.insight.throughput.flops import count_flops
 from lightning_ups.kernels import linear_cross_entropy as module
 from lightning_ups.kernels.cross_entropy_step import reference_step

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_ups._compat.torch.compile.reduce_input import copy_together
+from lightning_ups._compat.torch.compile.graph_passes import copy_together
 from lightning_ups.kernels import reduction_input
 from lightning_ups.kernels.reduction_input import launch, put_together
 from tests.interpreted import assert_equal_interpreted
@@ -107,7 +107,7 @@ def test_on_a_cpu_and_where_there_is_little_torch_does_it():
 INTERPRETED = """
 import torch
 from tests.kernels.test_reduction_input import SHAPES, TYPES, given
-from lightning_ups._compat.torch.compile.reduce_input import copy_together
+from lightning_ups._compat.torch.compile.graph_passes import copy_together
 from lightning_ups.kernels.reduction_input import launch
 for shapes in SHAPES.values():
     for dtype, into in TYPES:

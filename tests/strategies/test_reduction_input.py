@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_ups._compat.torch.compile.reduce_input import copy_together
+from lightning_ups._compat.torch.compile.graph_passes import copy_together
 from lightning_ups._compat.torch.fsdp import state as fsdp
 from lightning_ups.strategies import FSDP2Strategy
 from tests.strategies import cases

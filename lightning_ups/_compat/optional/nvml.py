@@ -1,4 +1,4 @@
-"""What NVML says of a GPU while it works, read beside training.
+"""What NVML says of a GPU: once, or beside training.
 
 NVML belongs to the package ``nvidia-ml-py``, which torch does not require; torch's own ``torch.cuda.utilization`` and
 its kin ask it as well.
@@ -14,56 +14,105 @@ from typing import Any
 
 import torch
 
-from lightning_ups._compat.environment import slowed_by
-
-__all__ = ["Sampler", "Sensor", "sensor"]
+__all__ = ["Sampler", "Sensor", "driver_version", "gpu_states", "sensor"]
 
 Sensor = Callable[[], "Mapping[str, Any]"]  # utilisation (share), power_w, clock_mhz, temperature_c, slowed_by
 
+_SLOWED = {  # NVML's bits; the others mean idle, or that the user asked for it
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x20: "too hot",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+}
+_ALWAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "max_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "slowed_by": lambda nvml, gpu: _slowed_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
+}
+_ONCE = {
+    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    **_ALWAYS,
+    "nvlinks": lambda nvml, gpu: _nvlinks(nvml, gpu),
+}
+_AT_WORK = {
+    "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    **_ALWAYS,
+}
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, or None without NVML."""
+    if (nvml := _nvml()) is None:
+        return None
+    number = nvml.nvmlSystemGetDriverVersion()
+    return number.decode() if isinstance(number, bytes) else number
+
+
+def gpu_states() -> list[dict[str, Any]] | None:
+    """Return what NVML says of each visible GPU: power limit, clocks, what slows it, NVLinks. None without NVML."""
+    if (nvml := _nvml()) is None:
+        return None
+    return [{"index": index, **_read(nvml, _handle(nvml, index), _ONCE)} for index in range(torch.cuda.device_count())]
+
 
 def sensor(device: torch.device) -> Sensor | None:
-    """Return what reads the state of the GPU ``device``, or None without NVML."""
+    """Return what reads the state of the GPU ``device`` at work, or None without NVML."""
+    if (nvml := _nvml()) is None or (gpu := _handle(nvml, device.index)) is None:
+        return None
+    return lambda: _read(nvml, gpu, _AT_WORK)
+
+
+def _nvml() -> Any:
+    """Return NVML, begun, or None if it is missing or there is no driver that fits."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an older package of the same module name says that it is deprecated
             nvml: Any = importlib.import_module("pynvml")
-        _begin(nvml)
-    except (ImportError, OSError):
+    except ImportError:
         return None
-    except Exception as error:
-        if type(error).__name__.startswith("NVMLError"):
-            return None
-        raise
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     try:
-        # By its identity: NVML counts the machine's GPUs, torch the visible ones.
-        handle = (
-            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else nvml.nvmlDeviceGetHandleByIndex(device.index)
-        )
-    except nvml.NVMLError:
+        _begin(nvml)
+    except (OSError, nvml.NVMLError):
         return None
-    values: dict[str, Callable[[], Any]] = {
-        "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "max_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        "slowed_by": lambda: slowed_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-    }
-
-    def read() -> dict[str, Any]:
-        found = {}
-        for name, value in values.items():
-            with suppress(nvml.NVMLError, AttributeError):  # names change between versions
-                found[name] = value()
-        return found
-
-    return read
+    return nvml
 
 
 @functools.cache
 def _begin(nvml: Any) -> None:
     nvml.nvmlInit()  # once in a process: each time would have to be ended
+
+
+def _handle(nvml: Any, index: int | None) -> Any:
+    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    with suppress(nvml.NVMLError):
+        # By its identity: NVML counts the machine's GPUs, torch the visible ones.
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else nvml.nvmlDeviceGetHandleByIndex(index)
+    return None
+
+
+def _read(nvml: Any, gpu: Any, values: Mapping[str, Callable[[Any, Any], Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items() if gpu is not None else ():
+        with suppress(nvml.NVMLError, AttributeError):  # names change between versions
+            found[name] = value(nvml, gpu)
+    return found
+
+
+def _slowed_by(bits: int) -> list[str]:
+    return [reason for bit, reason in _SLOWED.items() if bits & bit]
+
+
+def _nvlinks(nvml: Any, gpu: Any) -> int:
+    active = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += nvml.nvmlDeviceGetNvLinkState(gpu, link)
+        except nvml.NVMLError:
+            break
+    return active
 
 
 class _Sums:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_ups._compat.lightning.fit_loop import logged_step
-from lightning_ups._compat.lightning.logging.logger_connector import connector, is_row_of_step, remember, to_scalar
+from lightning_ups._compat.lightning.loggers import connector, is_row_of_step, remember, to_scalar
 from lightning_ups.insight.late_values import LateValues, comes_late
 from lightning_ups.transforms.patching import instead_of
 

@@ -20,7 +20,6 @@ from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
 from lightning_ups._compat.environment import (
-    gpu_states,
     gpus,
     graphs_made,
     host,
@@ -29,7 +28,8 @@ from lightning_ups._compat.environment import (
     without_secrets,
     working_tree,
 )
-from lightning_ups._compat.lightning.hyperparameters import logged_hyperparameters
+from lightning_ups._compat.lightning.loggers import logged_hyperparameters
+from lightning_ups._compat.optional.nvml import gpu_states
 from lightning_ups.insight.report import difference, flattened, layer_dtypes, reserve, shown, write
 from lightning_ups.insight.throughput import tensors_of
 from lightning_ups.order import (

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.outputs import was_skipped
+from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
 from lightning_ups.insight.throughput import Summary, first_change, own_peaks, rendered

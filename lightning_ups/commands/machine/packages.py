@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from lightning_ups._compat.environment import gpu_states, gpus, host, installed, relevant_variables
+from lightning_ups._compat.environment import gpus, host, installed, relevant_variables
+from lightning_ups._compat.optional.nvml import gpu_states
 
 __all__ = ["KNOWN", "Known", "Machine", "Package", "look"]
 

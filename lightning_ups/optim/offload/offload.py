@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.torch.optimizer_hooks import hooked_once, share_state_dict_hooks
+from lightning_ups._compat.torch.optimizers import hooked_once, share_state_dict_hooks
 from lightning_ups.optim.master_weights import MasteredOptimizer
 from lightning_ups.optim.offload.admission import Admission, admit
 from lightning_ups.optim.offload.host import HostSteps

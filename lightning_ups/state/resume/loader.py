@@ -21,7 +21,7 @@ from weakref import ref
 
 from torch.utils.data import DataLoader
 
-from lightning_ups._compat.lightning.data.dataloader import Followed, generators_of, keeps_workers, reads_by_index
+from lightning_ups._compat.lightning.loaders import Followed, generators_of, keeps_workers, reads_by_index
 from lightning_ups.state.resume.sampler import as_text, order_of, put_back_seed
 from lightning_ups.transforms.random_state import host_state, restore_host_state
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ups._compat.optional.packages import require
-from lightning_ups._compat.torch.compile.float8_graph import leaner_casts
+from lightning_ups._compat.torch.compile.graph_passes import leaner_casts
 from lightning_ups._compat.torch.compile.inductor import eager_precision_casts, known_to_caches
 from lightning_ups._compat.torch.compile.launches import launched_by_graphs
 from lightning_ups.kernels import float8_casts, float8_casts_triton, float8_row_casts, float8_row_casts_triton

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.optional.packages import require
-from lightning_ups._compat.torch.tensors.function_modes import outside_function_modes
+from lightning_ups._compat.torch.tensors.autograd import outside_function_modes
 from lightning_ups._compat.torch.tensors.tensors import local_of, plain_memory
 
 __all__ = ["Scales", "gathers_in_float8", "show_plain_weight"]

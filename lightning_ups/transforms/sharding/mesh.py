@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
-from lightning_ups._compat.torch.fsdp.dtensor_cache import forget_meshes
+from lightning_ups._compat.torch.fsdp.process_groups import forget_meshes
 from lightning_ups._compat.torch.fsdp.state import flattened
 
 __all__ = [

@@ -5,7 +5,8 @@ import types
 import pytest
 import torch
 
-from lightning_ups._compat.optional.nvml import Sampler, _Sums, sensor
+from lightning_ups._compat.environment import versions
+from lightning_ups._compat.optional.nvml import Sampler, _Sums, gpu_states, sensor
 
 
 class NVMLError(Exception):
@@ -112,3 +113,77 @@ def test_sums_may_begin_anew():
 
 def test_a_sampler_that_never_began_may_be_stopped():
     Sampler(Read()).stop()
+
+
+class Error(Exception):
+    pass
+
+
+def two_gpus(**answers):
+    """A pynvml that knows two GPUs by their identity."""
+    module = types.ModuleType("pynvml")
+    module.NVMLError = Error
+    module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU, module.NVML_NVLINK_MAX_LINKS = 1, 0, 18
+
+    def unsupported(*_):
+        raise Error
+
+    def link(handle, number):
+        return 1 if number < 4 else unsupported()
+
+    module.nvmlInit = module.nvmlShutdown = lambda: None
+    module.nvmlSystemGetDriverVersion = lambda: "580.1"
+    module.nvmlDeviceGetHandleByUUID = {"GPU-aa": "first", "GPU-bb": "second"}.__getitem__
+    module.nvmlDeviceGetEnforcedPowerLimit = {"first": 700000, "second": 350000}.__getitem__
+    module.nvmlDeviceGetClockInfo = lambda handle, kind: 1500
+    module.nvmlDeviceGetMaxClockInfo = lambda handle, kind: 1980
+    module.nvmlDeviceGetTemperature = unsupported
+    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x24
+    module.nvmlDeviceGetNvLinkState = link
+    for name, answer in answers.items():
+        setattr(module, name, answer)
+    return module
+
+
+def visible(monkeypatch, *uuids):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
+
+
+def test_a_gpu_is_found_by_its_identity_and_what_nvml_does_not_know_is_left_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", two_gpus())
+    visible(monkeypatch, "bb")
+    assert gpu_states() == [
+        {
+            "index": 0,
+            "power_limit_w": 350.0,
+            "clock_mhz": 1500,
+            "max_clock_mhz": 1980,
+            "slowed_by": ["power limit", "too hot"],
+            "nvlinks": 4,
+        }
+    ]
+    assert versions()["driver"] == "580.1"
+
+
+def test_without_nvml_there_are_no_states(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_states() is None
+    assert "driver" not in versions()
+
+
+def test_a_driver_that_does_not_answer_is_none(monkeypatch):
+    def fail():
+        raise Error
+
+    monkeypatch.setitem(sys.modules, "pynvml", two_gpus(nvmlInit=fail))
+    assert gpu_states() is None
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_says_its_limits():
+    states = gpu_states()
+    if states is None:
+        pytest.skip("nvidia-ml-py is not installed")
+    assert states[0]["power_limit_w"] > 10
+    assert states[0]["max_clock_mhz"] > 100

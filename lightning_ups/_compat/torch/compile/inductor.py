@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import fx
 
 from lightning_ups._compat.patches import applied
-from lightning_ups._compat.torch.compile import graph_nodes
 
 __all__ = [
     "combined_kernels",
@@ -88,8 +87,7 @@ def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None], *, sources: 
 
     Args:
         when: ``"joint"``: on graphs of forward and backward in one; ``"apart"``: on those of each.
-        change: What alone decides on the result, by its module's code and that of `graph_nodes`: inductor's caches know
-            it by that.
+        change: What alone decides on the result, by its module's code: inductor's caches know it by that.
         sources: Files of whatever else decides on it.
     """
     from torch._inductor import config
@@ -107,7 +105,7 @@ def graph_pass(when: GraphKind, change: Callable[[fx.Graph], None], *, sources: 
         def uuid(self) -> Any:
             if (others := known_by(before)) is None:
                 return None  # no caching, as without ours
-            return get_hash_for_files((source, graph_nodes.__file__, *sources)), change.__name__, others
+            return get_hash_for_files((source, *sources)), change.__name__, others
 
     with _set(name, Pass()):
         yield

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from lightning_ups._compat.optional.triton import launching_on
+from lightning_ups._compat.optional.packages import launching_on
 from lightning_ups._compat.patches import applied
 from lightning_ups._compat.torch.compile.inductor import graph_pass
 

@@ -19,9 +19,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from lightning_ups._compat.optional.packages import has
 from lightning_ups._compat.patches import applied
-from lightning_ups._compat.torch.compile import graph_nodes, partitioner, reduce_input
+from lightning_ups._compat.torch.compile import graph_passes, partitioner
+from lightning_ups._compat.torch.compile.graph_passes import cast_where_copied
 from lightning_ups._compat.torch.compile.inductor import known_by, passes_in
-from lightning_ups._compat.torch.compile.reduce_input import cast_where_copied
 from lightning_ups._compat.torch.fsdp.gathers import group_of
 
 __all__ = ["GraphCollectives", "bucketing", "collectives_of", "missing"]
@@ -121,7 +121,7 @@ class _Bucket(CustomGraphPass):
     def uuid(self) -> Any:
         if (others := known_by(self.others)) is None:
             return None  # no caching, as without ours
-        code = get_hash_for_files((__file__, reduce_input.__file__, graph_nodes.__file__, partitioner.__file__))
+        code = get_hash_for_files((__file__, graph_passes.__file__, partitioner.__file__))
         return code, self.together, self.key, others
 
 

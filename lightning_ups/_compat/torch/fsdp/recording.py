@@ -9,7 +9,7 @@ moves the generator on.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ups._compat.torch.fsdp.hf_init import InitialisingOnMeta
+from lightning_ups._compat.patches import applied
 
-__all__ = ["Loose", "Place", "Recording", "record_resets", "recording", "replay"]
+__all__ = ["InitialisingOnMeta", "Loose", "Place", "Recording", "record_resets", "recording", "replay"]
 
 _OVERWRITE = frozenset(
     (
@@ -206,6 +206,39 @@ def replay(
         if memory not in done:
             finish(memory, constant.to(device))
     return [name for memory, names in wanted.items() if memory not in done for name in names]
+
+
+class InitialisingOnMeta:
+    """Lets ``PreTrainedModel.init_weights`` do its work on any device, from ``ensure`` until ``end``.
+
+    ``transformers`` may be imported at any moment, and is never imported from here.
+    """
+
+    def __init__(self) -> None:
+        self._undo: ExitStack | None = None
+
+    def ensure(self) -> None:
+        """Begin, if ``transformers`` is there by now."""
+        if self._undo is not None or not hasattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel"):
+            return  # not imported, or half of it
+        self._undo = ExitStack()
+        target = "transformers.modeling_utils:PreTrainedModel.init_weights"
+        self._undo.enter_context(applied(target, _initializing, once=True))
+
+    def end(self) -> None:
+        """Put back what was there."""
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
+
+
+def _initializing(stock: Callable[..., None]) -> Callable[..., None]:
+    def init_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+        if hasattr(model, "initialize_weights"):
+            model.initialize_weights()
+        stock(model, *args, **kwargs)  # on meta it only ties
+
+    return init_weights
 
 
 class _Above(TorchFunctionMode):

@@ -19,10 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from lightning_ups._compat.patches import FSDP, GROUP, PARAM, STATE, applied, installed
-from lightning_ups._compat.torch.fsdp.derivatives import keep_for_derivatives
-from lightning_ups._compat.torch.fsdp.outputs import find_in_objects
-from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, unseen_by_selection
-from lightning_ups._compat.torch.tensors.function_modes import outside_function_modes
+from lightning_ups._compat.torch.fsdp.backward import find_in_objects, keep_for_derivatives
+from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, outside_function_modes, unseen_by_selection
 from lightning_ups._compat.torch.tensors.tensors import gradient_hooks
 
 __all__ = [

@@ -39,6 +39,7 @@ __all__ = [
     "in_torch_func",
     "keeps_graph",
     "operators_seen_by",
+    "outside_function_modes",
     "outside_modes",
     "saved_at_any_version",
     "saves_seen_by",
@@ -46,7 +47,6 @@ __all__ = [
     "unseen_by_selection",
     "without_autocast",
 ]
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -307,3 +307,8 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def outside_function_modes() -> AbstractContextManager[None]:
+    """Return a context in which no such mode sees what is called; DTensors and their like compute as before."""
+    return torch._C.DisableTorchFunction()

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from lightning_ups._compat.torch.kernels_seen import Kernels, is_profiled, watched_waits
+from lightning_ups._compat.torch.device import Kernels, is_profiled, watched_waits
 from lightning_ups.insight.throughput import Inspection, Span, inspect_spans
 
 __all__ = ["CloseLook", "can_look_at"]

@@ -160,7 +160,7 @@ from unittest.mock import patch
 from torch._higher_order_ops import triton_kernel_wrap
 from lightning_ups._compat.torch.compile import launches
 from lightning_ups.transforms.float8.convert import compiler_settings, float8_swap
-from tests._compat.torch.compile.test_written_maxima import feed
+from tests._compat.torch.compile.test_graph_passes import feed
 from tests.compiled_for_cuda import scheduled
 
 def graphs():

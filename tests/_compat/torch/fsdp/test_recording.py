@@ -1,8 +1,10 @@
+import sys
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_ups._compat.torch.fsdp.recording import record_resets, recording, replay
+from lightning_ups._compat.torch.fsdp.recording import InitialisingOnMeta, record_resets, recording, replay
 from lightning_ups.models.gpt import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
@@ -126,3 +128,36 @@ def test_what_nothing_wrote_is_told():
     model = nn.ParameterDict({"lost": lost})
     record, _ = record_resets(model)
     assert replay(record, record.places(model), lambda *_: None, device=CPU) == ["lost"]
+
+
+hugging_face = pytest.importorskip("hugging_face")
+
+
+def llama_class():
+    config = hugging_face.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    with torch.device("meta"):
+        return hugging_face.LlamaForCausalLM(config)
+
+
+def test_a_model_initialises_itself_on_meta_only_while_asked():
+    original = hugging_face.PreTrainedModel.init_weights
+    with recording() as asked:
+        llama_class()
+    assert hugging_face.PreTrainedModel.init_weights is original
+    normals = [o for o in asked.operations if "normal_" in str(o.function)]
+    assert len(normals) > 8  # every matrix, and not only the embedding's own constructor
+    twice = InitialisingOnMeta()
+    twice.ensure()
+    twice.ensure()
+    assert hugging_face.PreTrainedModel.init_weights is not original
+    twice.end()
+    twice.end()
+    assert hugging_face.PreTrainedModel.init_weights is original
+
+
+def test_nothing_is_imported_for_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "hugging_face.modeling_utils", raising=False)
+    InitialisingOnMeta().ensure()
+    assert "hugging_face.modeling_utils" not in sys.modules

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch._functorch import config  # noqa: TID251
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ups._compat.torch.tensors.autograd import (
@@ -13,6 +14,7 @@ from lightning_ups._compat.torch.tensors.autograd import (
     in_torch_func,
     keeps_graph,
     operators_seen_by,
+    outside_function_modes,
     saved_at_any_version,
     saves_seen_by,
     storages,
@@ -219,3 +221,23 @@ def test_inputs_of_functions_of_users_are_changed_and_of_distributed_ones_not(mo
     with changing_function_inputs(lambda values: values if isinstance(values, dict) else [10 * v for v in values]):
         assert Doubled.apply(torch.tensor(1.0)).item() == expected
     assert Doubled.apply(torch.tensor(1.0)).item() == 2
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_sees_what_is_called_inside_and_all_is_seen_afterwards():
+    x = torch.ones(2)
+    with Seen() as seen:
+        torch.add(x, x)
+        with outside_function_modes():
+            torch.mul(x, x)
+        torch.sub(x, x)
+    assert seen.names == ["add", "sub"]

@@ -1,0 +1,148 @@
+"""The checkpoints that Lightning finds for ``ckpt_path="last"``, and going back to one within a fit."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_ups._compat.patches import applied
+
+__all__ = [
+    "ask_strategy_for_last",
+    "asked_weights_only",
+    "checkpoint_folders",
+    "checkpoints_beside",
+    "kept_checkpoints",
+    "last_checkpoints",
+    "roll_back",
+]
+
+
+def last_checkpoints(trainer: Trainer) -> set[str]:
+    """Return those of which Lightning would take the newest. Where there is none, it warns and goes on without."""
+    found = {path for path in _on_exception(trainer) if get_filesystem(path).exists(path)}
+    for callback in _savers(trainer):
+        found |= callback._find_last_checkpoints(trainer)
+    return found
+
+
+def checkpoint_folders(trainer: Trainer) -> dict[Path, bool]:
+    """Return the directories in which Lightning looks for the last checkpoint, and whether one is kept there."""
+    found = {Path(path).parent: True for path in _on_exception(trainer)}
+    for callback in _savers(trainer):
+        folder = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        if "://" not in folder:
+            found[Path(folder)] = found.get(Path(folder), False) or bool(callback.save_last)
+    return found
+
+
+@cache
+def ask_strategy_for_last() -> None:
+    """Let Lightning ask a strategy that has ``find_last_checkpoint`` what ``ckpt_path="last"`` means.
+
+    Lightning looks for it before any hook of a callback or a strategy, and takes the newest path, whole or not.
+    """
+    target = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._parse_ckpt_path"
+    ExitStack().enter_context(applied(target, _asking_strategy))
+
+
+def _asking_strategy(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def parse(self: Any, state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
+        find = getattr(self.trainer.strategy, "find_last_checkpoint", None)
+        if find is None or not _means_last(self, state_fn, ckpt_path):
+            return stock(self, state_fn, ckpt_path, **options)
+        found = find(self.trainer)
+        if found is None and last_checkpoints(self.trainer):
+            return None  # they are all torn, which the strategy has said
+        return stock(self, state_fn, ckpt_path if found is None else str(found), **options)
+
+    return parse
+
+
+def _means_last(connector: Any, state_fn: TrainerFn, ckpt_path: Any) -> bool:
+    if ckpt_path is not None or state_fn != TrainerFn.FITTING or not _on_exception(connector.trainer):
+        return ckpt_path == "last"
+    return connector._hpc_resume_path is None  # of a requeued job: it comes first
+
+
+def checkpoints_beside(trainer: Trainer) -> list[Path]:
+    """Return the checkpoints, oldest first, that runs with the same loggers left in folders of their own."""
+    folders = {
+        Path(each.save_dir, str(each.name)) for each in trainer.loggers if each.save_dir and each.name is not None
+    }
+    return _by_age(path for folder in folders for path in folder.glob("*/checkpoints/*.ckpt"))
+
+
+def kept_checkpoints(trainer: Trainer) -> list[Path]:
+    """Return the checkpoints, oldest first, that the callbacks of this run have written and kept."""
+    callbacks = _savers(trainer)
+    names = {name for each in callbacks for name in (each.last_model_path, each.best_model_path, *each.best_k_models)}
+    return _by_age(path for name in sorted(names | _on_exception(trainer)) if name and (path := Path(name)).exists())
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+
+def _on_exception(trainer: Trainer) -> set[str]:
+    return {call.ckpt_path for call in trainer.callbacks if isinstance(call, OnExceptionCheckpoint)}  # type: ignore[attr-defined]
+
+
+def _by_age(paths: Iterable[Path]) -> list[Path]:
+    # Of two that were written at once, the one that is called the last.
+    return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name.startswith("last")))
+
+
+@contextmanager
+def asked_weights_only(trainer: Any) -> Iterator[list[bool | None]]:
+    """Yield a list that gets the argument ``weights_only`` of the ``fit`` that begins: Lightning keeps it nowhere."""
+    asked: list[bool | None] = []
+
+    def noting(stock: Callable[..., None]) -> Callable[..., None]:
+        def resume_start(*args: Any, **options: Any) -> None:
+            asked.append(signature(stock).bind(*args, **options).arguments.get("weights_only"))
+            stock(*args, **options)
+
+        return resume_start
+
+    target = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start"
+    with applied(target, noting, owner=trainer._checkpoint_connector):
+        yield asked
+
+
+def roll_back(trainer: Any, path: Path, *, weights_only: bool | None = False) -> None:
+    """Restore from ``path`` what the steps since then have changed; every rank takes part.
+
+    The run goes on with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their
+    state.
+
+    Args:
+        trainer: In a fit.
+        path: A whole checkpoint.
+        weights_only: As for ``Trainer.fit``. False suits a checkpoint that this run has written.
+    """
+    connector = trainer._checkpoint_connector
+    connector.resume_start(str(path), weights_only=weights_only)
+    connector.restore_model()
+    connector.restore_precision_plugin_state()
+    connector.restore_optimizers_and_schedulers()
+    _restore_progress(trainer, connector._loaded_checkpoint["loops"]["fit_loop"])
+    connector.resume_end()
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _restore_progress(trainer: Any, saved: dict[str, Any]) -> None:
+    # Of the loops only what counts steps: epochs and batches say where the data are.
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = epoch_loop.automatic_optimization.optim_progress
+    steps.load_state_dict(saved["epoch_loop.automatic_optimization.optim_progress"])
+    epoch_loop._batches_that_stepped = saved["epoch_loop.state_dict"].get("_batches_that_stepped", trainer.global_step)

@@ -1,0 +1,352 @@
+"""How Lightning iterates over DataLoaders and moves batches: following a loader, reading ahead, the transfer.
+
+Nothing of it is public. A loader is followed by giving the object a subclass of its class, so that whoever holds the
+loader, and whatever asks for its type, sees no difference; `Followed.release` gives its class back.
+
+What is read ahead waits below the iterator that Lightning reads: positions, counts, ends and errors come to pass when
+the batch is asked for, and not before.
+"""
+
+import random
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _MultiProcessingDataLoaderIter
+
+from lightning_ups._compat import patches
+from lightning_ups._compat.patches import applied
+
+__all__ = [
+    "Followed",
+    "Follower",
+    "around_transfer",
+    "batches_ahead",
+    "epoch_goes_on",
+    "generators_of",
+    "keeps_workers",
+    "loop_moves",
+    "own_hooks",
+    "read_ahead",
+    "reads_by_index",
+    "training_iterators",
+    "why_not",
+]
+
+
+class Follower(Protocol):
+    """What is told about a loader, and may replace what it gives."""
+
+    def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return an iterator in the place of the loader's, which ``make`` makes."""
+        ...
+
+    def indices(self, sampler: Any) -> Iterator[Any]:
+        """Iterate over ``sampler`` in the place of the loader."""
+        ...
+
+
+class Followed:
+    """A loader that tells ``follower`` of every iterator, and watches whether its workers draw random numbers.
+
+    It does not hold the follower.
+    """
+
+    def __init__(self, loader: DataLoader[Any], follower: Follower) -> None:
+        self.loader, self._kind = loader, type(loader)
+        self._collate, self._init = loader.collate_fn, loader.worker_init_fn
+        self._drawn = None
+        loader.__class__ = _followed_class(self._kind, ref(follower))
+        if keeps_workers(loader):  # from before: their iterator has kept the sampler, which tells another, or nobody
+            loader._iterator._index_sampler = loader._index_sampler  # type: ignore[union-attr]
+        if loader.num_workers > 0:
+            self._drawn = torch.multiprocessing.get_context().RawValue("b", 0)
+            loader.worker_init_fn = _MarkAtStart(self._init)
+            loader.collate_fn = _WatchedCollate(self._collate, self._drawn)
+
+    @property
+    def workers_draw(self) -> bool:
+        """Whether a worker has drawn a random number for a batch."""
+        return self._drawn is not None and bool(self._drawn.value)
+
+    def release(self) -> None:
+        """Give the loader back as it was."""
+        self.loader.__class__ = self._kind
+        self.loader.collate_fn, self.loader.worker_init_fn = self._collate, self._init
+
+
+def _followed_class(kind: type[DataLoader[Any]], follower: ref[Follower]) -> type[DataLoader[Any]]:
+    # Weak: a class is always in a cycle, and with the follower the loader and its dataset would live as long.
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        told = follower()
+        return kind.__iter__(self) if told is None else told.iterate(lambda: kind.__iter__(self))
+
+    def index_sampler(self: DataLoader[Any]) -> Any:
+        sampler = kind._index_sampler.fget(self)  # type: ignore[attr-defined]
+        return _FollowedSampler(sampler, follower) if reads_by_index(self) else sampler
+
+    members = {"__iter__": iterate, "_index_sampler": property(index_sampler), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
+
+
+class _FollowedSampler:
+    def __init__(self, sampler: Any, follower: ref[Follower]) -> None:
+        self._sampler, self._follower = sampler, follower
+
+    def __iter__(self) -> Iterator[Any]:
+        told = self._follower()
+        return iter(self._sampler) if told is None else told.indices(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def reads_by_index(loader: Any) -> bool:
+    """Return whether ``loader`` is a DataLoader that can skip samples without reading them."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return not hasattr(loader, "load_state_dict")
+
+
+def keeps_workers(loader: Any) -> bool:
+    """Return whether ``loader`` has workers that live on into the next epoch."""
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the distinct generators that ``loader`` and its samplers were given."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+_mark = 0  # of the random state of this worker, after its last batch
+
+
+class _MarkAtStart:
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        global _mark
+        if self._init is not None:
+            self._init(worker)
+        _mark = _fingerprint()
+
+
+class _WatchedCollate:
+    def __init__(self, collate: Callable[[Any], Any], drawn: Any) -> None:
+        self._collate, self._drawn = collate, drawn
+
+    def __call__(self, samples: Any) -> Any:
+        global _mark
+        batch = self._collate(samples)
+        if get_worker_info() is not None:
+            now = _fingerprint()
+            if now != _mark:
+                self._drawn.value, _mark = 1, now
+        return batch
+
+
+def _fingerprint() -> int:
+    states: list[Any] = [zlib.crc32(torch.get_rng_state().numpy().tobytes()), random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states.append(zlib.crc32(numpy.random.get_state()[1].tobytes()))
+        states.append(numpy.random.get_state()[2])
+    return hash(tuple(states))
+
+
+_NEXT = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._next_data"
+_RESET = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset"
+_LIBRARIES = ("torch.utils.data.", "lightning.")
+
+
+def why_not(loader: Any, iterator: Any) -> str | None:
+    """Return why a batch of ``loader`` must be read where it is asked for, or None.
+
+    Reading ahead is the same only where it draws no random number of this process, and shows training nothing: where
+    workers read, which are ahead of training anyway, and the order of samples is settled when an epoch begins.
+    """
+    name, iterator = type(loader).__name__, _innermost(iterator)
+    if not isinstance(iterator, _BaseDataLoaderIter):
+        return f"{name} reads in a way of its own"
+    if loader.num_workers == 0:
+        return f"{name} reads in this process (num_workers=0)"
+    if type(iterator) is not _MultiProcessingDataLoaderIter:
+        return f"{name} reads in a way of its own"
+    if (missing := patches.why_not(_NEXT) or patches.why_not(_RESET)) is not None:
+        return missing
+    if iterator._dataset_kind != _DatasetKind.Iterable and not _is_settled(loader):
+        return f"the sampler of {name} may draw random numbers as it goes"
+    return None
+
+
+def read_ahead(iterator: Any) -> Any:
+    """Return the batch that ``iterator`` will give next, or None if it will give an end or an error.
+
+    Args:
+        iterator: One for which `why_not` has no reason.
+    """
+    iterator = _innermost(iterator)
+    ahead = vars(iterator).get("_next_data")
+    if ahead is None:
+        ahead = _Ahead(iterator)
+        patches.installed(_NEXT, iterator, lambda _: ahead)
+        patches.installed(_RESET, iterator, lambda _: ahead.reset)  # persistent workers begin another epoch by it
+    return ahead.read()
+
+
+class _Ahead:
+    """Stands for the method that waits for a worker's batch."""
+
+    def __init__(self, iterator: Any) -> None:
+        # Weak: an iterator stops its workers when its last reference goes, and not when garbage is collected.
+        self._iterator = weakref.ref(iterator)
+        self._waits, self._batch = False, None
+        self._error: Exception | None = None
+
+    def read(self) -> Any:
+        if not self._waits:
+            try:
+                self._batch = self._stock()
+            except Exception as error:  # noqa: BLE001  (raised where the batch is asked for)
+                # Its frames hold the iterator, which would not go before garbage is collected.
+                self._error = error.with_traceback(None)
+            self._waits = True
+        return self._batch
+
+    def __call__(self) -> Any:
+        if not self._waits:
+            return self._stock()
+        batch, error = self._batch, self._error
+        self._forget()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # which would hold this frame, and this frame it
+        return batch
+
+    def reset(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget()
+        iterator = self._iterator()
+        return type(iterator)._reset(iterator, *args, **kwargs)  # type: ignore[union-attr]
+
+    def _stock(self) -> Any:
+        iterator = self._iterator()
+        return type(iterator)._next_data(iterator)  # type: ignore[union-attr]
+
+    def _forget(self) -> None:
+        self._waits, self._batch, self._error = False, None, None
+
+
+def _innermost(iterator: Any) -> Any:
+    # An iterator that is followed for an exact resume names the one that it stands for.
+    while not isinstance(iterator, _BaseDataLoaderIter) and (inner := getattr(iterator, "inner", None)) is not None:
+        iterator = inner
+    return iterator
+
+
+def _is_settled(loader: DataLoader[Any]) -> bool:
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
+    if not type(sampler).__module__.startswith(_LIBRARIES):
+        return False
+    # It draws again and again from a generator of the user's; one that it makes itself nobody else sees.
+    own = isinstance(sampler, RandomSampler) and sampler.generator is not None
+    return not own or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
+
+
+_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
+
+
+def around_transfer(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """Move every training batch within ``context()``; the hook that follows a transfer is outside.
+
+    A strategy or module that moves batches by code of its own does so within ``context()`` as a whole.
+
+    Returns:
+        What undoes it.
+    """
+    strategy, undo = trainer.strategy, ExitStack()
+    is_replaced = "batch_to_device" in vars(strategy)
+
+    def moving(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            if not trainer.training:
+                return stock(batch, device, dataloader_idx)
+            module = strategy.lightning_module
+            if is_replaced or not _is_stock(strategy, module):
+                with context():
+                    return stock(batch, device, dataloader_idx)
+            device = device or strategy.root_device
+            with context():
+                batch = module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
+            return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
+
+        return batch_to_device
+
+    undo.enter_context(applied("lightning.pytorch.strategies:Strategy.batch_to_device", moving, owner=strategy))
+    return undo.close
+
+
+def _is_stock(strategy: Any, module: Any) -> bool:
+    return (
+        type(strategy).batch_to_device is Strategy.batch_to_device
+        and type(module)._apply_batch_transfer_handler is LightningModule._apply_batch_transfer_handler
+    )
+
+
+def loop_moves(trainer: Any) -> bool:
+    """Return whether the loop moves batches; a ``training_step(self, dataloader_iter)`` does it by itself."""
+    return not isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def own_hooks(trainer: Any) -> list[str]:
+    """Return the user's hooks that see a batch before it is on the device, or move it, as ``Class.hook``."""
+    found = []
+    for hook in _BEFORE:
+        for owner, kind in ((trainer.datamodule, LightningDataModule), (trainer.lightning_module, LightningModule)):
+            if owner is not None and is_overridden(hook, owner, parent=kind):
+                found.append(f"{type(owner).__name__}.{hook}")
+    return found
+
+
+def training_iterators(trainer: Any) -> list[tuple[Any, Any]]:
+    """Return the training loaders and the iterators over them that this epoch reads; none between two epochs."""
+    combined = trainer.fit_loop._combined_loader
+    iterator = getattr(combined, "_iterator", None)
+    if iterator is None:
+        return []
+    return list(zip(combined.flattened, iterator.iterators, strict=False))
+
+
+def batches_ahead(trainer: Any) -> list[Any]:
+    """Return the batches that the loop has read and not taken yet, which it does where it knows no length."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return [batch for batch, *_ in getattr(fetcher, "batches", [])]
+
+
+def epoch_goes_on(trainer: Any) -> bool:
+    """Return whether the loop knows that it will take a batch after the one that it trains on now."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is None or fetcher.length is None or fetcher.fetched >= fetcher.length:
+        return False
+    if trainer.max_steps == -1 or trainer.fit_loop._should_accumulate():
+        return True
+    return trainer.global_step + len(trainer.optimizers) < trainer.max_steps

@@ -1,0 +1,179 @@
+"""One optimizer step of Lightning: the moments before and after its closure, skipped steps, schedulers."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import wraps
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_ups._compat.patches import applied
+
+__all__ = [
+    "after_closure",
+    "before_hooks_of_a_step",
+    "bind_scheduler",
+    "clear_skip",
+    "skip_if",
+    "skips_on_device",
+    "was_skipped",
+]
+
+_TARGET = "lightning.pytorch.plugins.precision:Precision._after_closure"
+
+
+def after_closure(precision: Any, do: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
+    """Call ``do`` in the context as the last thing before a step, when all hooks and clipping have seen the gradients.
+
+    A step hook of the optimizer comes too early for this: it is called before the closure that computes them.
+
+    Args:
+        precision: The precision plugin of a Trainer whose module does not optimize by itself.
+        do: Is given the optimizer, which steps next.
+    """
+
+    def ending(stock: Callable[..., None]) -> Callable[..., None]:
+        def closed(model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            stock(model, optimizer, *args, **kwargs)
+            do(optimizer)
+
+        return closed
+
+    return applied(_TARGET, ending, owner=precision)
+
+
+def before_hooks_of_a_step(precision: Any, do: Callable[[Any, Optimizer], None]) -> AbstractContextManager[None]:
+    """Call ``do`` in the context when a backward has left gradients that nobody has changed yet.
+
+    Args:
+        precision: The precision plugin of a Trainer.
+        do: Is given the module, and the optimizer, which steps next.
+    """
+
+    def beginning(stock: Callable[..., None]) -> Callable[..., None]:
+        def closed(model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            do(model, optimizer)
+            stock(model, optimizer, *args, **kwargs)
+
+        return closed
+
+    return applied(_TARGET, beginning, owner=precision)
+
+
+def was_skipped(module: LightningModule, outputs: Any, *, began_at: int) -> bool:
+    """Return whether ``training_step`` asked to skip the batch, by returning None.
+
+    One that optimizes itself may return None always: that it did some work is told by an optimizer's step. Those of
+    optimizers that it has asked for without Lightning's wrapper count in no global step: they are listened to from the
+    end of the first batch that seems to have been skipped, which is then taken for one.
+
+    Args:
+        module: The module that trains.
+        outputs: What the hook was given.
+        began_at: The global step when the batch began.
+    """
+    if module.automatic_optimization:
+        return not outputs or (isinstance(outputs, dict) and outputs.get("loss") is None)
+    if outputs or module.trainer.global_step != began_at:
+        return False
+    stepped = [_has_stepped(optimizer, module.trainer) for optimizer in module.trainer.optimizers]  # each is asked
+    return not any(stepped)
+
+
+class _Heard:
+    """Hears the steps of an optimizer while somebody asks for them at each batch."""
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+        self.trainer = ref(trainer)
+        self.asked_in = self.stepped_in = -1  # batches of this trainer
+        self.handle = optimizer.register_step_post_hook(self._note)
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        trainer = self.trainer()
+        self.stepped_in = -1 if trainer is None else trainer.fit_loop.total_batch_idx
+        if trainer is None or self.asked_in < self.stepped_in - 1:
+            self.handle.remove()
+            _heard.pop(optimizer, None)
+
+
+_heard: WeakKeyDictionary[Optimizer, _Heard] = WeakKeyDictionary()
+
+
+def _has_stepped(optimizer: Optimizer, trainer: Trainer) -> bool:
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        return False  # of a class of its own, which tells nobody
+    heard = _heard.get(optimizer)
+    if heard is not None and heard.trainer() is not trainer:
+        heard.handle.remove()
+    if heard is None or heard.trainer() is not trainer:
+        heard = _heard[optimizer] = _Heard(optimizer, trainer)
+    heard.asked_in = trainer.fit_loop.total_batch_idx
+    return heard.stepped_in == heard.asked_in
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's kernel reads a flag: torch's fused ones do, and those that stand for them."""
+    stepped = _stepped(optimizer)
+    fused = all(group.get("fused") for group in stepped.param_groups)
+    # Its first step makes the buffer, as that step's gradient; a buffer of zeros is the same without dampening alone.
+    damped = isinstance(stepped, SGD) and any(group["dampening"] for group in stepped.param_groups)
+    return fused and not damped and bool(getattr(stepped, "_step_supports_amp_scaling", False))
+
+
+def skip_if(optimizer: Optimizer, flag: Tensor) -> None:
+    """Let the next step change nothing, neither parameters nor state, if ``flag`` (float32, no dimension) is not 0."""
+    stepped = _stepped(optimizer)
+    if isinstance(stepped, SGD):
+        _make_buffers(stepped)
+    stepped.grad_scale, stepped.found_inf = None, flag  # type: ignore[attr-defined]
+
+
+def clear_skip(optimizer: Optimizer) -> None:
+    """Let steps be steps again."""
+    stepped = _stepped(optimizer)
+    for name in ("grad_scale", "found_inf"):
+        vars(stepped).pop(name, None)
+
+
+def _make_buffers(optimizer: SGD) -> None:
+    # Where the first step is skipped, torch's fused kernel leaves a buffer that nobody has written to.
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _stepped(optimizer: Any) -> Any:
+    while isinstance(inner := getattr(optimizer, "inner", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def bind_scheduler(scheduler: Any, new: Mapping[Optimizer, Optimizer]) -> None:
+    """Let ``scheduler``, and those inside it, drive ``new[optimizer]`` in the place of its ``optimizer``."""
+    for inner in getattr(scheduler, "_schedulers", ()):  # SequentialLR and ChainedScheduler
+        bind_scheduler(inner, new)
+    later = new.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
+    if later is not None:
+        scheduler.optimizer = later
+        _track_steps(later)
+
+
+def _track_steps(optimizer: Optimizer) -> None:
+    # Torch's schedulers mark the `step` of their optimizer when they are made, and warn where they find it unmarked.
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    function = type(optimizer).step
+
+    @wraps(function)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # type: ignore[attr-defined]
+        return function(self, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

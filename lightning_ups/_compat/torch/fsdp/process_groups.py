@@ -1,0 +1,96 @@
+"""Process groups: what NCCL reads from the environment, the store of the world, and what is kept of meshes."""
+
+import atexit
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from torch.distributed.tensor import DTensor
+
+__all__ = ["destroy_at_exit", "forget_meshes", "prepare_nccl", "shared_store"]
+
+_MULTIPROCESSORS = "NCCL_MAX_CTAS"
+_SET_HERE: dict[str, str] = {}  # by an earlier strategy of this process, and not by the user
+
+
+def prepare_nccl(
+    *,
+    high_priority: bool,
+    flight_recorder: Path | None,
+    multiprocessors: int | None = None,
+) -> dict[str, str]:
+    """Set what the environment does not say yet, and return it.
+
+    Args:
+        high_priority: Let communication go before computation on the device, so that a reduction does not wait behind
+            the next block's kernels.
+        flight_recorder: Where each rank writes its last collectives when one hangs, in files ``rank_<rank>``; the tool
+            ``torchfrtrace`` reads them.
+        multiprocessors: How many a collective may take at most. None: as many as NCCL finds fastest.
+
+    Raises:
+        ValueError: If ``multiprocessors`` would have no effect.
+    """
+    wanted = {"TORCH_NCCL_HIGH_PRIORITY": "1"} if high_priority else {}
+    if multiprocessors is not None:
+        _check_effect(_MULTIPROCESSORS, str(multiprocessors))
+        wanted[_MULTIPROCESSORS] = str(multiprocessors)
+    if flight_recorder is not None:
+        flight_recorder.mkdir(parents=True, exist_ok=True)
+        prefix = str(flight_recorder / "rank_")
+        wanted |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        # The names of torch 2.11 and those of before, which it still reads.
+        wanted |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
+        wanted |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
+    for name, value in wanted.items():
+        if name not in os.environ:
+            os.environ[name] = _SET_HERE[name] = value
+    return {name: os.environ[name] for name in wanted}
+
+
+def _check_effect(name: str, value: str) -> None:
+    said = os.environ.get(name)
+    if said == value or (said is None and not dist.is_initialized()):
+        return
+    if said is not None and _SET_HERE.get(name) != said:
+        raise ValueError(
+            f"The environment says {name}={said}, and the strategy's options ask for {value}."
+            " What the environment says stays, so the option would have no effect."
+            f" Unset {name}, or leave the option out."
+        )
+    earlier = "the groups of this process were made" + (
+        "" if said is None else f" with {said}, for an earlier strategy"
+    )
+    raise ValueError(
+        f"NCCL would not see {name}={value}, which the strategy's options ask for: {earlier}."
+        " It reads it once, when the first group of a process is made."
+        f" Start a process for it, or set {name}={value} in the environment of this one."
+    )
+
+
+@cache  # once for each process
+def destroy_at_exit() -> None:
+    """Close the process groups when the process ends; Lightning does where NCCL is the only backend."""
+    atexit.register(_destroy_dist_connection)
+
+
+def shared_store(prefix: str) -> dist.Store:
+    """Return the store of the world, for keys that begin with ``prefix``."""
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+
+def forget_meshes() -> None:
+    """Let this thread forget what operators make of DTensors: of two equal meshes it knows the groups of the earlier.
+
+    These may be gone by then, with the world that they were of.
+    """
+    # Torch 2.11 and 2.13 have two such memories each, one of C++ and one of Python.
+    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if forget is not None:
+        forget()
+    remembered = getattr(DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding, "cache_clear", None)
+    if remembered is not None:
+        remembered()

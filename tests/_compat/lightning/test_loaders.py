@@ -1,0 +1,452 @@
+import contextlib
+import gc
+import random
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_ups._compat.lightning.loaders import (
+    Followed,
+    around_transfer,
+    batches_ahead,
+    epoch_goes_on,
+    generators_of,
+    keeps_workers,
+    loop_moves,
+    own_hooks,
+    read_ahead,
+    reads_by_index,
+    training_iterators,
+    why_not,
+)
+from lightning_ups.state.resume.loader import FollowedLoader
+from tests.toys import Net, data, loader, trainer
+
+
+class Recorder:
+    def __init__(self):
+        self.iterators, self.seen = 0, []
+
+    def iterate(self, make):
+        self.iterators += 1
+        return make()
+
+    def indices(self, sampler):
+        for index in sampler:
+            self.seen.append(index)
+            yield index
+
+
+def test_a_followed_loader_gives_the_same_and_is_given_back():
+    loader, recorder = DataLoader(range(10), batch_size=4), Recorder()
+    expected = [batch.tolist() for batch in loader]
+    followed = Followed(loader, recorder)
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == 3
+    assert [batch.tolist() for batch in loader] == expected
+    assert recorder.seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    followed.release()
+    assert type(loader) is DataLoader
+    assert [batch.tolist() for batch in loader] == expected
+    assert recorder.iterators == 1
+
+
+class Rows:
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if self.draw == "torch":
+            return torch.rand(()) + index
+        return index + (random.random() if self.draw == "python" else 0)
+
+
+def start(worker):
+    torch.rand(3)  # drawing here is no drawing for a batch
+
+
+@pytest.mark.parametrize(("draw", "drawn"), [("", False), ("torch", True), ("python", True)])
+def test_workers_that_draw_are_found(draw, drawn):
+    loader = DataLoader(Rows(draw), batch_size=4, num_workers=1, worker_init_fn=start)
+    followed = Followed(loader, Recorder())
+    list(loader)
+    assert followed.workers_draw is drawn
+    followed.release()
+    assert loader.worker_init_fn is start
+
+
+def test_distinct_generators_are_found():
+    generator, other = torch.Generator(), torch.Generator()
+    sampler = RandomSampler(range(4), generator=other)
+    assert generators_of(DataLoader(range(4))) == []
+    assert generators_of(DataLoader(range(4), shuffle=True, generator=generator)) == [generator]
+    assert generators_of(DataLoader(range(4), sampler=sampler, generator=generator)) == [generator, other]
+    assert generators_of(DataLoader(range(4), batch_sampler=BatchSampler(sampler, 2, drop_last=False))) == [other]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+
+
+def test_what_can_skip_without_reading():
+    assert reads_by_index(DataLoader(range(4)))
+    assert not reads_by_index(DataLoader(Stream()))
+    assert not reads_by_index([1, 2])
+
+
+def test_workers_that_live_on():
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    assert not keeps_workers(loader)
+    list(loader)
+    assert keeps_workers(loader)
+    assert not keeps_workers(DataLoader(range(4)))
+
+
+# Python 3.12 says so of every worker that is forked.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+
+class ReadRows(Dataset):
+    def __init__(self, broken=None):
+        self.broken = broken
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise KeyError("this row is broken")
+        return index
+
+
+class ReadStream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+class Own(Sampler):
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+def reason(**options):
+    loader = DataLoader(**{"dataset": ReadRows(), "num_workers": 1, **options})
+    return why_not(loader, iter(loader))
+
+
+def with_generator(**options):
+    return RandomSampler(ReadRows(), generator=torch.Generator(), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True},
+        {"batch_size": None},
+        {"dataset": ReadStream()},
+        {"sampler": RandomSampler(ReadRows(), replacement=True)},
+        {"sampler": with_generator()},
+        {"sampler": SubsetRandomSampler(range(8))},
+        {"sampler": WeightedRandomSampler(torch.ones(8), 8)},
+        {"sampler": DistributedSampler(ReadRows(), num_replicas=2, rank=0)},
+    ],
+    ids=lambda given: "+".join(given) if isinstance(given, dict) else None,
+)
+def test_workers_whose_order_is_settled_are_read_ahead(options):
+    assert reason(**options) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_workers": 0}, r"num_workers=0"),
+        ({"num_workers": 0, "dataset": ReadStream()}, r"num_workers=0"),
+        ({"sampler": Own()}, "may draw random numbers"),
+        ({"sampler": with_generator(replacement=True)}, "may draw random numbers"),
+        ({"sampler": with_generator(num_samples=20)}, "may draw random numbers"),
+        ({"batch_sampler": OwnBatches(Own(), 2, drop_last=False)}, "may draw random numbers"),
+        ({"batch_sampler": BatchSampler(Own(), 2, drop_last=False)}, "may draw random numbers"),
+    ],
+    ids=lambda given: "+".join(given) if isinstance(given, dict) else None,
+)
+def test_others_are_not(options, words):
+    assert words in reason(**options)
+
+
+def test_what_is_no_data_loader_is_not():
+    assert "in a way of its own" in why_not([1], iter([1]))
+
+
+def test_nobody_can_tell():
+    loader = DataLoader(ReadRows(), batch_size=2, num_workers=1)
+    expected = [batch.tolist() for batch in loader]
+    iterator = iter(loader)
+    found = []
+    before = torch.get_rng_state()
+    for n in range(4):
+        found.append(next(iterator).tolist())
+        assert iterator._num_yielded == n + 1
+        if n < 3:
+            assert read_ahead(iterator).tolist() == read_ahead(iterator).tolist() == expected[n + 1]
+    assert found == expected
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_an_end_comes_when_it_is_asked_for():
+    iterator = iter(DataLoader(ReadRows(), batch_size=8, num_workers=1))
+    next(iterator)
+    assert read_ahead(iterator) is None
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_an_error_comes_when_it_is_asked_for():
+    iterator = iter(DataLoader(ReadRows(broken=2), batch_size=2, num_workers=1))
+    next(iterator)
+    assert read_ahead(iterator) is None
+    with pytest.raises(KeyError, match="this row is broken"):
+        next(iterator)
+    assert next(iterator).tolist() == [4, 5]
+
+
+def test_workers_that_live_on_begin_anew():
+    loader = DataLoader(ReadRows(), batch_size=2, num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    read_ahead(iterator)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("broken", [None, 0, 2], ids=["in use", "with an error", "with an error ahead"])
+def test_an_iterator_goes_with_its_last_reference(broken):
+    gc.disable()  # it has workers to stop, which must not wait for that
+    try:
+        iterator = iter(DataLoader(ReadRows(broken=broken), batch_size=2, num_workers=1))
+        if broken == 2:
+            next(iterator)
+        read_ahead(iterator)
+        if broken == 0:
+            with contextlib.suppress(KeyError):
+                next(iterator)
+        gone = weakref.ref(iterator)
+        del iterator
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Nobody:
+    waiting = before_epoch = False
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+def test_a_followed_loader_does_not_count_what_is_read_ahead():
+    loader = DataLoader(ReadRows(), batch_size=2, num_workers=1)
+    followed = FollowedLoader(loader, Nobody())
+    followed.begin_epoch(0)
+    iterator = iter(loader)
+    assert why_not(loader, iterator) is None
+    next(iterator)
+    alone = followed.position(1)
+    assert read_ahead(iterator).tolist() == [2, 3]
+    assert str(followed.position(1)) == str(alone)
+    assert next(iterator).tolist() == [2, 3]
+    assert followed.position(2)["given"] == 2
+    followed.release()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Telling(Net):
+    def __init__(self, said):
+        super().__init__()
+        self.said = said
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.said.append("before")
+        return batch
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.said.append("transfer")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.said.append("after")
+        return batch
+
+    def validation_step(self, batch):
+        self.said.append("validation")
+
+
+class Around(Callback):
+    def __init__(self, said):
+        self.said = said
+
+    @contextmanager
+    def context(self):
+        self.said.append("(")
+        yield
+        self.said.append(")")
+
+    def on_train_start(self, trainer, pl_module):
+        self.undo = around_transfer(trainer, self.context)
+
+
+def test_only_the_transfer_of_training_batches_is_within_the_context(tmp_path):
+    said = []
+    around = Around(said)
+    run = trainer(tmp_path, callbacks=[around], epochs=1)
+    run.fit(Telling(said), loader(), loader())
+    sanity = validation = ["before", "transfer", "after", "validation"]
+    assert said == [*sanity, "before", "(", "transfer", ")", "after", *validation]
+    around.undo()
+    assert "batch_to_device" not in vars(run.strategy)
+
+
+def test_a_datamodules_hooks_are_called_as_ever(tmp_path):
+    said = []
+
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return loader()
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            said.append("datamodule")
+            return batch
+
+    trainer(tmp_path, callbacks=[Around(said)], epochs=1).fit(Net(), Data())
+    assert said == ["(", "datamodule", ")"]
+
+
+def test_who_moves_batches_in_another_way_still_does(tmp_path):
+    said = []
+
+    class Replaced(Around):
+        def on_train_start(self, trainer, pl_module):
+            stock = trainer.strategy.batch_to_device
+
+            def own(batch, device=None, dataloader_idx=0):
+                said.append("own")
+                return stock(batch, device, dataloader_idx)
+
+            trainer.strategy.batch_to_device = own
+            super().on_train_start(trainer, pl_module)
+            self.own = own
+
+    around = Replaced(said)
+    run = trainer(tmp_path, callbacks=[around], epochs=1)
+    run.fit(Net(), loader())
+    assert said == ["(", "own", ")"]
+    around.undo()
+    assert run.strategy.batch_to_device is around.own
+
+
+def test_hooks_of_the_users_are_named(tmp_path):
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return loader()
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    run = trainer(tmp_path, epochs=1)
+    run.fit(Net(), loader())
+    assert own_hooks(run) == []
+    run = trainer(tmp_path, epochs=1)
+    run.fit(Telling([]), Data())
+    assert own_hooks(run) == [
+        "Data.on_before_batch_transfer",
+        "Telling.on_before_batch_transfer",
+        "Telling.transfer_batch_to_device",
+    ]
+
+
+class Watching(Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        assert loop_moves(trainer)
+        ((_, iterator),) = training_iterators(trainer)
+        assert hasattr(iterator, "__next__")
+        self.found.append((epoch_goes_on(trainer), len(batches_ahead(trainer))))
+
+
+def watched(tmp_path, loader, **options):
+    watching = Watching()
+    run = trainer(tmp_path, callbacks=[watching], **{"epochs": 1, **options})
+    run.fit(Net(), loader)
+    return watching.found
+
+
+class EndlessStream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+def test_whether_an_epoch_goes_on(tmp_path):
+    four = DataLoader(data(), batch_size=2)
+    yes, no = (True, 0), (False, 0)
+    assert watched(tmp_path, four) == [yes, yes, yes, no]
+    assert watched(tmp_path, four, epochs=2) == [yes, yes, yes, no] * 2
+    assert watched(tmp_path, four, limit_train_batches=2) == [yes, no]
+    assert watched(tmp_path, four, max_steps=3) == [yes, yes, no]
+    assert watched(tmp_path, four, max_steps=2, accumulate_grad_batches=2) == [yes, yes, yes, no]
+
+
+def test_what_the_loop_holds_of_a_loader_without_length(tmp_path):
+    stream = DataLoader(EndlessStream(), batch_size=4)
+    assert watched(tmp_path, stream) == [(False, 1), (False, 0)]
+    assert watched(tmp_path, stream, limit_train_batches=1) == [(False, 0)]
+
+
+def test_a_step_that_takes_an_iterator_moves_batches_by_itself(tmp_path):
+    found = []
+
+    class Own(Net):
+        def training_step(self, dataloader_iter):
+            found.append(loop_moves(self.trainer))
+            batch, _, _ = next(dataloader_iter)
+            return super().training_step(batch, 0)
+
+    trainer(tmp_path, epochs=1).fit(Own(), loader())
+    assert found == [False]
+
+
+def test_there_are_no_iterators_before_fit(tmp_path):
+    run = trainer(tmp_path)
+    assert training_iterators(run) == []
+    assert not epoch_goes_on(run)
+    assert torch.is_grad_enabled()
