@@ -3,16 +3,16 @@
 from unittest.mock import patch
 
 import pytest
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: TID251
 
 from lightning_ups._compat.torch.compile.graph_passes import copy_together
-from lightning_ups._compat.torch.fsdp import state as fsdp
 from lightning_ups.strategies import FSDP2Strategy
 from tests.strategies import cases
 
 
 def both(name, tmp_path, options):
     """Train by torch's way and by ours; return what differs in any bit, and how often ours was asked."""
-    asked, before = [], fsdp._fsdp_collectives.foreach_reduce_scatter_copy_in
+    asked, before = [], _fsdp_collectives.foreach_reduce_scatter_copy_in
 
     def ours(gradients, out, size):
         asked.append(size)
@@ -25,7 +25,7 @@ def both(name, tmp_path, options):
     for put_together in (lambda *_: False, ours):
         with patch("lightning_ups.strategies.fsdp2.put_together", put_together):
             results.append(cases.train(name, tmp_path, strategy=FSDP2Strategy(**options), ranks=2, steps=3)[2])
-    assert fsdp._fsdp_collectives.foreach_reduce_scatter_copy_in is before
+    assert _fsdp_collectives.foreach_reduce_scatter_copy_in is before
     theirs, own = results
     differ = [key for key, weight in theirs["weights"].items() if not weight.equal(own["weights"][key])]
     return theirs["losses"] == own["losses"], differ, len(asked)
@@ -40,13 +40,13 @@ def failing(tmp_path):
     def broken(*_):
         raise ArithmeticError("in backward")
 
-    before = fsdp._fsdp_collectives.foreach_reduce_scatter_copy_in
+    before = _fsdp_collectives.foreach_reduce_scatter_copy_in
     with (
         patch("lightning_ups.strategies.fsdp2.put_together", broken),
         pytest.raises(ArithmeticError, match="in backward"),
     ):
         cases.train("Tied", tmp_path, strategy=FSDP2Strategy(), ranks=2, steps=1)
-    return fsdp._fsdp_collectives.foreach_reduce_scatter_copy_in is before
+    return _fsdp_collectives.foreach_reduce_scatter_copy_in is before
 
 
 def test_after_an_exception_torch_has_its_own_again(ranks, tmp_path):

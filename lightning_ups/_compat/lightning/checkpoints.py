@@ -24,6 +24,8 @@ __all__ = [
     "roll_back",
 ]
 
+_UNTIL_THE_END = ExitStack()  # of the process
+
 
 def last_checkpoints(trainer: Trainer) -> set[str]:
     """Return those of which Lightning would take the newest. Where there is none, it warns and goes on without."""
@@ -50,7 +52,7 @@ def ask_strategy_for_last() -> None:
     Lightning looks for it before any hook of a callback or a strategy, and takes the newest path, whole or not.
     """
     target = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._parse_ckpt_path"
-    ExitStack().enter_context(applied(target, _asking_strategy))
+    _UNTIL_THE_END.enter_context(applied(target, _asking_strategy))
 
 
 def _asking_strategy(stock: Callable[..., Any]) -> Callable[..., Any]:
