@@ -10,15 +10,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.loaders import (
+from lightning_ups._compat.lightning.loaders import read_ahead, why_not
+from lightning_ups._compat.lightning.transfer import (
     around_transfer,
     batches_ahead,
     epoch_goes_on,
     loop_moves,
     own_hooks,
-    read_ahead,
     training_iterators,
-    why_not,
 )
 from lightning_ups.order import report_of
 from lightning_ups.order.arguments import check_finite, check_kind

@@ -1,7 +1,7 @@
-"""How Lightning iterates over DataLoaders and moves batches: following a loader, reading ahead, the transfer.
+"""DataLoaders from the inside: following what one reads, and reading a batch ahead.
 
-Nothing of it is public. A loader is followed by giving the object a subclass of its class, so that whoever holds the
-loader, and whatever asks for its type, sees no difference; `Followed.release` gives its class back.
+Nothing of it is public in torch. A loader is followed by giving the object a subclass of its class, so that whoever
+holds the loader, and whatever asks for its type, sees no difference; `Followed.release` gives its class back.
 
 What is read ahead waits below the iterator that Lightning reads: positions, counts, ends and errors come to pass when
 the batch is asked for, and not before.
@@ -12,34 +12,22 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _MultiProcessingDataLoaderIter
 
 from lightning_ups._compat import patches
-from lightning_ups._compat.patches import applied
 
 __all__ = [
     "Followed",
     "Follower",
-    "around_transfer",
-    "batches_ahead",
-    "epoch_goes_on",
     "generators_of",
     "keeps_workers",
-    "loop_moves",
-    "own_hooks",
     "read_ahead",
     "reads_by_index",
-    "training_iterators",
     "why_not",
 ]
 
@@ -270,83 +258,3 @@ def _is_settled(loader: DataLoader[Any]) -> bool:
     # It draws again and again from a generator of the user's; one that it makes itself nobody else sees.
     own = isinstance(sampler, RandomSampler) and sampler.generator is not None
     return not own or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
-
-
-_BEFORE = ("on_before_batch_transfer", "transfer_batch_to_device")
-
-
-def around_transfer(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """Move every training batch within ``context()``; the hook that follows a transfer is outside.
-
-    A strategy or module that moves batches by code of its own does so within ``context()`` as a whole.
-
-    Returns:
-        What undoes it.
-    """
-    strategy, undo = trainer.strategy, ExitStack()
-    is_replaced = "batch_to_device" in vars(strategy)
-
-    def moving(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-            if not trainer.training:
-                return stock(batch, device, dataloader_idx)
-            module = strategy.lightning_module
-            if is_replaced or not _is_stock(strategy, module):
-                with context():
-                    return stock(batch, device, dataloader_idx)
-            device = device or strategy.root_device
-            with context():
-                batch = module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
-            return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
-
-        return batch_to_device
-
-    undo.enter_context(applied("lightning.pytorch.strategies:Strategy.batch_to_device", moving, owner=strategy))
-    return undo.close
-
-
-def _is_stock(strategy: Any, module: Any) -> bool:
-    return (
-        type(strategy).batch_to_device is Strategy.batch_to_device
-        and type(module)._apply_batch_transfer_handler is LightningModule._apply_batch_transfer_handler
-    )
-
-
-def loop_moves(trainer: Any) -> bool:
-    """Return whether the loop moves batches; a ``training_step(self, dataloader_iter)`` does it by itself."""
-    return not isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
-
-
-def own_hooks(trainer: Any) -> list[str]:
-    """Return the user's hooks that see a batch before it is on the device, or move it, as ``Class.hook``."""
-    found = []
-    for hook in _BEFORE:
-        for owner, kind in ((trainer.datamodule, LightningDataModule), (trainer.lightning_module, LightningModule)):
-            if owner is not None and is_overridden(hook, owner, parent=kind):
-                found.append(f"{type(owner).__name__}.{hook}")
-    return found
-
-
-def training_iterators(trainer: Any) -> list[tuple[Any, Any]]:
-    """Return the training loaders and the iterators over them that this epoch reads; none between two epochs."""
-    combined = trainer.fit_loop._combined_loader
-    iterator = getattr(combined, "_iterator", None)
-    if iterator is None:
-        return []
-    return list(zip(combined.flattened, iterator.iterators, strict=False))
-
-
-def batches_ahead(trainer: Any) -> list[Any]:
-    """Return the batches that the loop has read and not taken yet, which it does where it knows no length."""
-    fetcher = trainer.fit_loop._data_fetcher
-    return [batch for batch, *_ in getattr(fetcher, "batches", [])]
-
-
-def epoch_goes_on(trainer: Any) -> bool:
-    """Return whether the loop knows that it will take a batch after the one that it trains on now."""
-    fetcher = trainer.fit_loop._data_fetcher
-    if fetcher is None or fetcher.length is None or fetcher.fetched >= fetcher.length:
-        return False
-    if trainer.max_steps == -1 or trainer.fit_loop._should_accumulate():
-        return True
-    return trainer.global_step + len(trainer.optimizers) < trainer.max_steps

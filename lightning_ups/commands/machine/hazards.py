@@ -63,7 +63,7 @@ def _malicious(_: Machine) -> str | None:
 
 
 def _untested_torch(machine: Machine) -> str | None:
-    found = Version(machine.packages["torch"].version)
+    found = Version(machine.packages["torch"].version or "0")
     return f"torch {found} is newer than any that lightning_ups was tested with." if found.release >= UNTESTED else None
 
 

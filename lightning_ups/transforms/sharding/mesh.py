@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
-from lightning_ups._compat.torch.fsdp.process_groups import forget_meshes
 from lightning_ups._compat.torch.fsdp.state import flattened
+from lightning_ups._compat.torch.tensors.tensors import forget_meshes
 
 __all__ = [
     "DATA",

@@ -1,16 +1,14 @@
-"""Process groups: what NCCL reads from the environment, the store of the world, and what is kept of meshes."""
+"""Process groups: what NCCL reads from the environment and the store of the world."""
 
 import atexit
 import os
 from functools import cache
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from torch.distributed.tensor import DTensor
 
-__all__ = ["destroy_at_exit", "forget_meshes", "prepare_nccl", "shared_store"]
+__all__ = ["destroy_at_exit", "prepare_nccl", "shared_store"]
 
 _MULTIPROCESSORS = "NCCL_MAX_CTAS"
 _SET_HERE: dict[str, str] = {}  # by an earlier strategy of this process, and not by the user
@@ -80,17 +78,3 @@ def destroy_at_exit() -> None:
 def shared_store(prefix: str) -> dist.Store:
     """Return the store of the world, for keys that begin with ``prefix``."""
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-
-
-def forget_meshes() -> None:
-    """Let this thread forget what operators make of DTensors: of two equal meshes it knows the groups of the earlier.
-
-    These may be gone by then, with the world that they were of.
-    """
-    # Torch 2.11 and 2.13 have two such memories each, one of C++ and one of Python.
-    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if forget is not None:
-        forget()
-    remembered = getattr(DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding, "cache_clear", None)
-    if remembered is not None:
-        remembered()

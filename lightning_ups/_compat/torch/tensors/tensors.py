@@ -16,6 +16,7 @@ __all__ = [
     "arrived",
     "count_writes",
     "counts_of_writes",
+    "forget_meshes",
     "gradient_hooks",
     "has_hooks_after_accumulation",
     "local_of",
@@ -139,3 +140,17 @@ def _adds_into_float32(dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     return bool((total == 16).all())
+
+
+def forget_meshes() -> None:
+    """Let this thread forget what operators make of DTensors: of two equal meshes it knows the groups of the earlier.
+
+    These may be gone by then, with the world that they were of.
+    """
+    # Torch 2.11 and 2.13 have two such memories each, one of C++ and one of Python.
+    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if forget is not None:
+        forget()
+    remembered = getattr(DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding, "cache_clear", None)
+    if remembered is not None:
+        remembered()

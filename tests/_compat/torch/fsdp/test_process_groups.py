@@ -4,11 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_ups._compat.torch.fsdp import process_groups
-from lightning_ups._compat.torch.fsdp.process_groups import forget_meshes, prepare_nccl, shared_store
+from lightning_ups._compat.torch.fsdp.process_groups import prepare_nccl, shared_store
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +60,6 @@ def test_an_earlier_strategy_of_the_process_is_named_where_it_decided():
 
 
 def test_this_torch_reads_the_names():
-    import torch
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     assert b"TORCH_FR_BUFFER_SIZE" in library.read_bytes()
@@ -86,19 +83,3 @@ def exchanged(prefix):
 
 def test_what_one_process_writes_the_others_read(ranks):
     assert ranks(exchanged, "a test") == ["from 0", "from 1"]
-
-
-def told_meshes():
-    told = []
-    for forget in (False, False, True):
-        if forget:
-            forget_meshes()
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("told",))
-        made = distribute_tensor(torch.randn(4), mesh, [Shard(0)])
-        told.append((made.detach().device_mesh is mesh, (made + 1).device_mesh is mesh))
-    dist.barrier()
-    return told
-
-
-def test_without_it_a_mesh_is_taken_for_an_equal_one(ranks):
-    assert ranks(told_meshes) == [(True, True), (False, False), (True, True)]

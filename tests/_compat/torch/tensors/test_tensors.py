@@ -2,6 +2,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -12,6 +13,7 @@ from lightning_ups._compat.torch.tensors.tensors import (
     add_product,
     arrived,
     count_writes,
+    forget_meshes,
     local_of,
     plain_memory,
     product,
@@ -131,3 +133,19 @@ def test_on_a_gpu(monkeypatch, knows):
     total = torch.full((8, 16), 2.0, device="cuda")
     add_product(total, a, b)
     torch.testing.assert_close(total.double(), 2 + exact, rtol=1e-5, atol=1e-5)
+
+
+def told_meshes():
+    told = []
+    for forget in (False, False, True):
+        if forget:
+            forget_meshes()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("told",))
+        made = distribute_tensor(torch.randn(4), mesh, [Shard(0)])
+        told.append((made.detach().device_mesh is mesh, (made + 1).device_mesh is mesh))
+    dist.barrier()
+    return told
+
+
+def test_without_it_a_mesh_is_taken_for_an_equal_one(ranks):
+    assert ranks(told_meshes) == [(True, True), (False, False), (True, True)]
