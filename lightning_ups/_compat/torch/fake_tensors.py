@@ -1,12 +1,12 @@
 """Fake tensors, and the graphs that the compiler would make of code that runs on them."""
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -16,13 +16,18 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.distributions import Distribution
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from lightning_ups._compat.torch.log_levels import only_from
+from lightning_ups._compat.torch.tensors.autograd import in_backward
 
 __all__ = [
     "NEEDS_VALUES",
     "FakeTensor",
     "FakeTensorMode",
+    "RecomputeCounter",
     "fake_mode",
     "forget_compiled",
     "has_no_data",
@@ -31,6 +36,8 @@ __all__ = [
     "is_view",
     "partitioning_backend",
     "quiet_compiler",
+    "run_backward",
+    "without_checks",
 ]
 
 # Raised by operators whose result depends on values, or for which torch has no fake implementation.
@@ -129,3 +136,46 @@ def is_fused(target: Any) -> bool:
 
 def _name(target: Any) -> str:
     return f"{target.namespace}.{target._schema.name.partition('::')[2]}"
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """Let distributions that are made while the context is open check no argument, unless they are told to."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def run_backward(loss: Tensor) -> None:
+    """Call ``loss.backward()`` with active function modes, which torch disables in ``Tensor.backward``."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    keep_graph = create_graph = False
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward((loss,), (torch.ones_like(loss),), keep_graph, create_graph, (), **options)
+
+
+class RecomputeCounter(FlopCounterMode):
+    """Counts like torch's counter, and in ``recomputed`` the part that activation checkpointing computes again.
+
+    Args:
+        forwards: Operators that only a forward pass calls.
+        **options: Options of torch's counter.
+    """
+
+    def __init__(self, *, forwards: Collection[Any] = (), **options: Any) -> None:
+        super().__init__(**options)
+        self.recomputed = 0
+        self._forwards = frozenset(forwards)
+
+    @override
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        # Backward formulas run without grad mode. Recomputation runs with it, except inside custom autograd functions.
+        again = in_backward() and (torch.is_grad_enabled() or func_packet in self._forwards)
+        before = self.flop_counts["Global"].get(func_packet, 0) if again else 0
+        result = super()._count_flops(func_packet, out, args, kwargs)
+        if again:
+            self.recomputed += self.flop_counts["Global"].get(func_packet, 0) - before
+        return result

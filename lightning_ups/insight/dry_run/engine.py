@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_ups._compat.lightning.fit_setup import optimizers_of
 from lightning_ups._compat.lightning.trainer import trainer_of
-from lightning_ups._compat.torch.distributions import without_checks
-from lightning_ups._compat.torch.flop_counter import run_backward
+from lightning_ups._compat.torch.fake_tensors import run_backward, without_checks
 from lightning_ups._compat.torch.log_levels import only_from
 from lightning_ups.insight.dry_run.copies import FakeCopies
 from lightning_ups.insight.dry_run.known_values import AnswerValues, KnownValues

@@ -14,8 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_ups._compat.torch.fake_tensors import has_no_data
-from lightning_ups._compat.torch.flop_counter import RecomputeCounter, run_backward
+from lightning_ups._compat.torch.fake_tensors import RecomputeCounter, has_no_data, run_backward
 from lightning_ups._compat.torch.tensors.attention import attention_operators
 from lightning_ups.insight.dry_run import DryRun, NotCopiedError, call_training_step, loss_in, plain_run
 from lightning_ups.kernels.attention.operator import attention_forward

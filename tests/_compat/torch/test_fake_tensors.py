@@ -2,10 +2,14 @@ import logging
 
 import pytest
 import torch
+from torch.distributions import Distribution, Normal
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ups._compat.torch.fake_tensors import (
     NEEDS_VALUES,
     FakeTensor,
+    RecomputeCounter,
     fake_mode,
     forget_compiled,
     is_fused,
@@ -13,6 +17,8 @@ from lightning_ups._compat.torch.fake_tensors import (
     is_view,
     partitioning_backend,
     quiet_compiler,
+    run_backward,
+    without_checks,
 )
 
 aten = torch.ops.aten
@@ -79,3 +85,46 @@ def test_the_compiler_is_quiet_for_a_while():
         assert not logger.isEnabledFor(logging.WARNING)
         assert logger.isEnabledFor(logging.ERROR)
     assert logger.getEffectiveLevel() == before
+
+
+def test_nothing_is_checked_while_it_is_open(monkeypatch):
+    bad = torch.tensor([-1.0])
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # Dynamo turns it off for good when it is first used
+    with without_checks():
+        Normal(torch.zeros(1), bad)
+        Normal(torch.zeros(2, device="meta"), torch.ones(2, device="meta")).rsample()
+    with pytest.raises(ValueError, match="scale"):
+        Normal(torch.zeros(1), bad)
+
+
+def test_what_is_recomputed_is_counted_apart():
+    weight = torch.randn(4, 4, requires_grad=True)
+    with RecomputeCounter(display=False) as counter:
+        loss = checkpoint(lambda x: (x @ weight).relu() @ weight, torch.randn(2, 4), use_reentrant=False).sum()
+        loss.backward()
+    once = 2 * 2 * 4 * 4
+    # Forward twice; gradients of the weight twice, of what lies between once; the second product is not made again.
+    assert (counter.get_total_flops(), counter.recomputed) == (once * (2 + 3 + 1), once)
+
+
+def test_a_plain_backward_recomputes_nothing():
+    weight = torch.randn(4, 4, requires_grad=True)
+    with RecomputeCounter(display=False) as counter:
+        (torch.randn(2, 4) @ weight).sum().backward()
+    assert counter.recomputed == 0
+
+
+def test_modes_stay_on_in_backward():
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    with Mode():
+        loss = checkpoint(lambda x: torch.softmax(x, 0).square(), x, use_reentrant=False).sum()
+        run_backward(loss)
+    assert seen.count(torch.softmax) == 2
+    assert x.grad is not None

@@ -5,7 +5,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_ups._compat.torch.flop_counter import run_backward
+from lightning_ups._compat.torch.fake_tensors import run_backward
 from lightning_ups.insight.throughput.flops import count_flops, step_flops
 from lightning_ups.kernels.attention import attention
 from lightning_ups.models.gpt import GPT, SIZES, GPTConfig

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cas
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
-from lightning_ups._compat.patches import FSDP, GROUP, PARAM, STATE, applied, installed
+from lightning_ups._compat.patches import GROUP, PARAM, STATE, installed
 from lightning_ups._compat.torch.fsdp.backward import find_in_objects, keep_for_derivatives
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, outside_function_modes, unseen_by_selection
 from lightning_ups._compat.torch.tensors.tensors import gradient_hooks
@@ -41,7 +41,6 @@ __all__ = [
     "initialise",
     "move_own_tensors",
     "noting_reductions",
-    "putting_together",
     "reducing_last",
     "rehome",
     "replaced",
@@ -481,27 +480,6 @@ def held_parameters(root: FSDPModule) -> Iterator[tuple[nn.Module, Tensor, Tenso
             for held in group.fsdp_params:
                 gathered = getattr(held, "_unsharded_param", None)
                 yield state._modules[0], held.sharded_param, gathered, held._param_fqn or "", held
-
-
-@contextmanager
-def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterator[None]:
-    """Let ``by`` put the gradients of a group together for their reduction while the context is open.
-
-    It is given the gradients, the memory for them, and the number of ranks; where it returns False, and has written
-    nothing, torch does it.
-    """
-
-    def asking(copy_in: Callable[..., None]) -> Callable[..., None]:
-        def foreach_reduce_scatter_copy_in(
-            unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int, *args: Any, **kwargs: Any
-        ) -> None:
-            if not by(unsharded_grads, reduce_scatter_input, world_size):
-                copy_in(unsharded_grads, reduce_scatter_input, world_size, *args, **kwargs)
-
-        return foreach_reduce_scatter_copy_in
-
-    with applied(f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in", asking):
-        yield
 
 
 def written_to(module: FSDPModule) -> Iterator[tuple[Any, Tensor]]:

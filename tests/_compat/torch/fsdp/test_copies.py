@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # noqa: TID251
 
-from lightning_ups._compat.torch.fsdp.copy_out import copying_beside
+from lightning_ups._compat.torch.fsdp.copies import copying_beside
 
 GPU = torch.device("cuda", 0)
 

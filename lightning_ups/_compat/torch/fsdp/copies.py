@@ -1,4 +1,4 @@
-"""Where FSDP2 copies what was gathered into the parameters: beside the computation, not within it.
+"""FSDP2's copies out of what was gathered, in a stream of their own, and into the input of a reduction.
 
 It gathers the parameters of a block in one piece, rank after rank, and copies them apart in the stream that computes.
 In a stream of its own the copy begins when the gather ends, while the block before still computes.
@@ -14,12 +14,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_ups._compat.patches import applied
+from lightning_ups._compat.patches import FSDP, applied
 
-__all__ = ["copying_beside"]
+__all__ = ["copying_beside", "putting_together"]
 
-_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_MODULE = f"{FSDP}_fsdp_param_group"
 _FREES = ("_to_sharded", "_to_sharded_post_forward")
 
 
@@ -75,3 +76,24 @@ class _Beside:
         """Let no later copy begin before what is in the computing stream now is done."""
         if device in self._streams:
             self._freed[device] = torch.cuda.current_stream(device).record_event()
+
+
+@contextmanager
+def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterator[None]:
+    """Let ``by`` put the gradients of a group together for their reduction while the context is open.
+
+    It is given the gradients, the memory for them, and the number of ranks; where it returns False, and has written
+    nothing, torch does it.
+    """
+
+    def asking(copy_in: Callable[..., None]) -> Callable[..., None]:
+        def foreach_reduce_scatter_copy_in(
+            unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int, *args: Any, **kwargs: Any
+        ) -> None:
+            if not by(unsharded_grads, reduce_scatter_input, world_size):
+                copy_in(unsharded_grads, reduce_scatter_input, world_size, *args, **kwargs)
+
+        return foreach_reduce_scatter_copy_in
+
+    with applied(f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in", asking):
+        yield
