@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_ups.callbacks import Compile, TokenThroughput
-from lightning_ups.insight.throughput import Summary, checks, first_change, peaks_of, rendered
+from lightning_ups.insight.throughput import Summary, checks, first_change, peaks_of, text_table
 from lightning_ups.models import GPTModule
 from lightning_ups.precision import BF16Precision
 
@@ -258,7 +258,7 @@ def trouble(wanted: str | None, **options: Any) -> dict[str, Any]:
     summary = found(throughput)
     change = first_change(summary)
     look = summary.inspection
-    print(rendered(summary))
+    print(text_table(summary))
     named = None if change is None else change.name
     return {
         "first": named,

@@ -1,4 +1,4 @@
-"""When memory runs out: who held it, what the run needs, and the cheapest ways to need less; and an alarm before."""
+"""Explanations of out-of-memory errors: who holds the memory, what the run needs, and how to need less."""
 
 import os
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from lightning_ups.insight.memory import (
     readable,
 )
 from lightning_ups.order import Run, Stage
-from lightning_ups.order.arguments import check_kind, check_least, check_path
+from lightning_ups.order.arguments import check_least
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.quoted import first_line, quoted
 
@@ -43,22 +43,21 @@ _RETRIES, _ALLOCATED, _RESERVED = "num_alloc_retries", "allocated_bytes.all.curr
 
 
 class MemoryForensics(Callback):
-    """Explain an out-of-memory error, and give the alarm before it comes.
+    """Explain out-of-memory errors, and warn before they happen.
 
-    When an allocator has no more memory, the error's text becomes: where it happened; what is held, by kind and by
-    block; what the run needs at its peak, as `plan` counts it; and the three cheapest settings that need less, each
-    with what it saves and what to write. Beside it lie that text as a file and a snapshot of the allocator's memory,
-    for pytorch.org/memory_viz. The error is of the same type as before.
+    The text of the error becomes: where it happened; what is held, by kind and by block; what the run needs at its
+    peak, as `plan` counts it; and the three cheapest settings that need less. The text is also written to a file, next
+    to a snapshot of the allocator for pytorch.org/memory_viz. The type of the error does not change.
 
-    While all goes well, the allocator's counters are read now and then, without waiting for the device. If it had to
-    give back its memory and try again, which costs time and comes before an error, this is told once.
+    In training, the allocator's counters are read regularly, without a synchronization. A warning is given once if the
+    allocator had to free its cache and retry, which takes time and often precedes an error.
 
     Args:
-        folder: Where the files go. None: beside the logs.
-        snapshot: Whether to write the allocator's memory.
-        history: Also record where each allocation came from. It costs some microseconds for each.
-        plan: Whether to count what the run needs, and would need otherwise. It takes some seconds, after the error.
-        every: Batches between two looks at the counters.
+        folder: The folder of the files. None: that of the logs.
+        snapshot: Whether to write a snapshot of the allocator.
+        history: Whether to record where each allocation comes from, which takes some microseconds each.
+        plan: Whether to count what the run needs, which takes some seconds after the error.
+        every: Batches between two reads of the counters.
 
     Raises:
         ValueError: If ``every`` is not at least 1.
@@ -77,16 +76,13 @@ class MemoryForensics(Callback):
         plan: bool = True,
         every: int = 10,
     ) -> None:
-        check_path("folder", folder, of="MemoryForensics", why="It is the folder where files go.")
-        why = "It is the number of batches between two looks at the allocator's counters."
+        why = "It is a number of batches."
         check_least("every", every, 1, of="MemoryForensics", why=why)
-        for name, value in (("snapshot", snapshot), ("history", history), ("plan", plan)):
-            check_kind(name, value, bool, of="MemoryForensics", why="It is a switch.")
         self.folder = None if folder is None else Path(folder)
         self.snapshot, self.history, self.plan, self.every = snapshot, history, plan, every
         self.text: str | None = None
         self._default_folder = Path()
-        self._module: LightningModule | str | None = None  # as it was built, or why that is not known
+        self._module: LightningModule | str | None = None  # as it was built, or why it could not be copied
         self._batch: Any = None
         self._retries: int | None = None
         self._warned = False
@@ -97,12 +93,12 @@ class MemoryForensics(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._default_folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks the other ranks: all have to
+        self._default_folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective
         self.text, self._batch, self._retries, self._warned = None, None, None, False
         if self.history:
             begin_history(trainer.strategy.root_device)
         if stage == "fit" and self.plan:
-            # Now, while it is as it was built: sharding replaces its parameters.
+            # As it was built, before sharding replaces its parameters.
             try:
                 self._module = _described(pl_module)
             except Exception as error:  # noqa: BLE001  (a module of the user's that cannot be copied must not end here)
@@ -112,12 +108,12 @@ class MemoryForensics(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hooks.close()
         self._activations.clear()
-        if not _compiled_whole(trainer):  # a hook inside would break the one graph
+        if not _compiled_whole(trainer):  # a hook inside would break the graph
             for name, block in find_blocks(pl_module).items():
                 self._follow(name, block, trainer.strategy.root_device)
 
     def _follow(self, name: str, block: nn.Module, device: torch.device) -> None:
-        """Note by how much the allocated memory has grown after the first forward pass of ``block``."""
+        """Record the growth of allocated memory in the first forward pass of ``block``."""
         began: list[int] = []
 
         def enter(_: nn.Module, _args: Any) -> None:
@@ -140,7 +136,7 @@ class MemoryForensics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batch = None
-        self._hooks.close()  # the first step has told what blocks keep
+        self._hooks.close()  # the first step is enough
         if not self._warned and batch_idx % self.every == 0:
             self._look(trainer.strategy.root_device)
 
@@ -154,10 +150,10 @@ class MemoryForensics(Callback):
             return
         self._warned = True
         rank_zero_warn(
-            f"The allocator of {device} ran out of memory {retries - before} times in the last {self.every} batches,"
-            f" and got on by giving back what it kept: {readable(counters.get(_ALLOCATED, 0))} are in use, and"
-            f" {readable(counters.get(_RESERVED, 0))} reserved. Each time all work on the device waits, and the next"
-            " larger batch will not fit. Make the batch smaller, or see `python -m lightning_ups plan`."
+            f"The allocator of {device} freed its cache and retried {retries - before} times in the last {self.every}"
+            f" batches ({readable(counters.get(_ALLOCATED, 0))} allocated, {readable(counters.get(_RESERVED, 0))}"
+            " reserved). Each retry waits for the device, and larger batches may not fit. Use smaller batches, or see"
+            " `python -m lightning_ups plan`."
         )
 
     @override
@@ -179,7 +175,7 @@ class MemoryForensics(Callback):
             self.text = "\n".join(self._explained(trainer, pl_module, exception, device))
             self._write(trainer, device)
             exception.args = (self.text,)
-            exception.lightning_ups_text = self.text  # type: ignore[attr-defined]  # the command line shows it alone
+            exception.lightning_ups_text = self.text  # type: ignore[attr-defined]  # for the command line
         self._close(device)
 
     def _explained(
@@ -215,11 +211,11 @@ class MemoryForensics(Callback):
         if self._batch is None:
             evaluates = trainer.evaluating or trainer.predicting or trainer.sanity_checking
             yield (
-                "It ran out outside of a training step, and the plan counts training steps alone."
+                "This was not in a training step, and only training steps are planned."
                 + (
-                    " Make the batches smaller there, such as those of validation, or keep less beside the model."
+                    " Use smaller batches there, such as in validation."
                     if evaluates
-                    else " No batch has come yet: what is built before the first step is too much."
+                    else " The model itself is too large, since no batch has been processed."
                 )
             )
             return
@@ -228,14 +224,14 @@ class MemoryForensics(Callback):
             return
         try:
             planner = self._planner(trainer, self._module, device)
-            # An error inside a checkpoint may leave that one's hooks on saved tensors, which would run the block that
-            # failed once more. Only the innermost hooks are called.
+            # After an error in a recomputed block its saved-tensor hooks may still be active and would run it again.
+            # Only the innermost hooks are called.
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 lines = [*_plan_lines(planner)]
             yield from lines
         except Uncountable as error:
             yield f"What the run needs could not be counted: {error}"
-        except Exception as error:  # noqa: BLE001  (whatever the user's own code raises there, memory ran out before)
+        except Exception as error:  # noqa: BLE001  (the out-of-memory error matters more)
             yield f"What the run needs could not be counted: {quoted(error)}"
 
     def _planner(self, trainer: Trainer, module: LightningModule, device: torch.device) -> Planner:
@@ -271,7 +267,7 @@ class MemoryForensics(Callback):
                 )
             (folder / f"{name}.txt").write_text(f"{self.text}\n")
         except OSError as error:
-            self.text = f"{self.text}\nThis could not be written to {folder}: {error}"
+            self.text = f"{self.text}\nCannot write to {folder}: {error}"
 
 
 _PARTS = {  # the innermost counts
@@ -300,7 +296,7 @@ def _compiled_whole(trainer: Trainer) -> bool:
 
 
 def _where(module: LightningModule, error: BaseException) -> str:
-    """Return the part of the step, and the innermost module, that the traceback of ``error`` goes through."""
+    """Return the part of the step and the innermost module in the traceback of ``error``."""
     names = {inner: name for name, inner in module.named_modules() if name}
     place, part, traceback = "", "in the step", error.__traceback__
     while traceback is not None:
@@ -318,7 +314,7 @@ def _plan_lines(planner: Planner) -> Iterator[str]:
     yield from _kinds(moment)
     cures = planner.cures()
     if not cures:
-        yield "No single setting needs less. Use more devices, larger ones, or a smaller model."
+        yield "No single setting needs less. Use more or larger devices, or a smaller model."
         return
     fits = "" if planner.usable is None else f" ({readable(planner.usable)} are usable)"
     yield f"The cheapest ways to need less{fits}:"

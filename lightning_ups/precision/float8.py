@@ -19,8 +19,8 @@ from lightning_ups._compat.lightning.trainer import trainer_of
 from lightning_ups.insight.advise import (
     Advice,
     Timer,
-    agreed,
     check_ran,
+    decide_on_rank0,
     layers_in_step,
     layers_with_rows,
     obtain_table,
@@ -192,7 +192,7 @@ class Float8Precision(PolicyPrecision):
         names = [name for name, part in module.named_modules() if part in precise and isinstance(part, nn.Linear)]
         left = dict.fromkeys(names, "computes in float32")
         if self.filter == "auto":
-            left |= agreed(lambda: self._found_slower(module, but=names), by="Float8Precision(filter='auto')")
+            left |= decide_on_rank0(lambda: self._found_slower(module, but=names), by="Float8Precision(filter='auto')")
         return left
 
     def _found_slower(self, module: nn.Module, *, but: Sequence[str]) -> dict[str, str]:

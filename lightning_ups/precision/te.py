@@ -32,8 +32,8 @@ from lightning_ups.insight.advise import (
     Advice,
     Layer,
     Timer,
-    agreed,
     check_ran,
+    decide_on_rank0,
     engine_layers,
     engine_name,
     layers_in_step,
@@ -261,7 +261,7 @@ class TEPrecision(PolicyPrecision):
         """Return why modules stay as they are that could be converted; the same on every rank, and in a later fit."""
         if is_sharded(module):
             return _known_losers(module)
-        losers = agreed(lambda: self._found_slower(module), by="TEPrecision(filter='auto')")
+        losers = decide_on_rank0(lambda: self._found_slower(module), by="TEPrecision(filter='auto')")
         _DECIDED.keep(module, losers)
         return losers
 

@@ -123,7 +123,7 @@ def test_a_folder_of_its_own_and_one_that_cannot_be(tmp_path):
     assert (tmp_path / "a" / "b" / "out-of-memory-rank0.txt").exists()
     (tmp_path / "file").touch()
     error = fit(MemoryForensics(plan=False, folder=tmp_path / "file"), folder=tmp_path)
-    assert "could not be written" in str(error)
+    assert f"Cannot write to {tmp_path / 'file'}" in str(error)
 
 
 def test_the_snapshot_is_named(tmp_path, monkeypatch):
@@ -238,7 +238,8 @@ class Unlucky(Odd):
 def test_outside_of_a_training_step_it_says_that_the_plan_is_of_no_use(tmp_path):
     error = fit(MemoryForensics(), module=Unlucky(), folder=tmp_path, plugins=None, limit_val_batches=1)
     assert "in the validation" in str(error)
-    assert "the plan counts training steps alone. Make the batches smaller there" in str(error)
+    assert "By plan" not in str(error)
+    assert "smaller batches" in str(error)
 
 
 def test_under_fsdp2_the_plan_is_of_the_module_as_it_was_built_and_of_how_it_is_sharded(tmp_path, ranks):
@@ -265,11 +266,11 @@ def _sharded(folder, sharding):
 
 def test_the_alarm_before_it(tmp_path, counters):
     counters(*[counted(0)] * 9, counted(3), counted(3))  # eight in the first step, for its four blocks
-    with pytest.warns(UserWarning, match="ran out of memory 3 times in the last 1 batches") as caught:
+    with pytest.warns(UserWarning, match="retried 3 times in the last 1 batches") as caught:
         fit(MemoryForensics(every=1), folder=tmp_path, expect=None)
-    alarms = [w for w in caught if "ran out of memory" in str(w.message)]
+    alarms = [w for w in caught if "retried" in str(w.message)]
     assert len(alarms) == 1
-    assert "1.0 GiB are in use, and 2.0 GiB reserved" in str(alarms[0].message)
+    assert "1.0 GiB allocated, 2.0 GiB reserved" in str(alarms[0].message)
 
 
 def test_no_alarm_while_all_goes_well(tmp_path, counters):

@@ -30,7 +30,7 @@ from lightning_ups._compat.environment import (
 )
 from lightning_ups._compat.lightning.loggers import logged_hyperparameters
 from lightning_ups._compat.optional.nvml import gpu_states
-from lightning_ups.insight.report import difference, flattened, layer_dtypes, reserve, shown, write
+from lightning_ups.insight.report import difference, dtype_name, flattened, layer_dtypes, reserve, write
 from lightning_ups.insight.throughput import tensors_of
 from lightning_ups.order import (
     OnlyOne,
@@ -346,7 +346,7 @@ def _config(trainer: Trainer) -> Any:
 
 def _shape_of(batch: Any) -> dict[str, Any]:
     tensors = tensors_of(batch)
-    shapes = {name: f"{shown(tensor.dtype)} [{_sizes(tensor)}]" for name, tensor in [*tensors.items()][:16]}
+    shapes = {name: f"{dtype_name(tensor.dtype)} [{_sizes(tensor)}]" for name, tensor in [*tensors.items()][:16]}
     sized = [tensor.size(0) for tensor in tensors.values() if tensor.dim()]
     return {"size": sized[0] if sized else None, "tensors": shapes}
 

@@ -1,4 +1,4 @@
-"""How fast training is, what its time goes into, and what to change first."""
+"""The throughput of training, where its time goes, and what to change first."""
 
 import sys
 import time
@@ -15,44 +15,43 @@ from typing_extensions import override
 from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
-from lightning_ups.insight.throughput import Summary, first_change, own_peaks, rendered
+from lightning_ups.insight.throughput import Summary, first_change, given_peaks, text_table
 from lightning_ups.order import OnlyOne, Report, Run, applied, refuse_second
-from lightning_ups.order.arguments import check_finite, check_kind, check_least
+from lightning_ups.order.arguments import check_finite, check_least
 from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["TokenThroughput"]
 
 
 class TokenThroughput(Callback, OnlyOne):
-    """Measure tokens (or samples, or what you count) per second, the split of a step, utilisation, memory, power.
+    """Measure tokens, samples or other units per second, the split of a step, utilisation, memory and power.
 
     Figures go to every logger at the Trainer's ``log_every_n_steps``, to the progress bar, and into a table at the end,
-    which holds them against thresholds and names the one thing to change first. They are times of the device: marks are
-    read some steps late, nothing waits in a step, and training is the same bit for bit.
+    which compares them with thresholds and says what to change first. Times are device times, read some steps later
+    without a synchronization. Training does not change, bit for bit.
 
-    Once, after ``inspect_at`` steps, a few steps are looked at closely: one for places at which the host waits for the
-    GPU, two kernel by kernel for idle time and communication that nothing hides. They do not count.
+    Once, after ``inspect_at`` steps, a few steps are profiled: one for places where the host waits for the GPU, two for
+    idle time and exposed communication. They do not count.
 
     Args:
-        unit: ``"tokens"``, ``"samples"``, or a name of yours together with ``count``; ``"auto"``: tokens where the
-            batch has integers [batch, position], samples elsewhere, and batches where it holds no tensor.
-        count: What counts a batch: a function of it, or the dotted name of a tensor in it whose elements are counted.
+        unit: ``"tokens"``, ``"samples"``, or another name together with ``count``; ``"auto"``: tokens if the batch has
+            integers [batch, position], else samples, or batches if it has no tensor.
+        count: A function that counts the units of a batch, or the dotted name of a tensor whose elements are counted.
         warmup_steps: Steps at the beginning that do not count: they compile, allocate and fill caches.
-        inspect_at: After how many steps to look closely; None: never. On a CPU there is nothing to look at.
-        split_every: Of how many steps one is split into phases. None: every step on a CPU, every eleventh on a GPU.
-        flops_per_unit: Floating-point operations of forward and backward for one unit. None: counted on the first
-            batch, on tensors without data.
-        peak_tflops: What one device can do, in TFLOP/s, where it is not known: a figure, or one for each of ``"bf16"``,
-            ``"fp8"``, ``"tf32"``, ``"fp32"``.
-        single_device: Units per second of one device alone, for the efficiency of scaling.
-        progress_bar: Show the rate, the utilisation and the wait for data there.
+        inspect_at: The number of steps before profiling; None: never. Only on GPUs.
+        split_every: One of so many steps is split into phases. None: every step on a CPU, every eleventh on a GPU.
+        flops_per_unit: FLOPs of forward and backward for one unit. None: counted for the first batch in a dry run.
+        peak_tflops: Peak TFLOP/s of one device if it is unknown: a figure, or one for each of ``"bf16"``, ``"fp8"``,
+            ``"tf32"``, ``"fp32"``.
+        single_device: Units per second of a single device, for the scaling efficiency.
+        progress_bar: Show rate, utilisation and the wait for data in the progress bar.
         table: Print the table at the end of fit.
 
     Attributes:
-        summary: The figures of the last fit, after it; None before.
+        summary: The figures of the last fit; None before its end.
 
     Raises:
-        ValueError: If a number is out of range, or if the first batch has nothing of a unit that was asked for.
+        ValueError: If a number is out of range, or the first batch has no such unit.
 
     Example::
 
@@ -85,22 +84,12 @@ class TokenThroughput(Callback, OnlyOne):
             ("single_device", single_device, "It is a speed, in units per second."),
         ):
             check_finite(name, value, of="TokenThroughput", why=why, above=0, optional=True)
-        for name, value in (("progress_bar", progress_bar), ("table", table)):
-            check_kind(name, value, bool, of="TokenThroughput", why="It is a switch.")
-        check_kind("unit", unit, str, of="TokenThroughput", why="It is what is counted.")
-        if count is not None and not callable(count) and not (isinstance(count, str) and count):
-            raise TypeError(
-                f"TokenThroughput(count={count!r}) is a {type(count).__name__} that names nothing."
-                " It says how much a batch holds."
-                " Use a function of the batch, the name of a tensor in it, or None."
-            )
         if count is None and unit not in ("auto", "tokens", "samples"):
             raise ValueError(
-                f"TokenThroughput(unit={unit!r}) does not say how to count."
-                " Tokens and samples are found in the batch; any other unit is yours."
-                " Give count as well: a function of the batch, or the name of a tensor in it."
+                f"TokenThroughput(unit={unit!r}) needs count as well, unless the unit is tokens or samples:"
+                " a function of the batch, or the name of a tensor in it."
             )
-        own_peaks(1.0 if peak_tflops is None else peak_tflops, arithmetic="bf16")  # so that a mistake is refused here
+        given_peaks(1.0 if peak_tflops is None else peak_tflops, arithmetic="bf16")  # raises for invalid values
         self.settings = Settings(
             unit=unit,
             count=count,
@@ -123,7 +112,7 @@ class TokenThroughput(Callback, OnlyOne):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_second(Run.of(trainer))
         if stage == "fit":
-            self.summary = None  # whatever becomes of it
+            self.summary = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,7 +125,7 @@ class TokenThroughput(Callback, OnlyOne):
             self.open(trainer)
 
     def open(self, trainer: Trainer) -> None:
-        """Begin to measure; fit does it when training starts."""
+        """Begin to measure, as fit does when training starts."""
         run = self._run = MeasuredRun(self.settings, trainer, began=getattr(self, "_fit_began", time.perf_counter()))
         run.listen(trainer)
         self._undo.callback(run.close, trainer)
@@ -150,18 +139,18 @@ class TokenThroughput(Callback, OnlyOne):
             self._undo.enter_context(instead_of(bar, "get_metrics", get_metrics))
 
     def close(self) -> None:
-        """Leave the Trainer as it was; fit does it when it ends."""
+        """Restore the Trainer, as fit does when it ends."""
         self._undo.close()
         self._run = self._resting = None
 
     def pause(self, trainer: Trainer) -> None:
-        """Measure nothing until `resume`; between two steps."""
+        """Stop measuring until `resume`, between two steps."""
         if self._run is not None:
             self._run.rest(trainer)
             self._run, self._resting = None, self._run
 
     def resume(self, trainer: Trainer) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         if self._resting is not None:
             self._resting.listen(trainer)
             self._run, self._resting = self._resting, None
@@ -174,7 +163,7 @@ class TokenThroughput(Callback, OnlyOne):
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._run is not None and not pl_module.automatic_optimization:
-            self._run.enter("backward")  # which Lightning's profiler does not hear of there
+            self._run.enter("backward")  # not reported to Lightning's profiler
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -219,7 +208,7 @@ class TokenThroughput(Callback, OnlyOne):
         if self.summary.units_per_s is None:
             rank_zero_info(f"TokenThroughput measured nothing: {self._run.why_nothing}.")
         elif self.table and trainer.is_global_zero:
-            sys.stdout.write(rendered(self.summary))
+            sys.stdout.write(text_table(self.summary))
             sys.stdout.flush()
         self.close()
 
@@ -229,14 +218,14 @@ class TokenThroughput(Callback, OnlyOne):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # After an error the device may not answer, and other ranks do not come here.
+        # After an error the device may not respond, and other ranks do not get here.
         if isinstance(exception, (KeyboardInterrupt, SIGTERMException)):
             self._conclude(trainer, alone=True)
         self.close()
 
 
 def _report(trainer: Trainer) -> Report | None:
-    """Return where the manifest looks for what took effect, if there is one."""
+    """Return the report that the manifest stores, if there is one."""
     if (context := applied(trainer.strategy)) is not None:
         return context.report
     manifests = (each for each in trainer.callbacks if isinstance(each, RunManifest))  # type: ignore[attr-defined]
@@ -244,7 +233,7 @@ def _report(trainer: Trainer) -> Report | None:
 
 
 def facts(summary: Summary) -> dict[str, Any]:
-    """Return what a manifest keeps of ``summary``, as plain values."""
+    """Return the values of ``summary`` for the manifest."""
     change = first_change(summary)
     return {
         "unit": summary.unit,

@@ -9,7 +9,7 @@ from lightning_ups.insight.advise.linear_shapes import (
     names_of,
     products_of,
 )
-from lightning_ups.insight.advise.rank0_decision import agreed
+from lightning_ups.insight.advise.rank0_decision import decide_on_rank0
 from lightning_ups.insight.advise.te_products import (
     ENGINE,
     engine_layers,
@@ -29,10 +29,10 @@ __all__ = [
     "Table",
     "Timer",
     "Times",
-    "agreed",
     "best_recipe",
     "cache_path",
     "check_ran",
+    "decide_on_rank0",
     "engine_layers",
     "engine_name",
     "engine_recipe",

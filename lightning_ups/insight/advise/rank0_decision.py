@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-__all__ = ["agreed"]
+__all__ = ["decide_on_rank0"]
 
 
-def agreed(find: Callable[[], dict[str, str]], *, by: str) -> dict[str, str]:
+def decide_on_rank0(find: Callable[[], dict[str, str]], *, by: str) -> dict[str, str]:
     """Call ``find`` on rank 0 and return its result on every rank.
 
     Args:

@@ -67,7 +67,7 @@ def _times(product: Product, recipe: str, device: torch.device, clock: Clock, ba
         return torch.autograd.grad(_parts(input_alone(x)), (x,), gradients)
 
     everything = [*modules.parameters(), *weights]
-    whole, forward = clock(forward_and_gradients), clock(lambda: both(x))
+    total, forward = clock(forward_and_gradients), clock(lambda: both(x))
     with _frozen(everything):
         without_wgrad = clock(forward_and_dgrad)
 
@@ -75,7 +75,7 @@ def _times(product: Product, recipe: str, device: torch.device, clock: Clock, ba
         with _frozen(everything):
             return without_wgrad()
 
-    return _in_parts(_by_turns(whole, forward, frozen))
+    return _in_parts(_by_turns(total, forward, frozen))
 
 
 @contextmanager
@@ -109,14 +109,14 @@ def _spread(runs: Iterable[Sequence[float]]) -> float:
 
 
 def _in_parts(runs: Sequence[Sequence[float]]) -> Times:
-    whole, forward, without_wgrad = (_quick(times) for times in runs)
-    spread, in_order = _spread(runs), forward < without_wgrad < whole
+    total, forward, without_wgrad = (_quick(times) for times in runs)
+    spread, in_order = _spread(runs), forward < without_wgrad < total
     doubt = "" if in_order else "the time of a product was as long as that of its parts"
     if spread > STEADY:
         doubt = f"runs of the same product differed by {spread:.0%}"
-    forward = min(forward, whole)
-    without_wgrad = min(max(without_wgrad, forward), whole)
-    return Times(forward_ms=forward, dgrad_ms=without_wgrad - forward, wgrad_ms=whole - without_wgrad, doubt=doubt)
+    forward = min(forward, total)
+    without_wgrad = min(max(without_wgrad, forward), total)
+    return Times(forward_ms=forward, dgrad_ms=without_wgrad - forward, wgrad_ms=total - without_wgrad, doubt=doubt)
 
 
 Forward = Callable[[Tensor], Any]

@@ -22,7 +22,7 @@ from lightning_ups.insight.memory.account import Ledger, Phase
 from lightning_ups.insight.memory.compiled import as_compiled
 from lightning_ups.insight.memory.cuda import step_as_on_cuda
 from lightning_ups.insight.memory.offloaded import HostMemory
-from lightning_ups.insight.memory.step import Play, Step, measure
+from lightning_ups.insight.memory.step import Step, StepParts, measure
 from lightning_ups.insight.memory.tensor_parallel import cut_for_one_device
 from lightning_ups.optim import MasteredOptimizer
 from lightning_ups.optim.adamw_step import suits_one_kernel
@@ -125,20 +125,20 @@ def measure_run(
         if tensor_parallel is None:
             _offload(module, run, change, host, stack)
         make = partial(_make_optimizers, module, optimizers, run=run, ledger=ledger)
-        play = Play(
+        parts = StepParts(
             module=module,
             loss=lambda: _loss(module, batch),
             optimizers=lambda: [] if run.strategy.shards else make(masters, microbatches, low_bit=bool(change.low_bit)),
             opened=dry_run.opened,
             masters=[] if masters is None else [*masters.of.values()],
             blocks={name: block for name, block in select_blocks(module, None).items() if block not in compiled},
-            parts=select_blocks(module, None) if run.strategy.whole_graph else None,
+            counted=select_blocks(module, None) if run.strategy.whole_graph else None,
             batch=batch,
             around_forward=lambda: _autocast(run),
             microbatches=min(microbatches, 2),  # a third one is like the second
             own_step=partial(_manual_step, dry_run, batch) if is_manual else None,
         )
-        return replace(measure(play, ledger=ledger), on_host=host.used)
+        return replace(measure(parts, ledger=ledger), on_host=host.used)
 
 
 def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None = None) -> OptimizerShare:
@@ -150,14 +150,14 @@ def optimizer_share(run: Run, *, optimizers: Callable[[nn.Module], Any] | None =
     ledger = Ledger()
     with _errors_explained(run):
         dry_run = _dry_run(run, None, dtype=None)
-        play = Play(
+        parts = StepParts(
             module=dry_run.module,
             loss=lambda: torch.zeros(()),
             optimizers=lambda: _make_optimizers(dry_run.module, optimizers, None, 1, run=run, ledger=ledger),
             opened=dry_run.opened,
             gradients=True,
         )
-        step = measure(play, ledger=ledger)
+        step = measure(parts, ledger=ledger)
     trained = max(sum(step.trained.values()), 1)
     return OptimizerShare(
         state=step.fixed.of("optimizer state") / trained, stepping=step.peaks["optimizer"].of("temporaries") / trained

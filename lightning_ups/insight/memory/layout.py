@@ -99,7 +99,7 @@ def _sharded(step: Step, layout: Layout) -> Iterator[Moment]:
         place="",
         held={
             **_shards(step, layout, reduced=everything - root.trained),
-            ("gather buffers", ""): root.whole + root.sent,
+            ("gather buffers", ""): root.unsharded + root.sent,
             ("gradients", ""): root.gradients,
         },
     )
@@ -120,7 +120,7 @@ class _Group:
         alone = layout.shards == 1 and layout.computed == layout.stored  # neither gathered nor cast
         in_float8 = step.in_float8.get(name, 0)
         gathered = layout.computed * (self.elements - in_float8) + layout.gathered_float8 * in_float8
-        self.whole = 0 if alone else round(gathered)
+        self.unsharded = 0 if alone else round(gathered)
         self.gradients = round(layout.computed * self.trained)
         self.sent = 0 if layout.devices == 1 else round(layout.reduced * self.trained)
 
@@ -149,22 +149,23 @@ def _gathered(step: Step, layout: Layout, phase: Phase, place: str) -> dict[tupl
     """Return the unsharded parameters: always the root's, those of the running block, and those of the next."""
     order = [name for name in step.elements if name]
     root, here = _Group(step, layout, ""), _Group(step, layout, place)
-    held: dict[tuple[Kind, str], int] = {("gather buffers", ""): root.whole}
+    held: dict[tuple[Kind, str], int] = {("gather buffers", ""): root.unsharded}
     if not place:
         # Between two blocks and after the last one: the last block is not freed at once.
         blocks = [_Group(step, layout, name) for name in order]
-        kept = sum(b.whole for b in blocks) if layout.sharding != "full" else max((b.whole for b in blocks), default=0)
+        sizes = [block.unsharded for block in blocks]
+        kept = sum(sizes) if layout.sharding != "full" else max(sizes, default=0)
         if layout.whole_graph:
             kept += kept if layout.sharding == "full" else 0  # the next one arrives
             kept += max((b.sent for b in blocks), default=0) if phase == "backward" else 0
         return {**held, ("gather buffers", "blocks"): kept}
     index = order.index(place)
-    gathered = here.whole
+    gathered = here.unsharded
     if layout.sharding != "full":  # kept until backward has passed
-        gathered = sum(_Group(step, layout, name).whole for name in order[: index + 1])
-    arriving = here.whole if phase == "forward" else 0
+        gathered = sum(_Group(step, layout, name).unsharded for name in order[: index + 1])
+    arriving = here.unsharded if phase == "forward" else 0
     if phase == "backward" and index and layout.sharding == "full":
-        arriving = _Group(step, layout, order[index - 1]).whole
+        arriving = _Group(step, layout, order[index - 1]).unsharded
     leaving = 0
     if phase == "backward":  # the previous reduction is still running, or its own is
         after = order[index + 1] if index + 1 < len(order) else place

@@ -140,7 +140,7 @@ class Planner:
         if not found or not self._offloads_activations(variant):
             return found
         # Larger batches offload more tensors: memory is linear only among batches that offload the same ones.
-        found = _largest(lambda samples: self._holds(variant, self._at(variant, samples, beside=found)))
+        found = _largest(lambda samples: self._holds(variant, self._at(variant, samples, base=found)))
         near = (n for n in (found, int(0.98 * found)) if n and self._holds(variant, self._step(variant, samples=n)))
         return next(near, None) or _largest(lambda n: self._holds(variant, self._step(variant, samples=n)))
 
@@ -304,13 +304,13 @@ class Planner:
     def _run(self, variant: Variant) -> Run:
         return self.run if variant.strategy is None else replace(self.run, strategy=variant.strategy)
 
-    def _at(self, variant: Variant, samples: int, *, beside: int | None = None) -> Step:
-        """Return a step with ``samples``, interpolated between two measured ones: ``beside`` and twice that."""
+    def _at(self, variant: Variant, samples: int, *, base: int | None = None) -> Step:
+        """Return a step with ``samples``, interpolated between two measured ones: ``base`` and twice that."""
         if self.samples is None:
             return self._step(variant)
         if samples == self.samples:
             return self._step(variant, samples=samples)
-        one = max(beside or self.samples, 2)  # torch may treat a dimension of one differently
+        one = max(base or self.samples, 2)  # torch may treat a dimension of one differently
         first, second = (self._step(variant, samples=n) for n in (one, 2 * one))
         return between(first, second, (samples - one) / one)
 

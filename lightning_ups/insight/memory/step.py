@@ -14,11 +14,11 @@ from lightning_ups.insight.memory.account import Ledger, Moment, Phase
 from lightning_ups.insight.memory.cuda import as_on_cuda
 from lightning_ups.transforms.float8 import float8_linears
 
-__all__ = ["Play", "Step", "measure"]
+__all__ = ["Step", "StepParts", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Play:
+class StepParts:
     """The parts of a step, all on fake tensors.
 
     Args:
@@ -32,7 +32,7 @@ class Play:
         around_forward: Creates a context for the forward pass, such as autocast.
         microbatches: Batches in an optimizer step.
         gradients: Whether the optimizers get gradients without a backward pass.
-        parts: The submodules by which parameters are counted, by name. None: ``blocks``.
+        counted: The submodules by which parameters are counted, by name. None: ``blocks``.
         own_step: Runs a training step with manual optimization, in place of ``loss``. Called with the optimizers and
             with a function that it calls when a phase begins.
     """
@@ -47,7 +47,7 @@ class Play:
     around_forward: Callable[[], Any] = nullcontext
     microbatches: int = 1
     gradients: bool = False
-    parts: Mapping[str, nn.Module] | None = None
+    counted: Mapping[str, nn.Module] | None = None
     own_step: Callable[[Sequence[Optimizer], Callable[[Phase], None]], None] | None = None
 
 
@@ -81,44 +81,44 @@ class Step:
         return max(self.peaks.values(), key=lambda moment: moment.total)
 
 
-def measure(play: Play, *, ledger: Ledger) -> Step:
+def measure(parts: StepParts, *, ledger: Ledger) -> Step:
     """Run two optimizer steps, the first to create optimizer state, and return the memory of the second."""
-    run_step = _step if play.own_step is None else _manual_step
-    with play.opened(), _blocks_followed(play.blocks, ledger), ledger:
-        optimizers = _set_up(play, ledger)
-        with _gradients_claimed(play, ledger):
-            if play.own_step is not None:
-                run_step(play, ledger, optimizers)  # it may free gradients before or after
+    run_step = _step if parts.own_step is None else _manual_step
+    with parts.opened(), _blocks_followed(parts.blocks, ledger), ledger:
+        optimizers = _set_up(parts, ledger)
+        with _gradients_claimed(parts, ledger):
+            if parts.own_step is not None:
+                run_step(parts, ledger, optimizers)  # it may free gradients before or after
             fixed = ledger.now()
             ledger.forget_peaks()
-            saved = run_step(play, ledger, optimizers)
-    float8_weights = {layer.weight for layer in float8_linears(play.module).values()}
+            saved = run_step(parts, ledger, optimizers)
+    float8_weights = {layer.weight for layer in float8_linears(parts.module).values()}
     return Step(
         peaks={phase: moment for phase, moment in ledger.peaks.items() if phase != "setup"},
         fixed=fixed,
         loose={key: moment for key, moment in ledger.loose.items() if key[0] in ("forward", "backward")},
         saved=saved,
-        elements=_elements(play),
-        trained=_elements(play, of=lambda p: p.requires_grad),
-        in_float8=_elements(play, of=float8_weights.__contains__),
+        elements=_elements(parts),
+        trained=_elements(parts, of=lambda p: p.requires_grad),
+        in_float8=_elements(parts, of=float8_weights.__contains__),
     )
 
 
-def _step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
+def _step(parts: StepParts, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
     saved = Moment()
     with as_on_cuda():  # also in backward, where blocks are recomputed
-        for index in range(play.microbatches):
-            saved = _forward_backward(play, ledger, optimizers=optimizers if index == 0 else None)
-    if play.gradients:
-        _create_gradients(play, ledger)
+        for index in range(parts.microbatches):
+            saved = _forward_backward(parts, ledger, optimizers=optimizers if index == 0 else None)
+    if parts.gradients:
+        _create_gradients(parts, ledger)
     ledger.start("optimizer")
     for optimizer in optimizers:
         optimizer.step()
     return saved
 
 
-def _manual_step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
-    assert play.own_step is not None
+def _manual_step(parts: StepParts, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Moment:
+    assert parts.own_step is not None
     saved = [Moment()]
 
     def begin(phase: Phase) -> None:
@@ -127,27 +127,27 @@ def _manual_step(play: Play, ledger: Ledger, optimizers: Sequence[Optimizer]) ->
         ledger.start(phase)
 
     begin("forward")
-    with as_on_cuda(), play.around_forward():
-        play.own_step(optimizers, begin)
+    with as_on_cuda(), parts.around_forward():
+        parts.own_step(optimizers, begin)
     return max(saved, key=lambda moment: moment.total)
 
 
-def _set_up(play: Play, ledger: Ledger) -> list[Optimizer]:
-    for parameter, owner in _owners(play).items():
+def _set_up(parts: StepParts, ledger: Ledger) -> list[Optimizer]:
+    for parameter, owner in _owners(parts).items():
         ledger.claim([parameter], "parameters", owner)
-    ledger.claim(play.module.buffers(), "buffers")
-    ledger.claim(play.masters, "master weights")
-    ledger.claim(_tensors(play.batch), "batch")
-    optimizers = [*play.optimizers()]
-    _create_gradients(play, ledger)
+    ledger.claim(parts.module.buffers(), "buffers")
+    ledger.claim(parts.masters, "master weights")
+    ledger.claim(_tensors(parts.batch), "batch")
+    optimizers = [*parts.optimizers()]
+    _create_gradients(parts, ledger)
     for optimizer in optimizers:
         optimizer.step()
         ledger.claim(_tensors([*optimizer.state.values()]), "optimizer state")
     return optimizers  # the gradients stay, as after a step of Lightning's
 
 
-def _create_gradients(play: Play, ledger: Ledger) -> None:
-    for parameter in play.module.parameters():
+def _create_gradients(parts: StepParts, ledger: Ledger) -> None:
+    for parameter in parts.module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
             ledger.claim([parameter.grad], "gradients")
@@ -157,19 +157,19 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _forward_backward(play: Play, ledger: Ledger, *, optimizers: Sequence[Optimizer] | None) -> Moment:
+def _forward_backward(parts: StepParts, ledger: Ledger, *, optimizers: Sequence[Optimizer] | None) -> Moment:
     ledger.start("forward")
-    with play.around_forward():
-        loss = play.loss()
+    with parts.around_forward():
+        loss = parts.loss()
     saved = ledger.now()
     if optimizers is not None:  # Lightning frees the gradients of the previous step after the first forward pass
-        play.module.zero_grad()
+        parts.module.zero_grad()
         for optimizer in optimizers:
             optimizer.zero_grad()
     ledger.start("backward")
     if loss.requires_grad:
-        (loss / play.microbatches).backward()
-    ledger.claim((m.grad for m in play.masters if m.grad is not None), "gradients")
+        (loss / parts.microbatches).backward()
+    ledger.claim((m.grad for m in parts.masters if m.grad is not None), "gradients")
     return saved
 
 
@@ -199,12 +199,12 @@ def _blocks_followed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterato
 
 
 @contextmanager
-def _gradients_claimed(play: Play, ledger: Ledger) -> Iterator[None]:
+def _gradients_claimed(parts: StepParts, ledger: Ledger) -> Iterator[None]:
     def claim(parameter: Tensor) -> None:
         if parameter.grad is not None:
             ledger.claim([parameter.grad], "gradients", owners.get(parameter, ""))
 
-    owners: dict[Any, str] = _owners(play)
+    owners: dict[Any, str] = _owners(parts)
     with ExitStack() as undo:
         for parameter in owners:
             if parameter.requires_grad:
@@ -212,23 +212,23 @@ def _gradients_claimed(play: Play, ledger: Ledger) -> Iterator[None]:
         yield
 
 
-def _parts(play: Play) -> Mapping[str, nn.Module]:
-    return play.blocks if play.parts is None else play.parts
+def _counted(parts: StepParts) -> Mapping[str, nn.Module]:
+    return parts.blocks if parts.counted is None else parts.counted
 
 
-def _owners(play: Play) -> dict[nn.Parameter, str]:
+def _owners(parts: StepParts) -> dict[nn.Parameter, str]:
     owners: dict[nn.Parameter, str] = {}
-    for name, block in _parts(play).items():
+    for name, block in _counted(parts).items():
         for parameter in block.parameters():
             owners.setdefault(parameter, name)
-    for parameter in play.module.parameters():
+    for parameter in parts.module.parameters():
         owners.setdefault(parameter, "")
     return owners
 
 
-def _elements(play: Play, *, of: Callable[[Tensor], bool] = lambda _: True) -> dict[str, int]:
-    sums = {"": 0, **dict.fromkeys(_parts(play), 0)}
-    for parameter, owner in _owners(play).items():
+def _elements(parts: StepParts, *, of: Callable[[Tensor], bool] = lambda _: True) -> dict[str, int]:
+    sums = {"": 0, **dict.fromkeys(_counted(parts), 0)}
+    for parameter, owner in _owners(parts).items():
         if of(parameter):
             sums[owner] += parameter.numel()
     return sums

@@ -27,9 +27,9 @@ def cut_for_one_device(model: nn.Module, *, styles: Mapping[str, Style], size: i
     for name, style in styles.items():
         module = model.get_submodule(name)
         for own, axis in _axes(module, style).items():
-            whole = module._parameters[own]
-            if whole is not None:
-                module._parameters[own] = cut.setdefault(whole, _part(whole, axis=axis, size=size))
+            full = module._parameters[own]
+            if full is not None:
+                module._parameters[own] = cut.setdefault(full, _part(full, axis=axis, size=size))
         _resize(module, style, size)
 
 
@@ -44,10 +44,10 @@ def _axes(module: nn.Module, style: Style) -> dict[str, int]:
     return {}
 
 
-def _part(whole: nn.Parameter, *, axis: int, size: int) -> nn.Parameter:
-    shape = [*whole.shape]
+def _part(full: nn.Parameter, *, axis: int, size: int) -> nn.Parameter:
+    shape = [*full.shape]
     shape[axis] //= size
-    return nn.Parameter(whole.detach().new_empty(shape), requires_grad=whole.requires_grad)
+    return nn.Parameter(full.detach().new_empty(shape), requires_grad=full.requires_grad)
 
 
 def _resize(module: nn.Module, style: Style, size: int) -> None:

@@ -1,6 +1,6 @@
 """The report of a run: a self-contained HTML page, PNGs of its curves, and its manifest."""
 
-from lightning_ups.insight.report.dtypes import layer_dtypes, shown
+from lightning_ups.insight.report.dtypes import dtype_name, layer_dtypes
 from lightning_ups.insight.report.history import Chart, History
 from lightning_ups.insight.report.html_page import Content, page
 from lightning_ups.insight.report.manifest import difference, flattened, reserve, write
@@ -12,11 +12,11 @@ __all__ = [
     "History",
     "can_draw",
     "difference",
+    "dtype_name",
     "flattened",
     "layer_dtypes",
     "page",
     "reserve",
-    "shown",
     "write",
     "write_pictures",
 ]

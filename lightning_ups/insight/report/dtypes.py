@@ -11,13 +11,13 @@ from inspect import getattr_static
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import skip_init
 
 from lightning_ups._compat.torch.fsdp.state import sharding_policy
 
-__all__ = ["layer_dtypes", "shown"]
+__all__ = ["dtype_name", "layer_dtypes"]
 
 
 def layer_dtypes(
@@ -49,7 +49,7 @@ def layer_dtypes(
     return {name: dict(counts[name]) for name in sorted(counts)}
 
 
-def shown(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype as in YAML, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
@@ -82,56 +82,50 @@ def _description(
     cast: torch.dtype | None,
     device: torch.device,
 ) -> str:
-    said = f"param {'+'.join(map(shown, dtypes))}"
+    said = f"param {'+'.join(map(dtype_name, dtypes))}"
     target = getattr(getattr(getattr(module, "config", None), "cast_config_input", None), "target_dtype", None)
     if isinstance(target, torch.dtype):  # torchao's Float8Linear
-        return f"{said}, compute {shown(target)}"
+        return f"{said}, compute {dtype_name(target)}"
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    if (operation := _operation(_kind(module))) and len(floating) == 1:
-        make = {"device": device, "dtype": cast or floating[0]}
-        return f"{said}, compute {shown(operation(make).dtype)}"
+    if len(floating) == 1:
+        computed = _computed_dtype(_kind(module), {"device": device, "dtype": cast or floating[0]})
+        if computed is not None:
+            return f"{said}, compute {dtype_name(computed)}"
     if cast is not None:
-        said += f", cast {shown(cast)}"
+        said += f", cast {dtype_name(cast)}"
     if autocast is not None:
-        said += f", autocast {shown(autocast)}"
+        said += f", autocast {dtype_name(autocast)}"
     return said
 
 
-def _operation(kind: type[nn.Module]) -> "_Operation | None":
-    # A subclass that does not override forward computes as its base.
-    forward = getattr_static(kind, "forward", None)  # a scripted module has its forward on the instance
-    return next((run for base, run in _OPERATIONS.items() if forward is getattr_static(base, "forward")), None)
+def _computed_dtype(kind: type[nn.Module], make: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype of the result of a tiny layer with the forward of ``kind``, or None if that is not torch's."""
+    # A subclass that does not override forward computes as its base. A scripted module has its forward on the instance.
+    forward = getattr_static(kind, "forward", None)
+    base = next((base for base in _SHAPES if forward is getattr_static(base, "forward")), None)
+    if base is None:
+        return None
+    arguments, *shapes = _SHAPES[base]
+    layer = skip_init(base, *arguments, **make)
+    if base is nn.Embedding:
+        return layer(torch.zeros(1, dtype=torch.long, device=make["device"])).dtype
+    return layer(*(torch.ones(shape, **make) for shape in shapes)).dtype
 
 
-_Operation = Callable[[Mapping[str, Any]], Tensor]
-
-
-def _ones(make: Mapping[str, Any], *shape: int) -> Tensor:
-    return torch.ones(shape, **make)
-
-
-def _convolution(function: Callable[..., Tensor], dims: int) -> _Operation:
-    return lambda make: function(_ones(make, *[1] * (dims + 2)), _ones(make, *[1] * (dims + 2)))
-
-
-def _batch_norm(make: Mapping[str, Any]) -> Tensor:
-    return F.batch_norm(_ones(make, 2, 1), _ones(make, 1), _ones(make, 1), _ones(make, 1), _ones(make, 1))
-
-
-_OPERATIONS: dict[type[nn.Module], _Operation] = {
-    nn.Linear: lambda make: F.linear(_ones(make, 1, 1), _ones(make, 1, 1)),
-    nn.Bilinear: lambda make: F.bilinear(_ones(make, 1, 1), _ones(make, 1, 1), _ones(make, 1, 1, 1)),
-    nn.Embedding: lambda make: F.embedding(torch.zeros(1, dtype=torch.long, device=make["device"]), _ones(make, 1, 1)),
-    nn.Conv1d: _convolution(F.conv1d, 1),
-    nn.Conv2d: _convolution(F.conv2d, 2),
-    nn.Conv3d: _convolution(F.conv3d, 3),
-    nn.ConvTranspose1d: _convolution(F.conv_transpose1d, 1),
-    nn.ConvTranspose2d: _convolution(F.conv_transpose2d, 2),
-    nn.ConvTranspose3d: _convolution(F.conv_transpose3d, 3),
-    nn.LayerNorm: lambda make: F.layer_norm(_ones(make, 1, 1), [1], _ones(make, 1)),
-    nn.RMSNorm: lambda make: F.rms_norm(_ones(make, 1, 1), [1], _ones(make, 1)),
-    nn.GroupNorm: lambda make: F.group_norm(_ones(make, 1, 1, 2), 1, _ones(make, 1)),
-    nn.BatchNorm1d: _batch_norm,
-    nn.BatchNorm2d: _batch_norm,
-    nn.BatchNorm3d: _batch_norm,
+_SHAPES: dict[type[nn.Module], tuple[tuple[int, ...], ...]] = {  # arguments of a layer, shapes of its inputs
+    nn.Linear: ((1, 1), (1, 1)),
+    nn.Bilinear: ((1, 1, 1), (1, 1), (1, 1)),
+    nn.Embedding: ((1, 1), (1,)),
+    nn.Conv1d: ((1, 1, 1), (1, 1, 1)),
+    nn.Conv2d: ((1, 1, 1), (1, 1, 1, 1)),
+    nn.Conv3d: ((1, 1, 1), (1, 1, 1, 1, 1)),
+    nn.ConvTranspose1d: ((1, 1, 1), (1, 1, 1)),
+    nn.ConvTranspose2d: ((1, 1, 1), (1, 1, 1, 1)),
+    nn.ConvTranspose3d: ((1, 1, 1), (1, 1, 1, 1, 1)),
+    nn.LayerNorm: ((1,), (1, 1)),
+    nn.RMSNorm: ((1,), (1, 1)),
+    nn.GroupNorm: ((1, 1), (1, 1, 2)),
+    nn.BatchNorm1d: ((1,), (2, 1)),
+    nn.BatchNorm2d: ((1,), (2, 1, 1, 1)),
+    nn.BatchNorm3d: ((1,), (2, 1, 1, 1, 1)),
 }

@@ -12,8 +12,7 @@ __all__ = ["Chart", "History", "Point"]
 
 Point = tuple[float, float]  # step, value
 
-_MOST_POINTS = 400  # in a chart
-_MOST_STRETCHES = 400  # of a series; even
+_MOST_STRETCHES = 200  # of a series; even
 _MOST_CURVES = 200  # a page with more charts opens slowly
 _NO_SERIES = ("epoch", "hp_metric")  # logged by Lightning itself
 _PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
@@ -115,7 +114,7 @@ class History:
             Chart(
                 title=title,
                 section=section,
-                series=_merged({_short(name, section): thinned(self._series[name].points()) for name in names}),
+                series=_merged({_short(name, section): self._series[name].points() for name in names}),
             )
             for (section, title), names in sorted(groups.items(), key=lambda item: order.index(item[0][0]))
         ]
@@ -161,19 +160,3 @@ def _float(value: Real) -> float:
         return float(value)
     except OverflowError:  # an integer beyond all floats
         return inf
-
-
-def thinned(points: Sequence[Point], *, most: int = _MOST_POINTS) -> list[Point]:
-    """Return at most ``most`` points: the lowest, highest and first non-finite of each stretch, to keep all spikes."""
-    if len(points) <= most:
-        return [*points]
-    kept: list[Point] = []
-    stretches = most // (2 if all(isfinite(y) for _, y in points) else 3)
-    for index in range(stretches):
-        stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
-        finite = [point for point in stretch if isfinite(point[1])]
-        chosen = [point for point in stretch if not isfinite(point[1])][:1]
-        if finite:
-            chosen += [min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])]
-        kept += sorted({*chosen}, key=lambda p: p[0])
-    return kept

@@ -4,8 +4,8 @@ from lightning_ups.insight.throughput.bottlenecks import Bottleneck, Check, bott
 from lightning_ups.insight.throughput.flops import StepFlops, count_flops, step_flops
 from lightning_ups.insight.throughput.inspection import Inspection, Span, inspect_spans
 from lightning_ups.insight.throughput.meter import Flops, Meter, RankTimes, Summary, quantile
-from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, own_peaks, peaks_of
-from lightning_ups.insight.throughput.table import PHASE_NAMES, rendered, rows
+from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, given_peaks, peaks_of
+from lightning_ups.insight.throughput.table import PHASE_NAMES, rows, text_table
 from lightning_ups.insight.throughput.timeline import Phase, StepTime, Timeline, clock_for
 from lightning_ups.insight.throughput.units import Count, counter, tensors_of
 
@@ -32,12 +32,12 @@ __all__ = [
     "count_flops",
     "counter",
     "first_change",
+    "given_peaks",
     "inspect_spans",
-    "own_peaks",
     "peaks_of",
     "quantile",
-    "rendered",
     "rows",
     "step_flops",
     "tensors_of",
+    "text_table",
 ]

@@ -12,7 +12,7 @@ from math import inf, isnan
 from numbers import Real
 from typing import Literal, get_args
 
-__all__ = ["Arithmetic", "Peaks", "own_peaks", "peaks_of"]
+__all__ = ["Arithmetic", "Peaks", "given_peaks", "peaks_of"]
 
 Arithmetic = Literal["bf16", "fp8", "tf32", "fp32"]  # fp16 is as fast as bf16 on all of them
 
@@ -87,7 +87,7 @@ def _is_peak(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
 
 
-def own_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) -> Peaks:
+def given_peaks(tflops: float | Mapping[str, float], *, arithmetic: Arithmetic) -> Peaks:
     """Return peaks given by the user: one figure for ``arithmetic``, or one for each kind.
 
     Raises:

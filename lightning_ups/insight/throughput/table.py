@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from lightning_ups.insight.throughput.bottlenecks import checks, first_change
 from lightning_ups.insight.throughput.meter import Summary
 
-__all__ = ["rendered", "rows"]
+__all__ = ["rows", "text_table"]
 
 Row = tuple[str, str]
 
@@ -19,7 +19,7 @@ PHASE_NAMES = {
 }
 
 
-def rendered(summary: Summary) -> str:
+def text_table(summary: Summary) -> str:
     """Return the table: rates, the split of a step, thresholds, and what to change first."""
     return "\n".join(["", *_lines(summary), ""]) + "\n"
 

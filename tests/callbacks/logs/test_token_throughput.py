@@ -612,7 +612,7 @@ def test_a_first_batch_of_no_units_is_said(tmp_path):
 )
 @pytest.mark.parametrize("peak", [None, 1.0])
 def test_a_count_that_is_no_number_is_refused(tmp_path, found, what, peak):
-    with pytest.raises(ValueError, match=rf"count gave {what}.*Return a number"):
+    with pytest.raises(ValueError, match=rf"returned {what}.*Return a number"):
         fitted(tmp_path, peak_tflops=peak, unit="points", count=lambda batch: found)
 
 
@@ -748,9 +748,9 @@ def test_an_exception_leaves_the_trainer_as_it_was(tmp_path):
         ({"warmup_steps": -1}, "Use 0 or more"),
         ({"inspect_at": 0}, "Use 1 or more"),
         ({"split_every": 0}, "Use 1 or more"),
-        ({"unit": "frames"}, "Give count as well"),
-        ({"peak_tflops": {"bf17": 1.0}}, "Use positive TFLOP"),
-        ({"peak_tflops": 0.0}, "Use positive TFLOP"),
+        ({"unit": "frames"}, "needs count"),
+        ({"peak_tflops": {"bf17": 1.0}}, "peak_tflops"),
+        ({"peak_tflops": 0.0}, "peak_tflops"),
     ],
 )
 def test_wrong_settings_are_refused(settings, cure):

@@ -1,13 +1,13 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_ups.insight.advise.rank0_decision import agreed
+from lightning_ups.insight.advise.rank0_decision import decide_on_rank0
 
 
 def test_alone_it_is_what_was_found():
-    assert agreed(lambda: {"layer": "is slower"}, by="Advice") == {"layer": "is slower"}
+    assert decide_on_rank0(lambda: {"layer": "is slower"}, by="Advice") == {"layer": "is slower"}
     with pytest.raises(KeyError, match="broken"):
-        agreed(lambda: {}["broken"], by="Advice")
+        decide_on_rank0(lambda: {}["broken"], by="Advice")
 
 
 def decide(fail):
@@ -21,7 +21,7 @@ def decide(fail):
         return {"found by": str(mine)}
 
     try:
-        told = agreed(find, by="Advice")
+        told = decide_on_rank0(find, by="Advice")
     except (KeyError, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"
     both = [None, None]

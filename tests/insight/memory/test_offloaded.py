@@ -14,7 +14,7 @@ from lightning_ups._compat.torch.tensors.autograd import outside_modes
 from lightning_ups.insight.dry_run import FakeCopies
 from lightning_ups.insight.memory.account import Ledger, allocated
 from lightning_ups.insight.memory.offloaded import HostMemory
-from lightning_ups.insight.memory.step import Play, measure
+from lightning_ups.insight.memory.step import StepParts, measure
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.recompute.wrapping import recompute
 from tests.optim.offloading import LateMemory
@@ -122,7 +122,7 @@ def dry_run(**setting):
     module, memory = FakeCopies(mode=mode).copy(model()), HostMemory(ledger)
     with mode:
         x = torch.empty(ROWS, WIDTH)
-    play = Play(
+    parts = StepParts(
         module=module,
         loss=lambda: module(x).sum(),
         optimizers=lambda: [torch.optim.SGD(module.parameters(), lr=0.1)],
@@ -131,7 +131,7 @@ def dry_run(**setting):
         batch=x,
     )
     with moving(module, memory, **setting):
-        step = measure(play, ledger=ledger)
+        step = measure(parts, ledger=ledger)
     return step, memory.used
 
 

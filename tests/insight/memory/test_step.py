@@ -10,19 +10,19 @@ from torch import nn
 from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups.insight.dry_run import FakeCopies
 from lightning_ups.insight.memory.account import Ledger
-from lightning_ups.insight.memory.step import Play, measure
+from lightning_ups.insight.memory.step import StepParts, measure
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 N = 64 * 1024  # numbers of a 256 x 256 matrix
 BYTES = 4 * N
 
 
-def played(*, optimizer=torch.optim.SGD, depth=3, microbatches=1, **options):
+def step_parts(*, optimizer=torch.optim.SGD, depth=3, microbatches=1, **options):
     mode = fake_mode()
     module = FakeCopies(mode=mode).copy(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(depth))))
     with mode:
         x = torch.empty(256, 256)
-    return Play(
+    return StepParts(
         module=module,
         loss=lambda: module(x).sum(),
         optimizers=lambda: [optimizer(module.parameters(), lr=0.1, **options)],
@@ -34,7 +34,7 @@ def played(*, optimizer=torch.optim.SGD, depth=3, microbatches=1, **options):
 
 
 def test_a_step_by_hand():
-    step = measure(played(), ledger=Ledger())
+    step = measure(step_parts(), ledger=Ledger())
     assert step.elements == step.trained == {"": 0, "0": N, "1": N, "2": N}
     assert step.fixed.by_kind() == {"parameters": 3 * BYTES, "gradients": 3 * BYTES, "batch": BYTES}
     # Each layer keeps its input, which is the result of the one before; of the last, only the sum's shape.
@@ -45,7 +45,7 @@ def test_a_step_by_hand():
 
 
 def test_gradients_come_as_backward_goes():
-    step = measure(played(depth=6), ledger=Ledger())
+    step = measure(step_parts(depth=6), ledger=Ledger())
     places = [place for phase, place in step.loose if phase == "backward"]
     assert [place for place in places if place] == ["5", "4", "3", "2", "1", "0"]
     assert step.loose["backward", "3"].by_owner("gradients").keys() == {"5", "4"}
@@ -62,13 +62,15 @@ def test_gradients_come_as_backward_goes():
     ],
 )
 def test_what_optimizers_keep(optimizer, options, state):
-    step = measure(played(optimizer=optimizer, **options), ledger=Ledger())
+    step = measure(step_parts(optimizer=optimizer, **options), ledger=Ledger())
     assert step.fixed.of("optimizer state") == pytest.approx(3 * state * BYTES, abs=3 * 512)
 
 
 def test_a_fused_step_takes_nothing_and_one_of_all_at_once_a_copy():
     fused, foreach = (
-        measure(played(optimizer=torch.optim.AdamW, **options), ledger=Ledger()).peaks["optimizer"].of("temporaries")
+        measure(step_parts(optimizer=torch.optim.AdamW, **options), ledger=Ledger())
+        .peaks["optimizer"]
+        .of("temporaries")
         for options in ({"fused": True}, {"foreach": True})
     )
     assert fused < BYTES
@@ -76,15 +78,15 @@ def test_a_fused_step_takes_nothing_and_one_of_all_at_once_a_copy():
 
 
 def test_microbatches_add_up_in_the_same_gradients():
-    one, two = (measure(played(microbatches=n), ledger=Ledger()) for n in (1, 2))
+    one, two = (measure(step_parts(microbatches=n), ledger=Ledger()) for n in (1, 2))
     assert two.peaks["optimizer"].of("gradients") == one.peaks["optimizer"].of("gradients")
     assert two.peaks["backward"].of("gradients") == 3 * BYTES  # in the second, all are there from the start
 
 
 def test_no_hook_stays():
-    play = played()
-    measure(play, ledger=Ledger())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in play.module.modules())
+    parts = step_parts()
+    measure(parts, ledger=Ledger())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in parts.module.modules())
 
 
 # Against peaks that benchmarks kept, of one H200, two and four. Most of these cases were not looked at before the

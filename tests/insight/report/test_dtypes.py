@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_ups.insight.report.dtypes import layer_dtypes, shown
+from lightning_ups.insight.report.dtypes import dtype_name, layer_dtypes
 
 CPU = torch.device("cpu")
 autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
@@ -33,7 +33,7 @@ def test_it_says_what_each_layer_really_returns(context):
     net, seen = model(), {}
 
     def note(module, _, out):
-        seen[type(module).__name__] = shown(out.dtype)
+        seen[type(module).__name__] = dtype_name(out.dtype)
 
     for layer in net:
         layer.register_forward_hook(note)

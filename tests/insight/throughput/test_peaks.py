@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ups.insight.throughput.peaks import own_peaks, peaks_of
+from lightning_ups.insight.throughput.peaks import given_peaks, peaks_of
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def test_what_is_not_known_is_not_guessed(name):
 
 
 def test_what_the_user_did_not_say_is_not_known():
-    assert own_peaks({"fp8": 100.0}, arithmetic="bf16").of("bf16") is None
+    assert given_peaks({"fp8": 100.0}, arithmetic="bf16").of("bf16") is None
 
 
 def test_a_user_knows_the_device():
-    assert own_peaks(100.0, arithmetic="tf32").of("tf32") == 100e12
-    both = own_peaks({"bf16": 1.0, "fp8": 2.0}, arithmetic="bf16")
+    assert given_peaks(100.0, arithmetic="tf32").of("tf32") == 100e12
+    both = given_peaks({"bf16": 1.0, "fp8": 2.0}, arithmetic="bf16")
     assert (both.of("bf16"), both.of("fp8")) == (1e12, 2e12)
-    assert own_peaks(1.0, arithmetic="bf16").of("fp8") is None
+    assert given_peaks(1.0, arithmetic="bf16").of("fp8") is None
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, {"bf17": 1.0}, {"bf16": float("nan")}])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValueError, match="peak_tflops"):
-        own_peaks(wrong, arithmetic="bf16")
+        given_peaks(wrong, arithmetic="bf16")

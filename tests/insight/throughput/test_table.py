@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from lightning_ups.insight.throughput.inspection import Inspection
 from lightning_ups.insight.throughput.meter import Flops, Summary
-from lightning_ups.insight.throughput.table import rendered, rows
+from lightning_ups.insight.throughput.table import rows, text_table
 
 GIB = 2**30
 FULL = Summary(
@@ -36,7 +36,7 @@ FULL = Summary(
 
 
 def test_the_table_says_what_was_measured():
-    text = rendered(FULL)
+    text = text_table(FULL)
     for part in (
         "2 x NVIDIA H200",
         "123,456 in all, 61,728 per device",
@@ -55,7 +55,7 @@ def test_the_table_says_what_was_measured():
 
 
 def test_thresholds_stand_in_columns():
-    lines = [line for line in rendered(FULL).splitlines() if line.endswith(("pass", "FAIL")) or "> 80 %" in line]
+    lines = [line for line in text_table(FULL).splitlines() if line.endswith(("pass", "FAIL")) or "> 80 %" in line]
     assert len({line.index("%  ") for line in lines if "> 80 %  " in line}) <= 2
     assert any(line.startswith("  MFU") and line.endswith("pass") for line in lines)
     assert any(line.startswith("  waiting for data") and line.endswith("FAIL") for line in lines)
@@ -70,10 +70,10 @@ def test_a_run_without_trouble_says_so():
         gpu={},
         utilisation={"mfu": 0.6, "hfu": 0.6},
     )
-    assert "nothing that was measured stands out" in rendered(calm)
+    assert "nothing that was measured stands out" in text_table(calm)
 
 
 def test_a_run_within_its_warmup_says_so():
     short = Summary(unit="tokens", device="cpu", num_devices=1, steps=0, warmup_steps=10)
-    assert "within its warm-up of 10 steps" in rendered(short)
+    assert "within its warm-up of 10 steps" in text_table(short)
     assert rows(short) == []

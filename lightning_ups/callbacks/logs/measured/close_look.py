@@ -1,4 +1,4 @@
-"""Looking at a few steps of a run closely: where the host waits, and what the device does, kernel by kernel."""
+"""A few profiled steps: where the host waits, and which kernels the device runs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from lightning_ups.insight.throughput import Inspection, Span, inspect_spans
 
 __all__ = ["CloseLook", "can_look_at"]
 
-# Steps: for waits, one for ranks to meet again, since the profiler starts sooner on one than on another and the first
-# to be ready would seem to communicate for long, and then kernel by kernel.
+# Steps to record waits, to let ranks synchronize after the profiler has started, which takes longer on some and would
+# look like communication, and to record kernels.
 _WATCHED, _SETTLING, _LOOKED_AT = 1, 1, 2
 
 
 def can_look_at(device: torch.device) -> bool:
-    """Return whether kernels of ``device`` can be seen now."""
-    return device.type == "cuda" and not is_profiled()  # there is one profiler, and it may be somebody else's
+    """Return whether kernels of ``device`` can be profiled now."""
+    return device.type == "cuda" and not is_profiled()  # there is one profiler, and others may use it
 
 
 class CloseLook:
-    """Some steps that are looked at: first for waits, then kernel by kernel. It begins with a step.
+    """Profiles a few steps, from the beginning of a step.
 
     Args:
-        done: Is called with what was seen, when it is over.
+        done: Called with the result.
 
     Attributes:
-        steps: How many it takes.
+        steps: How many steps it takes.
     """
 
     steps = _WATCHED + _SETTLING + _LOOKED_AT
@@ -41,7 +41,7 @@ class CloseLook:
         self._watch.enter_context(watched_waits(self._waits))
 
     def next(self) -> "CloseLook | None":
-        """Note that a step has ended and another begins; return None when it is over."""
+        """Begin the next step. Return None after the last one."""
         self._ended += 1
         if self._ended == _WATCHED:
             self._watch.close()
@@ -59,7 +59,7 @@ class CloseLook:
         return None
 
     def cancel(self) -> list[tuple[str, float, float]]:
-        """Stop looking."""
+        """Stop the profiler, and return its kernels."""
         self._watch.close()
         kernels, self._kernels = self._kernels, None
         return [] if kernels is None else kernels.stop()

@@ -1,4 +1,4 @@
-"""What TokenThroughput knows of one fit while it goes on."""
+"""The measurements of TokenThroughput in one fit."""
 
 import statistics
 import time
@@ -21,8 +21,8 @@ from lightning_ups._compat.lightning.trainer import stand_for_none
 from lightning_ups._compat.optional.nvml import Sampler, sensor
 from lightning_ups._compat.torch.flags import read_tf32
 from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
-from lightning_ups.callbacks.logs.measured.listening import Listener
-from lightning_ups.callbacks.logs.measured.steps_heard import StepsHeard
+from lightning_ups.callbacks.logs.measured.optimizer_steps import OptimizerSteps
+from lightning_ups.callbacks.logs.measured.profiler_listener import ProfilerListener
 from lightning_ups.insight.dry_run import NotCopiedError
 from lightning_ups.insight.throughput import (
     Arithmetic,
@@ -37,7 +37,7 @@ from lightning_ups.insight.throughput import (
     Timeline,
     clock_for,
     counter,
-    own_peaks,
+    given_peaks,
     peaks_of,
     quantile,
     step_flops,
@@ -48,12 +48,12 @@ from lightning_ups.transforms.quoted import quoted
 __all__ = ["MeasuredRun", "Settings"]
 
 _SPLIT_EVERY = 11  # on a GPU, where a mark costs the host some microseconds; a prime, see Timeline
-_TRIES = 5  # of a close look: validation, a checkpoint or the end of an epoch may come between its steps
+_TRIES = 5  # of profiling, which validation, a checkpoint or the end of an epoch interrupts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a user asks of `TokenThroughput`, under the same names."""
+    """The arguments of `TokenThroughput`."""
 
     unit: str
     count: str | Callable[[Any], Any] | None
@@ -66,11 +66,11 @@ class Settings:
 
 
 class MeasuredRun:
-    """One fit, from the start of training to its end: told what the Trainer does, it knows the figures.
+    """Measures one fit, from the start of training to its end.
 
     Args:
-        settings: What the user asked for.
-        trainer: Whose training is measured.
+        settings: The arguments of the callback.
+        trainer: The Trainer.
         began: When the fit began, by ``time.perf_counter``.
     """
 
@@ -94,7 +94,7 @@ class MeasuredRun:
         self._trains = False  # of the step that runs, a batch
         self._batches = 0
         self._steps = 0  # optimizer steps done
-        self._steps_heard = StepsHeard()  # under manual optimization
+        self._optimizer_steps = OptimizerSteps()  # under manual optimization
         self._global_step = trainer.global_step
         self._stepped = True
         self._training_began: float | None = None
@@ -112,24 +112,24 @@ class MeasuredRun:
     # The Trainer's loop
 
     def listen(self, trainer: Trainer) -> None:
-        """Begin to hear what ``trainer`` does, between two steps."""
+        """Begin to listen to ``trainer``, between two steps."""
         self._global_step, self._stepped, self._units, self._batch_units = trainer.global_step, True, 0.0, None
         if not trainer.lightning_module.automatic_optimization:
-            self._steps_heard.listen([] if stand_for_none(trainer.optimizers) else trainer.optimizers)
-        self._listener = Listener.install(trainer, enter=self.enter, leave=self.leave)
+            self._optimizer_steps.listen([] if stand_for_none(trainer.optimizers) else trainer.optimizers)
+        self._listener = ProfilerListener.install(trainer, enter=self.enter, leave=self.leave)
 
     def rest(self, trainer: Trainer) -> None:
-        """Hear nothing until `listen`; between two steps."""
+        """Stop listening until `listen` is called, between two steps."""
         self._listener.remove(trainer)
-        self._steps_heard.close()
+        self._optimizer_steps.close()
         self._end_step()
         self._timeline.drop()
 
     def enter(self, phase: Phase) -> None:
-        """Note that a phase begins."""
+        """Begin a phase."""
         if phase == "data":
             if self._validating:
-                self.end_validation()  # it had no batches, and so no end
+                self.end_validation()  # it had no batches, so that its end was not reported
             if self._stepped:
                 self._next_step()
         elif phase == "validation":
@@ -140,15 +140,15 @@ class MeasuredRun:
         elif phase == "checkpoint":
             self._look_later()
         elif self._validating:
-            phase = "validation"  # moving its batches is no part of a step
+            phase = "validation"  # such as moving its batches
         self._timeline.enter(phase)
 
     def leave(self) -> None:
-        """Note that the innermost phase has ended."""
+        """End the innermost phase."""
         self._timeline.leave()
 
     def end_validation(self) -> None:
-        """Note that validation has ended."""
+        """End validation."""
         if self._validating:
             self._validating = False
             self._timeline.leave()
@@ -157,7 +157,7 @@ class MeasuredRun:
         self._timeline.step(self._note())
         self._stepped = False
         if self._look is not None:
-            self._look, self._skip = self._look.next(), True  # starting and stopping to look takes time of this step
+            self._look, self._skip = self._look.next(), True  # this step contains the start or stop of the profiler
         for step in self._timeline.read():
             self._meter.add(step)
         if self._sampler is not None and self._steps == self._settings.warmup_steps:
@@ -166,24 +166,24 @@ class MeasuredRun:
             self._look = CloseLook(self._inspected)
 
     def _end_step(self) -> None:
-        """End the step that runs; what follows is none. Of a batch that was skipped no step came."""
+        """End the open step without beginning another. A skipped batch made no step."""
         if self._stepped or self._has_stepped():
             if not self._stepped:
-                self._take_batch()  # of which the end was not heard
+                self._take_batch()  # its end was not reported
             self._timeline.rest(self._note())
         else:
             self._timeline.drop()
             self._units, self._stepped = 0.0, True
 
     def _has_stepped(self) -> bool:
-        return self._trainer.global_step != self._global_step or self._steps_heard.any
+        return self._trainer.global_step != self._global_step or self._optimizer_steps.any
 
     def _looks_now(self) -> bool:
         due = self._inspection is None and self._look is None and self._steps == self._look_at
         return due and can_look_at(self._device)
 
     def _look_later(self) -> None:
-        """Stop looking: what comes now is no part of a step. Try again soon, but not for ever."""
+        """Stop profiling, since the next action is not part of a step, and try again a few times."""
         if self._look is not None:
             self._look.cancel()
             self._look, self._skip = None, True
@@ -192,41 +192,41 @@ class MeasuredRun:
                 self._look_at = self._steps + 2
 
     def _note(self) -> Any:
-        """Return how many units the step that ends now worked on, or None if it is not to count."""
+        """Return the number of units of the ending step, or None if it does not count."""
         units, self._units = self._units, 0.0
         skip, self._skip = self._skip or self._look is not None, False
         trains, self._trains = self._trains, False
         if skip or not trains:
             return None
-        # A count that lies on the device is on the host when the device has passed the end of the step.
+        # A count on the device has arrived on the host when the device has passed the end of the step.
         return units.to("cpu", non_blocking=True) if isinstance(units, Tensor) else units
 
     def _inspected(self, inspection: Inspection) -> None:
         self._inspection = inspection
 
     def begin_batch(self, batch: Any) -> None:
-        """Count what ``batch`` holds, before the step may change it."""
+        """Count the units of ``batch``, before the step may change it."""
         if self._count is None:
             self._counts_at_end = fetches_in_step(self._trainer)
         if not self._counts_at_end:
             self._batch_units = self._counted_units(batch)
 
     def end_batch(self, batch: Any, *, left_out: bool = False) -> None:
-        """Note that ``batch`` is done, and with the last one of an accumulation a step.
+        """End a batch, and with the last one of an accumulation a step.
 
         Args:
-            batch: What was trained on.
-            left_out: Whether the step gave no loss: its gradients are those of the other batches.
+            batch: The batch.
+            left_out: Whether the training step returned no loss.
         """
         self._batches += 1
         if self._counts_at_end:
             self._batch_units = self._counted_units(batch)
         if not left_out:
             self._take_batch()
-        if not self._has_stepped() and not self._steps_heard.every_batch:
+        if not self._has_stepped() and not self._optimizer_steps.every_batch:
             return  # gradients accumulate
         self._global_step, self._stepped = self._trainer.global_step, True
-        self._steps_heard.forget()
+        self._optimizer_steps.forget()
         self._steps += 1
         if self._steps == 1:
             self._training_began = time.perf_counter()
@@ -239,9 +239,9 @@ class MeasuredRun:
 
     @property
     def why_nothing(self) -> str:
-        """Why nothing was measured, as a part of a sentence."""
+        """The reason why nothing was measured, as a part of a sentence."""
         if self._batches and not self._steps:
-            cure = ". Return from there those that training_step steps" if self._steps_heard.listens else ""
+            cure = ". Return from there those that training_step steps" if self._optimizer_steps.listens else ""
             return f"in {self._batches} batches no optimizer of configure_optimizers made a step{cure}"
         if self._steps <= self._settings.warmup_steps:
             return f"fit ended within {self._settings.warmup_steps} warm-up steps"
@@ -254,14 +254,14 @@ class MeasuredRun:
         return self._count(batch)
 
     def end_epoch(self) -> None:
-        """Note that an epoch has ended: what lies between two is no part of a step."""
+        """End an epoch: the time until the next one is not part of a step."""
         self._end_step()
         self._look_later()
 
     def close(self, trainer: Trainer) -> None:
-        """Leave ``trainer`` as it was."""
+        """Restore ``trainer``."""
         self._listener.remove(trainer)
-        self._steps_heard.close()
+        self._optimizer_steps.close()
         if self._look is not None:
             self._look.cancel()
         if self._sampler is not None:
@@ -309,17 +309,15 @@ class MeasuredRun:
             self._why_no_mfu = "FLOPs were not counted; give flops_per_unit"
             rank_zero_info(
                 f"TokenThroughput did not count the FLOPs of {type(module).__name__}: its step uses {error}."
-                " Counting would take from it what training is to get."
-                " For MFU give flops_per_unit, such as 6 x parameters for each token."
+                " For MFU set flops_per_unit, such as 6 x parameters for each token."
             )
             return None
-        except Exception as error:  # noqa: BLE001  (a user's step on tensors without data may raise anything)
+        except Exception as error:  # noqa: BLE001  (a user's step may raise anything)
             self._why_no_mfu = "FLOPs could not be counted; give flops_per_unit"
             why = quoted(error).rstrip(".")[:300]
             rank_zero_info(
-                f"TokenThroughput could not count the FLOPs of {type(module).__name__}: {why}."
-                " The step was tried on tensors without data, and it needs values."
-                " For MFU give flops_per_unit, such as 6 x parameters for each token."
+                f"TokenThroughput could not count the FLOPs of {type(module).__name__} on fake tensors: {why}."
+                " For MFU set flops_per_unit, such as 6 x parameters for each token."
             )
             return None
 
@@ -327,7 +325,7 @@ class MeasuredRun:
         dtype = _computes_in(self._trainer)
         arithmetic, given = _arithmetic(dtype), self._settings.peak_tflops
         if given is not None and (dtype is not torch.float64 or not isinstance(given, Mapping)):
-            peaks = own_peaks(given, arithmetic=arithmetic)
+            peaks = given_peaks(given, arithmetic=arithmetic)
             if peaks.of(arithmetic) is not None:
                 return peaks, arithmetic
             self._why_no_mfu = f"the run computes in {arithmetic}, which peak_tflops does not have"
@@ -375,7 +373,7 @@ class MeasuredRun:
             self.shown["data"] = f"{data / window['step_ms']:.0%}"
 
     def summary(self, *, alone: bool = False) -> Summary:
-        """Return the figures of the whole fit; every rank takes part, but ``alone`` where not every rank comes here."""
+        """Return the figures of the fit. A collective, unless ``alone``."""
         if self._look is not None:
             self._look.cancel()
             self._look = None
@@ -426,7 +424,7 @@ class MeasuredRun:
 
 
 def _check_count(found: Any) -> None:
-    if isinstance(found, Tensor):  # nobody waits for its value
+    if isinstance(found, Tensor):  # its value is not read, to avoid a synchronization
         ok, what = found.numel() == 1, f"a tensor {[*found.shape]}"
     elif getattr(found, "shape", ()) != ():
         ok, what = False, f"an array {[*found.shape]}"
@@ -434,8 +432,7 @@ def _check_count(found: Any) -> None:
         ok, what = hasattr(found, "__float__"), f"{found!r}, a {type(found).__name__}"
     if not ok:
         raise ValueError(
-            f"TokenThroughput's count gave {what}, for the first batch."
-            " It says how many units a batch holds, which is one number."
+            f"TokenThroughput(count=...) returned {what} for the first batch instead of the number of its units."
             " Return a number, or a tensor of one element (such as mask.sum())."
         )
 
@@ -447,7 +444,7 @@ def _computes_in(trainer: Trainer) -> torch.dtype:
         return stated
     if str(precision.precision).startswith(("bf16", "16", "transformer-engine")):
         return torch.bfloat16
-    # Nothing casts: the type is that of the weights, which may have been loaded in bfloat16.
+    # Without casts it is the dtype of the weights, which may have been loaded in bfloat16.
     weights: Counter[torch.dtype] = Counter()
     for parameter in trainer.lightning_module.parameters():
         if parameter.is_floating_point() and not isinstance(parameter, UninitializedParameter):

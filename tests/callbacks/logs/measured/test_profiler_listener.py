@@ -1,7 +1,7 @@
 import pytest
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
-from lightning_ups.callbacks.logs.measured.listening import Listener
+from lightning_ups.callbacks.logs.measured.profiler_listener import ProfilerListener
 
 
 @pytest.fixture
@@ -10,7 +10,7 @@ def heard():
 
 
 def listener(heard, inner=None):
-    return Listener(inner or PassThroughProfiler(), enter=heard.append, leave=lambda: heard.append("end"))
+    return ProfilerListener(inner or PassThroughProfiler(), enter=heard.append, leave=lambda: heard.append("end"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_two_leave_nothing_whoever_goes_first():
 
     for first, second in ((0, 1), (1, 0)):
         ends = ([], [])
-        both = [Listener.install(Trainer, enter=end.append, leave=lambda: None) for end in ends]
+        both = [ProfilerListener.install(Trainer, enter=end.append, leave=lambda: None) for end in ends]
         both[first].remove(Trainer)
         with Trainer.profiler.profile("save_checkpoint"):
             pass
@@ -89,7 +89,7 @@ def test_another_profiler_in_its_place_stays():
         profiler = PassThroughProfiler()
 
     trainer, stock = Trainer(), Trainer.profiler
-    first = Listener.install(trainer, enter=print, leave=print)
+    first = ProfilerListener.install(trainer, enter=print, leave=print)
     assert trainer.profiler is first
     first.remove(trainer)
     assert trainer.profiler is stock

@@ -1,13 +1,13 @@
-"""Hearing that optimizers step which a module steps by hand: past Lightning's wrapper it counts no global step."""
+"""Steps of optimizers in manual optimization, where a module may bypass Lightning's count of global steps."""
 
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["StepsHeard"]
+__all__ = ["OptimizerSteps"]
 
 
-class StepsHeard:
-    """Hears the steps of optimizers; where none is known, every batch is taken for a step."""
+class OptimizerSteps:
+    """Counts the steps of optimizers by hooks. Without a known optimizer, every batch is a step."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -15,7 +15,7 @@ class StepsHeard:
         self.listens = self.every_batch = False
 
     def listen(self, optimizers: Iterable[Any]) -> None:
-        """Begin to hear ``optimizers``."""
+        """Register hooks on ``optimizers``."""
         optimizers = [*optimizers]
         self.listens, self.every_batch = True, not optimizers
         self._handles = [
@@ -25,11 +25,11 @@ class StepsHeard:
         ]
 
     def forget(self) -> None:
-        """Hear the next one."""
+        """Wait for the next step."""
         self.any = False
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,4 +1,4 @@
-"""Hearing when the Trainer does what, through the place at which it tells its profiler."""
+"""The phases of a step, from the actions that the Trainer reports to its profiler."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,46 +9,46 @@ from typing_extensions import override
 
 from lightning_ups.insight.throughput import Phase
 
-__all__ = ["Listener"]
+__all__ = ["ProfilerListener"]
 
 _UNKNOWN: Any = object()
 
 
-class Listener(Profiler):
-    """Stands in the place of a Trainer's profiler, passes everything on, and reports the phases of a step.
+class ProfilerListener(Profiler):
+    """Wraps a Trainer's profiler and reports the phases of a step.
 
     Args:
-        inner: The profiler that it stands for.
+        inner: The wrapped profiler.
         enter: Called with the phase that begins.
-        leave: Called when the innermost phase ends, but for ``"validation"``, whose end a profiler does not hear.
+        leave: Called when the innermost phase ends, except for ``"validation"``, whose end is not reported.
     """
 
     def __init__(self, inner: Profiler, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> None:
         super().__init__()
         self._enter, self._leave = enter, leave
         self.stand_for(inner)
-        self._phases: dict[str, Phase | None] = {}  # by the names of actions, which are many and the same every step
+        self._phases: dict[str, Phase | None] = {}  # by the names of actions
 
     @classmethod
-    def install(cls, trainer: Any, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> "Listener":
-        """Put one in the place of the profiler of ``trainer``, and return it."""
+    def install(cls, trainer: Any, *, enter: Callable[[Phase], None], leave: Callable[[], None]) -> "ProfilerListener":
+        """Wrap the profiler of ``trainer``, and return the wrapper."""
         listener = cls(trainer.profiler, enter=enter, leave=leave)
         trainer.profiler = listener
         return listener
 
     def remove(self, trainer: Any) -> None:
-        """Put back the profiler that it stands for, also where another listener stands before it."""
+        """Restore the wrapped profiler, also from inside of another listener."""
         if trainer.profiler is self:
             trainer.profiler = self.inner
             return
         outer = trainer.profiler
-        while isinstance(outer, Listener) and outer.inner is not self:
+        while isinstance(outer, ProfilerListener) and outer.inner is not self:
             outer = outer.inner
-        if isinstance(outer, Listener):
+        if isinstance(outer, ProfilerListener):
             outer.stand_for(self.inner)
 
     def stand_for(self, inner: Profiler) -> None:
-        """Pass on to ``inner``."""
+        """Wrap ``inner``."""
         self.inner, self._passes_on = inner, not isinstance(inner, PassThroughProfiler)
 
     @override
@@ -77,7 +77,7 @@ class Listener(Profiler):
             phase = self._phases[action] = _phase_of(action)
         return phase
 
-    # What else a profiler is asked for
+    # Other methods of a profiler
 
     @override
     def setup(self, *args: Any, **kwargs: Any) -> None:
@@ -96,13 +96,13 @@ class Listener(Profiler):
         self.inner.describe()
 
     def __del__(self) -> None:
-        """Leave the inner profiler alone: it lives on."""
+        """Do not end the wrapped profiler."""
 
 
 class _Within:
     __slots__ = ("_action", "_listener")
 
-    def __init__(self, listener: Listener, action: str) -> None:
+    def __init__(self, listener: ProfilerListener, action: str) -> None:
         self._listener, self._action = listener, action
 
     def __enter__(self) -> str:
@@ -113,7 +113,7 @@ class _Within:
         self._listener.stop(self._action)
 
 
-_ENDS: tuple[tuple[str, str, Phase], ...] = (  # how an action's name begins and ends
+_ENDS: tuple[tuple[str, str, Phase], ...] = (  # the beginning and end of an action's name
     ("[", "].train_dataloader_next", "data"),
     ("[Strategy]", ".batch_to_device", "transfer"),
     ("[Strategy]", ".training_step", "forward"),
@@ -121,7 +121,7 @@ _ENDS: tuple[tuple[str, str, Phase], ...] = (  # how an action's name begins and
     ("[LightningModule]", ".optimizer_step", "optimizer"),
     ("optimizer_step", "optimizer_step", "optimizer"),  # under manual optimization
     ("save_checkpoint", "save_checkpoint", "checkpoint"),
-    # Before validation makes its loaders' workers; nothing of the kind comes at its end.
+    # Reported before validation starts the workers of its loaders. Its end is not reported.
     ("[LightningModule]", ".on_validation_model_zero_grad", "validation"),
 )
 

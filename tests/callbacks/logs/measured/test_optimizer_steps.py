@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_ups.callbacks.logs.measured.steps_heard import StepsHeard
+from lightning_ups.callbacks.logs.measured.optimizer_steps import OptimizerSteps
 
 
 def optimizer():
@@ -10,7 +10,7 @@ def optimizer():
 
 
 def test_a_step_is_heard_until_it_is_forgotten():
-    heard, (one, two) = StepsHeard(), (optimizer(), optimizer())
+    heard, (one, two) = OptimizerSteps(), (optimizer(), optimizer())
     assert not heard.any
     heard.listen([one, two, object()])
     assert not heard.any
@@ -21,7 +21,7 @@ def test_a_step_is_heard_until_it_is_forgotten():
 
 
 def test_optimizers_are_left_as_they_were():
-    heard, one = StepsHeard(), optimizer()
+    heard, one = OptimizerSteps(), optimizer()
     heard.listen([one])
     heard.close()
     one.step()
@@ -30,7 +30,7 @@ def test_optimizers_are_left_as_they_were():
 
 
 def test_where_none_is_known_all_is_a_step():
-    heard = StepsHeard()
+    heard = OptimizerSteps()
     heard.listen([])
     assert (heard.any, heard.every_batch) == (False, True)
     heard.close()
