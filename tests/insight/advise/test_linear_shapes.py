@@ -77,6 +77,14 @@ def test_a_reentrant_checkpoint_hides_no_gradient():
     assert Stepping(step, **linears("a")).found(torch.ones(2, 4))[0].dgrad
 
 
+def test_a_step_may_read_values():
+    def step(model, batch):
+        loss = model["a"](batch).sum()
+        assert float(f"{loss.item():.1f}") == 1.0
+
+    assert Stepping(step, **linears("a")).found(torch.ones(2, 4))[0].calls == {Product(2, 4, 4): 1}
+
+
 @pytest.mark.parametrize(
     ("step", "batch", "reason"),
     [
