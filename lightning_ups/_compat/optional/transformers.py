@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["is_output_hook", "ready_for_one_graph"]
 
-_OUTPUTS = "transformers.utils.output_capturing"
+_OUTPUTS, _INSTALLED = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
 
 
 @contextmanager
@@ -20,22 +20,39 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
     under a lock. They are installed now, and do nothing where no outputs are asked for. The feature encoder of a speech
     model makes its input require a gradient, which only its own gradient checkpointing needs.
     """
-    install = getattr(sys.modules.get(_OUTPUTS), "maybe_install_capturing_hooks", None)
-    encoders = list[Any]()
-    for child in module.modules():
-        if install is not None and isinstance(child, sys.modules["transformers"].PreTrainedModel):
-            install(child)
-        if not type(child).__module__.startswith("transformers."):
-            continue
-        if getattr(child, "_requires_grad", False) is True and not getattr(child, "gradient_checkpointing", False):
-            encoders.append(child)
+    install: Any = getattr(sys.modules.get(_OUTPUTS), "maybe_install_capturing_hooks", None)
+    kind: Any = sys.modules["transformers"].PreTrainedModel if install is not None else ()
+    models = [
+        child
+        for child in module.modules()
+        if install
+        and isinstance(child, sys.modules["transformers"].PreTrainedModel)
+        and not vars(child).get(_INSTALLED)
+    ]
+    encoders: list[Any] = [
+        child
+        for child in module.modules()
+        if type(child).__module__.startswith("transformers.")
+        and vars(child).get("_requires_grad") is True
+        and not vars(child).get("gradient_checkpointing")
+    ]
+    before = {child: {*child._forward_hooks} for model in models for child in model.modules()}
     try:
+        for model in models:
+            install(model)
         for encoder in encoders:
             encoder._requires_grad = False
         yield
     finally:
         for encoder in encoders:
             encoder._requires_grad = True
+        # A model with these hooks cannot be pickled.
+        for child, kept in before.items():
+            for number, hook in [*child._forward_hooks.items()]:
+                if number not in kept and is_output_hook(hook):
+                    del child._forward_hooks[number]
+        for model in models:
+            setattr(model, _INSTALLED, False)
 
 
 def is_output_hook(hook: object) -> bool:

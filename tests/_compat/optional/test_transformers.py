@@ -1,5 +1,7 @@
 """Models of transformers are compiled in one graph, without a change of what they compute."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -84,12 +86,17 @@ def test_one_graph_with_the_same_loss_and_gradients(make):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_speech_model_is_left_as_it_was():
-    model, _ = speech()
-    encoder = model.hubert.feature_extractor
+def test_a_model_is_left_as_it_was():
+    model, inputs = experts()
     with ready_for_one_graph(model):
-        assert encoder._requires_grad is False
-    assert encoder._requires_grad is True
+        assert any(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    pickle.dumps(model)
+    assert len(model(**inputs).router_logits) == 2, "it installs its hooks again"
+    model, _ = speech()
+    with ready_for_one_graph(model):
+        assert model.hubert.feature_extractor._requires_grad is False
+    assert model.hubert.feature_extractor._requires_grad is True
 
 
 def test_hooks_that_collect_outputs_are_told_from_others():
