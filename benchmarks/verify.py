@@ -25,7 +25,7 @@ from lightning_ups._compat.optional.te import engine
 from lightning_ups.callbacks import Compile
 from lightning_ups.commands.trial import Trial
 from lightning_ups.commands.verify import verify
-from lightning_ups.config.asked import run_of
+from lightning_ups.config.requested_run import run_of
 from lightning_ups.data import RandomTokens
 from lightning_ups.insight.verify import FAULTS
 from lightning_ups.models.gpt import GPT, GPTConfig

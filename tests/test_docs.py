@@ -77,6 +77,26 @@ def check_yaml(node) -> None:
             check_yaml(value)
 
 
+OF_USERS = ("mypackage.", "my.", "mine.")  # modules that pages make up
+
+
+def check_parses(text: str) -> None:
+    """Parse ``text`` as the command line does, with a model and data in place of those that a page makes up."""
+    from lightning_ups.cli import UpsCLI
+
+    tree = yaml.safe_load(text)
+    made_up = [
+        key for key in ("model", "data") if str((tree.get(key) or {}).get("class_path", "")).startswith(OF_USERS)
+    ]
+    tree = {key: value for key, value in tree.items() if key not in made_up}
+    if "tensor_parallel_size" in tree:  # arguments of a strategy
+        tree = {"trainer": {"strategy": {"class_path": "FSDP2Strategy", "init_args": tree}}}
+    tree.setdefault("model", {"class_path": "tests.cli_toys.Toy"})
+    with pytest.raises(SystemExit) as stop:
+        UpsCLI(args=["fit", "--config", yaml.safe_dump(tree), "--print_config"])
+    assert stop.value.code == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 class TestPage:
     def test_python_blocks_call_what_exists(self, page):
@@ -86,6 +106,10 @@ class TestPage:
     def test_yaml_blocks_name_what_exists(self, page):
         for block in blocks(page.read_text(), "yaml"):
             check_yaml(yaml.safe_load(block))
+
+    def test_yaml_blocks_can_be_parsed(self, page):
+        for block in blocks(page.read_text(), "yaml"):
+            check_parses(block)
 
     def test_dotted_names_can_be_imported(self, page):
         for name in set(re.findall(r"`(lightning_ups(?:\.\w+)+)", page.read_text())):
@@ -104,6 +128,12 @@ class TestPage:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
         for target in re.findall(r"`((?:docs|examples|benchmarks|tests|lightning_ups)/[\w./-]+\.\w+)`", text):
             assert (ROOT / target).exists(), f"{page.name} names {target}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
+def test_examples_can_be_parsed(path, monkeypatch):
+    monkeypatch.syspath_prepend(path.parent)
+    check_parses(path.read_text())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from lightning_ups.config.spelling import parsed, suggestion
+from lightning_ups.config.suggestions import parse_options, suggest
 
 if TYPE_CHECKING:  # these import torch, and that it does not load is for this command to say
     from lightning_ups.commands.machine.hardware import Finding
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0, or 2 if torch does not load or something that ``--require`` names does not run here.
     """
-    asked = parsed(_parser(), argv)
+    asked = parse_options(_parser(), argv)
     with _uncollected():
         return _answer(asked)
 
@@ -124,7 +124,7 @@ def _check_names(required: Sequence[str]) -> None:
         if name not in names:
             raise ValueError(
                 f"--require {name} names no technique. It takes the names in the first column of doctor's table."
-                f" {suggestion(name, names, most=len(names))}"
+                f" {suggest(name, names, most=len(names))}"
             )
 
 

@@ -1,13 +1,13 @@
-"""What a configuration will do: its essentials, the one order, the blocks, and every refusal; nothing is trained."""
+"""``explain``: show what a configuration does, the order of its steps, its blocks, and all refusals."""
 
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_ups.config.asked import Asked, counted
+from lightning_ups.config.output import readable_count, titled
+from lightning_ups.config.requested_run import RequestedRun
 from lightning_ups.order import PolicyPrecision, Run, Stage, Step, policy_of, refusals
 from lightning_ups.transforms.blocks import find_blocks, select_blocks, select_parameters
 from lightning_ups.transforms.simple_fsdp import check_parametrisable, is_parametrised
@@ -16,51 +16,46 @@ from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 __all__ = ["show"]
 
 
-def show(asked: Asked) -> int:
-    """Print what ``asked`` will do, and return 0, or 2 if something of it is refused."""
-    refused = [*_refused(asked.run)]
-    _print("run", _essentials(asked))
-    _print("blocks", _blocks(asked.run.module))
-    _print("order", _order(asked))
-    _print("notes", asked.notes)
-    _print("refused", refused or ["nothing"])
+def show(requested: RequestedRun) -> int:
+    """Print what `requested` does. Return 0, or 2 if some of it is refused."""
+    refused = [*_refused(requested.run)]
+    for title, lines in (
+        ("run", _essentials(requested)),
+        ("blocks", _blocks(requested.run.module)),
+        ("order", _order(requested)),
+        ("notes", requested.notes),
+        ("refused", refused or ["nothing"]),
+    ):
+        for line in titled(title, lines):
+            print(line)
     return 2 if refused else 0
 
 
-def _print(title: str, lines: Iterable[str]) -> None:
-    for index, line in enumerate(lines):
-        start = f"{title if index == 0 else '':9} "
-        print(textwrap.fill(line, 110, initial_indent=start, subsequent_indent=" " * 12, break_on_hyphens=False))
-
-
-def _essentials(asked: Asked) -> Iterator[str]:
-    run, module = asked.run, asked.run.module
+def _essentials(requested: RequestedRun) -> Iterator[str]:
+    run, module = requested.run, requested.run.module
     parameters = [*module.parameters()]
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     yield (
         f"{type(module).__module__}.{type(module).__qualname__},"
-        f" {counted(sum(parameter.numel() for parameter in parameters))} parameters"
-        f"{f', {counted(frozen)} of them frozen' if frozen else ''}"
+        f" {readable_count(sum(parameter.numel() for parameter in parameters))} parameters"
+        f"{f', {readable_count(frozen)} of them frozen' if frozen else ''}"
     )
     nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
     yield f"{run.strategy.name}, {run.num_devices} x {run.accelerator}{nodes}"
     yield _precision(run.precision)
-    if asked.preset:
-        yield f"over the preset {asked.preset}"
+    if requested.preset:
+        yield f"with the preset {requested.preset}"
 
 
 def _precision(precision: Precision) -> str:
     policy = policy_of(precision)
-    types = (
-        {"computes in": policy.param, "reduces in": policy.reduce, "returns": policy.output}
-        if policy is not None
-        else {}
-    )
-    said = ", ".join(
-        f"{what} {str(dtype).removeprefix('torch.')}" for what, dtype in types.items() if dtype is not None
-    )
-    kept = f"; {', '.join(policy.in_float32)} in float32" if policy is not None and policy.in_float32 else ""
-    return f"{type(precision).__name__} ({precision.precision})" + (f": {said}{kept}" if said else "")
+    name = f"{type(precision).__name__} ({precision.precision})"
+    if policy is None:
+        return name
+    dtypes = {"computes in": policy.param, "reduces in": policy.reduce, "returns": policy.output}
+    parts = [f"{what} {str(dtype).removeprefix('torch.')}" for what, dtype in dtypes.items() if dtype is not None]
+    in_float32 = f"; {', '.join(policy.in_float32)} in float32" if policy.in_float32 else ""
+    return f"{name}: {', '.join(parts)}{in_float32}" if parts else name
 
 
 def _blocks(module: LightningModule) -> Iterator[str]:
@@ -70,21 +65,21 @@ def _blocks(module: LightningModule) -> Iterator[str]:
     for kind, found in names.items():
         yield f"{len(found)} x {kind.__name__}: {found[0]}" + (f" to {found[-1]}" if len(found) > 1 else "")
     if not names:
-        yield "none: no submodule of the module has a forward and parameters"
+        yield "none: no submodule has a forward and parameters"
 
 
-def _order(asked: Asked) -> Iterator[str]:
+def _order(requested: RequestedRun) -> Iterator[str]:
     steps: dict[Stage, list[str]] = {stage: [] for stage in Stage}
-    run = asked.run
+    run = requested.run
     if type(run.precision).convert_module is not Precision.convert_module:
         steps[Stage.CONVERT].append(type(run.precision).__name__)
     if run.strategy.shards:
         steps[Stage.SHARD].append(run.strategy.name)
     for step in sorted(run.declarations, key=lambda step: step.stage):
-        if (label := asked.label(step)) is not None:
+        if (label := requested.label(step)) is not None:
             steps[step.stage].append(label)
     made_by = f"{type(run.module).__name__}.configure_optimizers"
-    section = asked.optimizer and f"{asked.optimizer.rpartition('.')[2]} of the section 'optimizer'"
+    section = requested.optimizer and f"{requested.optimizer.rpartition('.')[2]} (section 'optimizer')"
     steps[Stage.OPTIMIZERS].insert(0, section or made_by)
     if run.strategy.whole_graph and not steps[Stage.COMPILE]:
         steps[Stage.COMPILE].append(run.strategy.name)
@@ -110,7 +105,7 @@ def _refused(run: Run) -> Iterator[str]:
 
 
 def _misfits(run: Run) -> Iterator[str]:
-    """Yield what of the strategy's settings does not fit the module."""
+    """Yield the settings of the strategy that do not fit the module."""
     settings, module = run.strategy.settings, run.module
     plan, size = settings.get("tensor_parallel_plan"), settings.get("tensor_parallel_size", 1)
     for fit in (

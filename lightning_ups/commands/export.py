@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ups.config.spelling import parsed
+from lightning_ups.config.suggestions import parse_options
 from lightning_ups.models.gpt import SIZES, GPTConfig
 from lightning_ups.models.hf_names import hf_config, to_hf
 from lightning_ups.state.checkpoint import (
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         ValueError: If it cannot be exported so.
         FileNotFoundError: If there is no whole checkpoint.
     """
-    asked = parsed(_parser(), argv)
+    asked = parse_options(_parser(), argv)
     path = resolve(asked.checkpoint)
     if asked.check:
         return _check(path)

@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_ups.config.asked import Asked, counted
+from lightning_ups.config.output import WIDTH, note, readable_count, titled
+from lightning_ups.config.requested_run import RequestedRun
 from lightning_ups.insight.memory import (
     DEVICES,
     GIB,
@@ -34,7 +34,6 @@ __all__ = ["OPTIONS", "main", "own_options", "read_batch", "show"]
 
 OPTIONS = ("batch", "devices", "gpu", "json", "nodes", "textbook")  # as typed
 _GB = 1e9
-_WIDTH = 110
 
 
 class _Row(NamedTuple):
@@ -55,7 +54,7 @@ def own_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def main(words: Sequence[str]) -> int | None:
-    """Print the textbook's table or the list of GPUs, if one is asked for; None: a configuration is needed."""
+    """Print the textbook's table or the list of GPUs, if one is requested for; None: a configuration is needed."""
     own, _ = _parser().parse_known_args([*words])
     if own.textbook:
         print("\n".join(_textbook()))
@@ -95,44 +94,42 @@ def _textbook() -> Iterator[str]:
     yield from textwrap.wrap(
         "Activations, gathered weights and the logits are left out, and gradients and weights are counted in 16 bits."
         " What a run of yours really holds: plan --config RUN.yaml.",
-        _WIDTH,
+        WIDTH,
     )
 
 
-def show(asked: Asked, *, gpu: str | None = None, batch: str | None = None, as_json: bool = False) -> int:
-    """Print the plan of ``asked``, and return 0, or 2 if it does not fit or cannot be counted.
+def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None = None, as_json: bool = False) -> int:
+    """Print the plan of ``requested``, and return 0, or 2 if it does not fit or cannot be counted.
 
     Args:
-        asked: A parsed configuration.
+        requested: A parsed configuration.
         gpu: The kind of GPU, or its GiB. None: the one of this machine, if there is one.
         batch: What ``training_step`` gets; see `read_batch`. None: the first batch of the data.
         as_json: Print one JSON object.
     """
     device = _device(gpu)
-    given, origin = _batch(asked, batch)
+    given, origin = _batch(requested, batch)
     planner = Planner(
-        asked.run,
+        requested.run,
         given,
-        settings=_strategy_settings(asked),
-        optimizers=asked.make_optimizer,
-        microbatches=int(asked.config["trainer"].get("accumulate_grad_batches") or 1),
+        settings=_strategy_settings(requested),
+        optimizers=requested.make_optimizer,
+        microbatches=int(requested.config["trainer"].get("accumulate_grad_batches") or 1),
         device=device,
     )
     # Each is a step or more on tensors without numbers, compiled where the run is: seconds, and for some a minute.
-    _say(f"plan: {planner.declared.name}")
+    note(f"plan: {planner.declared.name}")
     rows = [_row(planner, planner.declared, exact=True)]
     if rows[0].moment is None:
         raise Uncountable(rows[0].why)
     for variant in planner.variants():
-        _say(f"plan: {variant.name}")
+        note(f"plan: {variant.name}")
         rows.append(_row(planner, variant))
-    said = [json.dumps(_facts(planner, rows, origin), indent=1)] if as_json else _lines(asked, planner, rows, origin)
-    print("\n".join(said))
+    if as_json:
+        print(json.dumps(_facts(planner, rows, origin), indent=1))
+    else:
+        print(*_lines(requested, planner, rows, origin), sep="\n")
     return 0 if planner.usable is None or planner.fits(planner.declared) else 2
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _number(count: int, what: str) -> str:
@@ -155,17 +152,17 @@ def _device(name: str | None) -> Device | None:
     )
 
 
-def _strategy_settings(asked: Asked) -> dict[str, Any]:
-    strategy = asked.config["trainer"].get("strategy")
+def _strategy_settings(requested: RequestedRun) -> dict[str, Any]:
+    strategy = requested.config["trainer"].get("strategy")
     return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
 
 
-def _batch(asked: Asked, spec: str | None) -> tuple[Any, str]:
+def _batch(requested: RequestedRun, spec: str | None) -> tuple[Any, str]:
     """Return a batch, and where it is from."""
     if spec is not None:
         return read_batch(spec), "--batch"
-    data = asked.data() if asked.data is not None else None
-    module = asked.run.module
+    data = requested.data() if requested.data is not None else None
+    module = requested.run.module
     if data is None and not is_overridden("train_dataloader", module):
         raise ValueError(
             "There is no data to take a batch from: the configuration has no section 'data'."
@@ -261,35 +258,29 @@ def _sentence(error: BaseException) -> str:
     return f"{str(error).partition('. ')[0].rstrip('.') or type(error).__name__}."
 
 
-def _lines(asked: Asked, planner: Planner, rows: Sequence[_Row], origin: str) -> Iterator[str]:
+def _lines(requested: RequestedRun, planner: Planner, rows: Sequence[_Row], origin: str) -> Iterator[str]:
     declared = rows[0].moment
     assert declared is not None
-    yield from _titled("run", _essentials(asked, planner, origin))
-    yield from _titled("memory", _parts(declared))
-    yield from _titled("verdict", _verdict(planner, rows[0]))
+    yield from titled("run", _essentials(requested, planner, origin))
+    yield from titled("memory", _parts(declared))
+    yield from titled("verdict", _verdict(planner, rows[0]))
     yield ""
     yield from _table(planner, rows)
     if change := _change(planner, rows):
         yield ""
         yield from change
     yield ""
-    yield from _titled("notes", [*_notes(asked, planner), *asked.notes])
-    if refused := [refusal.text(asked.run) for refusal in refusals(asked.run)]:
-        yield from _titled("refused", refused)
+    yield from titled("notes", [*_notes(requested, planner), *requested.notes])
+    if refused := [refusal.text(requested.run) for refusal in refusals(requested.run)]:
+        yield from titled("refused", refused)
 
 
-def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
-    for index, line in enumerate(lines):
-        start = f"{title if index == 0 else '':9} "
-        yield textwrap.fill(line, _WIDTH, initial_indent=start, subsequent_indent=" " * 12, break_on_hyphens=False)
-
-
-def _essentials(asked: Asked, planner: Planner, origin: str) -> Iterator[str]:
-    run = asked.run
+def _essentials(requested: RequestedRun, planner: Planner, origin: str) -> Iterator[str]:
+    run = requested.run
     parameters = sum(p.numel() for p in run.module.parameters())
     policy = policy_of(run.precision)
     computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
-    yield f"{type(run.module).__name__}, {counted(parameters)} parameters"
+    yield f"{type(run.module).__name__}, {readable_count(parameters)} parameters"
     nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
     yield f"{run.strategy.name}, {_number(run.num_devices, 'GPU')}{nodes}, {type(run.precision).__name__}{computes}"
     sequence = f" of {planner.tokens} positions" if planner.tokens else ""
@@ -352,7 +343,7 @@ def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:
     assert before is not None
     for row in rows:
         if row.moment is None:
-            why = textwrap.shorten(f"not counted: {row.why.partition('. ')[0]}", _WIDTH - 36, placeholder=" ...")
+            why = textwrap.shorten(f"not counted: {row.why.partition('. ')[0]}", WIDTH - 36, placeholder=" ...")
             yield f"{row.variant.name:34}  {why}"
             continue
         saves = "" if row is rows[0] else readable(before.total - row.moment.total)
@@ -374,21 +365,21 @@ def _change(planner: Planner, rows: Sequence[_Row]) -> list[str]:
     return [f"# so that it fits: {fitting[0].variant.name}", *fitting[0].variant.yaml.splitlines()]
 
 
-def _notes(asked: Asked, planner: Planner) -> Iterator[str]:
+def _notes(requested: RequestedRun, planner: Planner) -> Iterator[str]:
     yield (
         "Counted by running one step of this configuration on tensors without numbers, as torch's allocator counts."
         " docs/plan.md says what is assumed, and how far measured peaks lie from it."
     )
-    if any(step.stage.name == "COMPILE" for step in asked.run.declarations):
+    if any(step.stage.name == "COMPILE" for step in requested.run.declarations):
         yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
     if planner.moves_nothing():
         yield (
             "ActivationOffload would move nothing, which is an error in the first step: what its blocks save is smaller"
             " than its min_mb, or none of them runs by itself."
         )
-    if asked.run.strategy.shards and not asked.run.strategy.ours:
+    if requested.run.strategy.shards and not requested.run.strategy.ours:
         yield (
-            f"{asked.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights, and what the"
+            f"{requested.run.strategy.name} is counted as FSDP2Strategy would be; how it groups weights, and what the"
             " module splits by itself, is not known."
         )
 

@@ -1,9 +1,6 @@
-"""Which errors are explained by their own text, and which need their traceback; loads nothing heavy."""
+"""Decide which errors are printed in a few lines and which keep their traceback. Imports nothing heavy."""
 
-import ast
-import builtins
 import dis
-import linecache
 import os
 import re
 import select
@@ -16,186 +13,161 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-__all__ = ["explained", "shortened", "unwrapped"]
+__all__ = ["report_errors", "short_text", "unwrapped"]
 
-_EXPLAINED = (ValueError, TypeError, RuntimeError, ImportError, OSError)
-_OF_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # of another type than expected
-_UNREADABLE = (ImportError, FileNotFoundError, ValueError)  # of a checkpoint: no package for such paths, no file
+_DELIBERATE = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_CONSTRUCTS = "instantiate_classes"  # the method of LightningCLI that makes the classes and the Trainer
-_OURS = Path(__file__).parents[1]
-_REFUSAL = "MisconfigurationException"  # of Lightning: raised for what is asked of it, and not for what went wrong
-# Functions of Lightning that raise another error for what is asked of it: a metric for EarlyStopping that nothing logs,
-# the best checkpoint where none is kept, a validation after more batches than there are.
+_HERE = Path(__file__).parents[1]
+# Packages whose frames are not the user's code.
+_LIBRARIES = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "torch", "contextlib", "functools"}
+_FILE_SYSTEMS = {"os", "pathlib", "fsspec", "s3fs", "gcsfs", "adlfs"}
+_RESTORES = "_CheckpointConnector"  # Lightning's class that restores a checkpoint
+# Lightning raises this for a wrong setting; some of its functions raise other types for one.
+_REFUSAL = "MisconfigurationException"
 _REFUSING = ("_validate_condition_metric", "_parse_ckpt_path", "setup_data")
-_SIGTERM = "SIGTERMException"  # of Lightning, which has shut down by then
-_SPAWNED = "ProcessRaisedException"  # of torch.multiprocessing: it has an error of another process as text
-_FILE_SYSTEMS = {"os", "pathlib", "fsspec"}
-_REMOTE = {"fsspec", "s3fs", "gcsfs", "adlfs"}  # which read what is not on this machine
-_CONSTRUCTORS = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "contextlib", "functools"}
+_CONSTRUCTS = ("instantiate_classes", "_set_seed")  # methods of LightningCLI that precede the run
+_SPAWNED = "ProcessRaisedException"  # torch.multiprocessing: its text is the traceback of another process
+Frames = list[tuple[FrameType, int]]
 
 
-def explained(run: Callable[[], int], *, debug: bool) -> int:
-    """Return what ``run`` returns, or the exit code for its error, which is printed in a few lines where it can be.
+def report_errors(run: Callable[[], int], *, debug: bool) -> int:
+    """Return the exit code of `run`; print a short text for its error if there is one.
 
     Args:
-        run: Is called.
-        debug: Show the whole traceback all the same.
+        run: A function without arguments.
+        debug: Print the traceback too.
     """
     try:
-        return _explained(run, debug=debug)
+        return _report_errors(run, debug=debug)
     except BrokenPipeError:
-        if not (_is_unread(sys.stdout) or _is_unread(sys.stderr)):
+        closed = [output for output in (sys.stdout, sys.stderr) if _has_no_reader(output)]
+        if not closed:
             raise
-        return _unread()
+        for output in closed:  # or Python fails when it flushes them at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        return 128 + signal.SIGPIPE
 
 
-def _explained(run: Callable[[], int], *, debug: bool) -> int:
+def _report_errors(run: Callable[[], int], *, debug: bool) -> int:
     try:
         code = run()
-        print(end="", flush=True)  # here, where it is caught if no one reads it
+        print(end="", flush=True)  # so that a closed pipe fails here
         return code
-    except KeyboardInterrupt:
-        return _ended("Interrupted.", signal.SIGINT)
-    except SystemExit as stop:
-        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has shut down, and left by itself
-            return _ended("Interrupted.", signal.SIGINT)
-        if type(stop).__name__ == _SIGTERM:
-            return _ended("Ended by SIGTERM.", signal.SIGTERM)
-        if isinstance(stop.__context__, BrokenPipeError) and _package(_frames(stop)[-1][0]) == "rich":
-            return _unread()  # rich, which prints the progress bar and tables, takes that for an exit
-        raise
     except BrokenPipeError:
-        raise  # which is looked at where it may also come of what is printed here
-    except Exception as error:  # the one place where all are caught, and none is lost
-        message = shortened(error)
-        if message is None and not debug and (root := unwrapped(error)) is not error:
+        raise
+    except KeyboardInterrupt:
+        return _signaled("Interrupted.", signal.SIGINT)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has shut down
+            return _signaled("Interrupted.", signal.SIGINT)
+        if type(stop).__name__ == "SIGTERMException":
+            return _signaled("Terminated by SIGTERM.", signal.SIGTERM)
+        if isinstance(stop.__context__, BrokenPipeError):  # rich has replaced stdout, and exits
+            return 128 + signal.SIGPIPE
+        raise
+    except Exception as error:
+        text = short_text(error)
+        if text is None and not debug and (root := unwrapped(error)) is not error:
             raise root from root.__cause__
-        if message is None:
+        if text is None:
             raise
         if debug:
             traceback.print_exception(error)
-        elif (rank := _rank()) != "0":  # the other ranks mostly say the same
-            message = f"[rank {rank}] {message.partition(chr(10))[0]}"
+        elif (rank := _rank()) != "0":
+            text = f"[rank {rank}] {text.partition(chr(10))[0]}"
         else:
-            message += "\n(--debug shows the traceback.)"
-        print(message, file=sys.stderr, flush=True)
+            text += "\n(--debug shows the traceback.)"
+        print(text, file=sys.stderr, flush=True)
         return 2
 
 
-def _ended(said: str, by: signal.Signals) -> int:
-    try:
-        print(said, file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        _drop(sys.stderr)
+def _signaled(text: str, by: signal.Signals) -> int:
+    print(text, file=sys.stderr, flush=True)
     return 128 + by
 
 
-def _is_unread(output: IO[str] | None) -> bool:
-    """Return whether ``output`` is a pipe whose reader has ended, as ``| head -1`` does."""
+def _has_no_reader(output: IO[str]) -> bool:
+    """Return whether `output` is a pipe whose reader has ended, as in ``| head -1``."""
     try:
         pipe = select.poll()
-        pipe.register(output.fileno() if output else -1, 0)
-    except (OSError, ValueError):  # no file of the system's
+        pipe.register(output.fileno(), 0)
+    except (OSError, ValueError):  # not a file
         return False
     return any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
-def _unread() -> int:
-    for output in filter(_is_unread, (sys.stdout, sys.stderr)):
-        _drop(output)
-    _ended("Stopped: what read the output has ended.", signal.SIGPIPE)
-    return 128 + signal.SIGPIPE
-
-
-def _drop(output: IO[str]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # what is left of it fails at exit otherwise
-
-
 def _rank() -> str:
-    """Return the number of this process among those that were started: by torchrun, by Lightning, or by srun."""
     return next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
 
 
-def shortened(error: BaseException) -> str | None:
-    """Return what to print for ``error``, or None if it must keep its traceback.
+def short_text(error: BaseException) -> str | None:
+    """Return what to print for `error`, or None if the user needs its traceback.
 
-    Short are errors that lightning_ups raises on purpose: they say what happened, why, and what to do. So are those
-    that Lightning raises on purpose while classes are made from the configuration, with no code of the user's between:
-    a setting is wrong then, and the traceback would show only Lightning. It is the same with what Lightning calls a
-    misconfiguration, such as a test without a ``test_step`` or a metric that EarlyStopping waits for in vain, with a
-    folder that Lightning cannot make, with a checkpoint that it cannot find or whose weights are not the model's, and
-    with an error of lightning_ups in a process that was spawned, of which the text is all there is.
+    Short are errors that this package raises on purpose, and what Lightning refuses or cannot restore or write, if no
+    code of the user runs in between.
     """
     root = unwrapped(error)
-    if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # of another's, which a callback explained
-        return f"error: {text}"
+    if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # set by a callback that explains an error
+        return _wrapped(text)
     if type(root).__name__ == _SPAWNED:
-        return _told(str(root))
+        return _text_of_process(str(root))
     frames = _frames(root)
-    if isinstance(root, OSError) and (folder := _not_made(root, frames)):
-        return _text(
-            f"The folder {folder!r} cannot be made: {root.strerror}. Lightning writes logs or checkpoints there."
-            " Choose a folder that can be written by trainer.default_root_dir, the save_dir of a logger, or the"
-            " dirpath of ModelCheckpoint."
-        )
-    if isinstance(root, _OF_VALUES) and (path := _restored(frames)):
-        return _text(
-            f"The checkpoint {path} cannot be restored: {type(root).__name__} {str(root)[:100]}."
-            " A part of it is missing or damaged. Use an earlier checkpoint, or leave out ckpt_path and call"
-            " lightning_ups.state.checkpoint.load_weights in on_fit_start."
-        )
-    if not frames or not _on_purpose(*frames[-1]):
+    if not frames:
         return None
-    raised_by = _package(frames[-1][0])
-    if raised_by == "lightning_ups" and isinstance(root, _EXPLAINED):
-        return _text(f"{root}")
-    if raised_by == "lightning" and _is_setting(error, frames):
-        return _text(f"{_made(frames)} refuses a setting of the configuration. It says: {root}")
-    if raised_by == "lightning" and _is_refusal(root, frames):
-        return _text(f"Lightning refuses this run. It says: {root}")
-    if raised_by in {"lightning", *_REMOTE} and isinstance(root, _UNREADABLE) and _reads_checkpoint(frames):
-        return _text(
-            f"Lightning cannot read the checkpoint that ckpt_path names. It says: {str(root).rstrip('.')}."
-            " Check the path, and that the package for such paths is installed."
+    is_raised = frames[-1][0].f_code.co_code[frames[-1][1]] == _RAISE  # by a raise statement: not a defect
+    source = _package(frames[-1][0])
+    if source == "lightning_ups" and is_raised and isinstance(root, _DELIBERATE):
+        return _wrapped(str(root))
+    packages = _packages_of_run(frames)
+    if not packages <= {*_LIBRARIES, *_FILE_SYSTEMS}:
+        return None
+    restoring = next((frame.f_locals["self"] for frame, _ in frames if _is_method_of(frame, _RESTORES)), None)
+    if restoring and restoring.trainer.ckpt_path:
+        return _wrapped(_unrestored(root, path=restoring.trainer.ckpt_path))
+    if isinstance(root, OSError) and root.filename and source in _FILE_SYSTEMS:
+        return _wrapped(
+            f"{root.filename}: {root.strerror}. Choose a writable folder: trainer.default_root_dir, save_dir of a"
+            " logger, or dirpath of ModelCheckpoint."
         )
-    if raised_by == "torch" and (differences := _differences(root, frames)):
-        more = f"; and {len(differences) - 1} more" if differences[1:] else ""
-        return _text(
-            f"The checkpoint does not fit the model: {differences[0]}{more}."
-            " Its weights are those of a model with other settings, or of another class."
-            " Give the model the settings of the run that saved it, or another --ckpt_path."
-        )
+    is_refusal = type(root).__name__ == _REFUSAL or frames[-1][0].f_code.co_name in _REFUSING
+    constructs = any(frame.f_code.co_name in _CONSTRUCTS for frame, _ in _frames(error))
+    if source == "lightning" and is_raised and (is_refusal or constructs):
+        return _wrapped(f"{_constructed(frames) if constructs else 'Lightning'}: {root}")
     return None
 
 
+def _unrestored(root: BaseException, *, path: object) -> str:
+    lines = [" ".join(line.split()).rstrip(". ") for line in str(root).splitlines()]
+    if lines and "Error(s) in loading state_dict" in lines[0]:
+        more = f"; and {len(lines) - 2} more" if lines[2:] else ""
+        return (
+            f"The checkpoint {path} does not fit the model: {lines[1]}{more}. Use the settings of the model that saved"
+            " it, or another --ckpt_path."
+        )
+    return f"The checkpoint {path} cannot be restored: {type(root).__name__}: {str(root)[:200]}"
+
+
 def unwrapped(error: BaseException) -> BaseException:
-    """Return the error that was raised first, where the parser of the command line has wrapped it in its own."""
-    while (frame := _of_parser(error)) is not None and error.__cause__ is not None:
-        # Of a setting of several types the parser has tried each. Its cause is the first, which may be a `str` that
-        # nobody meant: what another package raised comes from the class that was being made.
+    """Return the error that a class raised while the parser made it, without the parser's error around it."""
+    while (frame := _parser_frame(error)) is not None and error.__cause__ is not None:
+        # The parser tries each type of a union, and the cause is the first failure. Any error that the parser did not
+        # raise itself comes from the class that was made.
         tried = map(unwrapped, frame.f_locals.get("exceptions", ()))
-        error = next((each for each in tried if _of_parser(each) is None), error.__cause__)
+        error = next((each for each in tried if _parser_frame(each) is None), error.__cause__)
     return error
 
 
-def _of_parser(error: BaseException) -> FrameType | None:
-    """Return the frame in which the parser has raised ``error``, or None if it has not."""
+def _parser_frame(error: BaseException) -> FrameType | None:
     frames = _frames(error)
     return frames[-1][0] if frames and _package(frames[-1][0]) == "jsonargparse" else None
 
 
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    frames, traceback = [], error.__traceback__
-    while traceback is not None:
-        frames.append((traceback.tb_frame, traceback.tb_lasti))
-        traceback = traceback.tb_next
+def _frames(error: BaseException) -> Frames:
+    frames, step = [], error.__traceback__
+    while step is not None:
+        frames.append((step.tb_frame, step.tb_lasti))
+        step = step.tb_next
     return frames
-
-
-def _on_purpose(frame: FrameType, index: int) -> bool:
-    # By a `raise` statement, and not by an operation that went wrong: that would be a defect, to be seen whole.
-    return frame.f_code.co_code[index] == _RAISE
 
 
 def _package(frame: FrameType) -> str:
@@ -203,99 +175,49 @@ def _package(frame: FrameType) -> str:
     return name.partition(".")[0]
 
 
-def _told(said: str) -> str | None:
-    """Return what to print for the traceback of another process, if lightning_ups has raised its error on purpose."""
-    # The last frame, the code that it shows, indented, and what was raised, to the end.
-    last = r'(?s).*\n  File "(.+?)", line (\d+), in [^\n]*\n(?: {4}[^\n]*\n)*(\S+?): (.*)$'
-    if (found := re.match(last, said)) is None:
-        return None
-    file, line, kind, message = found.groups()
-    known = getattr(builtins, kind, None)
-    explained = isinstance(known, type) and issubclass(known, _EXPLAINED)
-    return _text(message.rstrip()) if explained and _raises(Path(file), int(line)) else None
+def _packages_of_run(frames: Frames) -> set[str]:
+    """Return the packages of the frames within the Trainer, or within LightningCLI if the Trainer is not running.
 
-
-def _raises(file: Path, line: int) -> bool:
-    if not file.is_relative_to(_OURS):
-        return False
-    tree = ast.parse("".join(linecache.getlines(str(file))))
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
-    return any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in statements)
-
-
-def _is_setting(error: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
-    constructing = any(frame.f_code.co_name == _CONSTRUCTS for frame, _ in _frames(error))
-    return constructing and _packages(frames) <= _CONSTRUCTORS
-
-
-def _packages(frames: list[tuple[FrameType, int]]) -> set[str]:
-    """Return which packages took part in a run, or in making it, without the command line's own methods around it.
-
-    A subclass of LightningCLI may have any method around the run, which is Lightning's from its own method on, or from
-    where that of the user calls the Trainer.
+    A subclass of LightningCLI may override any method around these.
     """
     start = 0
     for index, (frame, _) in enumerate(frames):
         outer = frames[index - 1][0] if index else frame
         if _package(frame) == "lightning" and (
-            _is_of(frame, "LightningCLI") or (_is_of(outer, "LightningCLI") and _is_of(frame, "Trainer"))
+            _is_method_of(frame, "LightningCLI")
+            or (_is_method_of(outer, "LightningCLI") and _is_method_of(frame, "Trainer"))
         ):
             start = index
     return {_package(frame) for frame, _ in frames[start:]}
 
 
-def _is_of(frame: FrameType, kind: str) -> bool:
-    """Return whether ``frame`` is of a method of a class of that name, or of one below it."""
+def _is_method_of(frame: FrameType, kind: str) -> bool:
+    """Return whether `frame` runs a method of an instance of the class `kind`, or of a subclass."""
     first = frame.f_code.co_varnames[: frame.f_code.co_argcount][:1]
     owner = frame.f_locals.get(first[0]) if first else None
     return any(base.__name__ == kind for base in type(owner).__mro__)
 
 
-def _not_made(root: OSError, frames: list[tuple[FrameType, int]]) -> str | None:
-    """Return the folder that could not be made, if it was Lightning that wanted it."""
-    packages = [_package(frame) for frame, _ in frames if _package(frame) not in _FILE_SYSTEMS]
-    makes = bool(frames) and frames[-1][0].f_code.co_name in ("makedirs", "mkdir")
-    return str(root.filename) if makes and packages[-1:] == ["lightning"] else None
-
-
-def _restored(frames: list[tuple[FrameType, int]]) -> str | None:
-    """Return the checkpoint that Lightning was restoring, if no code of others took part."""
-    within = [index for index, (frame, _) in enumerate(frames) if _is_of(frame, "_CheckpointConnector")]
-    if not within or not {_package(frame) for frame, _ in frames[within[0] :]} <= {"lightning", "torch"}:
-        return None
-    return str(frames[within[0]][0].f_locals["self"].trainer.ckpt_path)
-
-
-def _reads_checkpoint(frames: list[tuple[FrameType, int]]) -> bool:
-    """Return whether it was while Lightning looked for a checkpoint, before torch had begun to read it."""
-    loads = any(frame.f_code.co_name == "load_checkpoint" for frame, _ in frames)
-    return loads and _packages(frames) <= _CONSTRUCTORS | _REMOTE
-
-
-def _is_refusal(root: BaseException, frames: list[tuple[FrameType, int]]) -> bool:
-    refused = type(root).__name__ == _REFUSAL or frames[-1][0].f_code.co_name in _REFUSING
-    return refused and _packages(frames) <= {*_CONSTRUCTORS, "torch"}
-
-
-def _differences(root: BaseException, frames: list[tuple[FrameType, int]]) -> list[str]:
-    """Return how the weights of a checkpoint differ from the model's, if it was Lightning that loaded them."""
-    said = str(root).splitlines()
-    loads = frames[-1][0].f_code.co_name == "load_state_dict" and "Error(s) in loading state_dict" in "".join(said[:1])
-    known = _packages(frames) <= {*_CONSTRUCTORS, "torch"}
-    return [" ".join(line.split()).rstrip(". ") for line in said[1:]] if loads and known else []
-
-
-def _made(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the class that was being made, as far as can be seen."""
+def _constructed(frames: Frames) -> str:
+    """Return the class whose constructor raised, as far as it is known."""
     names = [frame.f_code.co_qualname.rpartition(".") for frame, _ in frames]
-    start = max((index for index, name in enumerate(names) if name[2] == _CONSTRUCTS), default=0)
+    start = max((index for index, name in enumerate(names) if name[2] in _CONSTRUCTS), default=0)
     return next((owner for owner, _, name in names[start:] if name == "__init__"), "Lightning")
 
 
-def _text(message: str) -> str:
-    return "\n".join(map(_wrapped, f"error: {message}".splitlines()))
+def _text_of_process(traceback_text: str) -> str | None:
+    """Return the message in the traceback of another process, if this package raised it."""
+    # The last frame, its code, indented, and then the error.
+    found = re.match(r'(?s).*\n  File "(.+?)", line \d+, in [^\n]*\n(?: {4}[^\n]*\n)*(\S+?): (.*)$', traceback_text)
+    if found is None or not Path(found[1]).is_relative_to(_HERE):
+        return None
+    return _wrapped(found[3].rstrip()) if found[2] in {kind.__name__ for kind in _DELIBERATE} else None
 
 
-def _wrapped(line: str) -> str:
+def _wrapped(message: str) -> str:
+    return "\n".join(map(_wrapped_line, f"error: {message}".splitlines()))
+
+
+def _wrapped_line(line: str) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(line, 100, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)

@@ -1,198 +1,214 @@
-"""Laying a user's configuration over a preset, by class, and saying what the user overrides.
+"""Merge the lists ``trainer.callbacks`` and ``trainer.plugins`` of a preset, of files and of typed options, by class.
 
-LightningCLI lays one file over another key by key, and there a list replaces a list. That is not what users mean who
-name one callback more than a preset has, so the lists of ``trainer:`` are merged by class, and of things of which a
-Trainer takes one, such as a precision, the user's stays.
+In LightningCLI a list replaces a list. Over a preset, an item replaces the preset's item of the same class, and the
+preset's other items stay.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import yaml
 from jsonargparse import get_loader
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
+from lightning.pytorch.strategies import Strategy
 
-from lightning_ups.config.layers import LISTS, Keys, Layer, Tree, class_name, items
-from lightning_ups.config.spelling import suggestion
+from lightning_ups.config.classes import class_name, find_class
+from lightning_ups.config.layers import Layer, Tree, items, section
+from lightning_ups.config.suggestions import nearest, suggest
 
-__all__ = ["over_preset"]
+__all__ = ["LISTS", "MergedList", "drop_precision", "kind_of", "overridden_values", "parse_value", "put"]
+
+LISTS = ("callbacks", "plugins")  # of trainer
+_SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
+_BASES = (Callback, Precision, CheckpointIO, ClusterEnvironment, LayerSync, Strategy, Logger)
 
 
-def over_preset(
-    preset: Layer,
-    layers: Sequence[Layer],
-    *,
-    find_class: Callable[[str], type | None],
-    precision: type,
-    slots: Sequence[type] = (),
-) -> tuple[list[Layer], list[str]]:
-    """Return copies of the layers, the preset first, in which the user's settings win, and a line for each that does.
+def kind_of(item: Any) -> type | None:
+    """Return the class that an item of a list names, or None if there is no such class."""
+    name = item.get("class_path") if isinstance(item, dict) else item
+    return find_class(name, _BASES) if isinstance(name, str) else None
+
+
+def parse_value(text: str) -> Any:
+    """Parse a list or a mapping. Other text stays: only the parser knows whether "3" is meant as a number."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError:
+        return text
+
+
+def put(tree: Tree, keys: Sequence[str], value: Any, classes: Sequence[str] = ()) -> None:
+    """Set ``tree[keys[0]][keys[1]]...``; a key below one of `classes` is one of its ``init_args``."""
+    for depth, key in enumerate(keys[:-1], start=1):
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {"class_path": tree[key]} if tree.get(key) else {}
+        tree = tree[key]
+        if ".".join(keys[:depth]) in classes and keys[depth] not in _SPEC_KEYS:
+            tree = tree.setdefault("init_args", {})
+    tree[keys[-1]] = value
+
+
+@dataclass
+class _Item:
+    spec: Any
+    place: Callable[..., str]  # file and line, of a key below the item
+    is_typed: bool = False
+
+
+class MergedList:
+    """One list of ``trainer``, built up from the preset, then files, then options in the order in which they stand.
 
     Args:
-        preset: What lies below.
-        layers: What the user says, the strongest last.
-        find_class: Returns the class of a name as it is written in YAML.
-        precision: The class of the plugins that ``trainer.precision`` stands for as well.
-        slots: Further classes of plugins of which a Trainer takes one.
-
-    Raises:
-        ValueError: If a layer takes away what the preset does not have.
+        name: ``callbacks`` or ``plugins``.
+        preset: The layer of the preset, from which the list is taken out.
     """
-    base, *above = (replace(layer, tree=deepcopy(layer.tree)) for layer in (preset, *layers))
-    merge = _Merge(find_class, precision, (precision, *slots))
-    merge.one_for_each_slot(base, above)
-    for name in LISTS:
-        merge.by_class(name, base, above)
-    merge.values(base, above)
-    return [base, *above], merge.said
 
+    def __init__(self, name: str, preset: Layer | None) -> None:
+        self.name, self._has_preset = name, preset is not None
+        self.of_preset: list[Any] = items(section(preset.tree, "trainer").pop(name, None)) if preset else []
+        self.of_user: list[_Item] = []
+        self.replaces = False  # what another source outside of this package lists
+        self.typed: list[Tree] = []
+        self.notes: list[str] = []
 
-class _Merge:
-    """Changes layers in place, and remembers what the user overrides."""
+    def add_file(self, layer: Layer) -> None:
+        """Take the list out of a file's settings, and apply it."""
+        trainer = section(layer.tree, "trainer")
+        for sign in ("-", "", "+"):
+            if (key := f"{self.name}{sign}") in trainer:
+                self._change(sign, items(trainer.pop(key)), partial(layer.place, "trainer", key))
 
-    def __init__(self, find_class: Callable[[str], type | None], precision: type, slots: Sequence[type]) -> None:
-        self._find_class, self._precision, self._slots = find_class, precision, slots
-        self.said: list[str] = []
+    def add_option(self, key: str, text: str) -> bool:
+        """Apply ``--trainer.NAME<key> text``; return False to leave it to the parser.
 
-    def one_for_each_slot(self, preset: Layer, layers: Sequence[Layer]) -> None:
-        """Take the preset's precision and plugins away where the user has chosen others for their slots."""
-        first = _last_to_replace("plugins", layers) or 0
-        for index, layer in enumerate(layers):
-            if (chosen := layer.trainer.get("precision")) is not None:
-                place = layer.place("trainer", "precision")
-                self._drop(preset, lambda kind: issubclass(kind, self._precision), f"{place}: precision {chosen}")
-            for key, kind in self._plugins(layer) if index >= first else ():
-                place = f"{layer.place('trainer', key)}: {kind.__name__}"
-                if issubclass(kind, self._precision) and (given := preset.trainer.pop("precision", None)):
-                    self.said.append(f"{place} instead of precision {given}")
-                self._drop(preset, lambda other, kind=kind: other is not kind and self._one_slot(kind, other), place)
+        Raises:
+            ValueError: If the option names a class that is not listed, or listed twice, or no setting of it.
+        """
+        if key in ("-", "", "+"):
+            value = parse_value(text)
+            self._change(key, items(None if value == "null" else value))
+            return True
+        first, *rest = key.removeprefix(".").split(".")
+        found = [item for item in self.of_user if class_name(item.spec) == first]
+        below = [item for item in self.of_preset if class_name(item) == first]
+        option = f"--trainer.{self.name}{key}"
+        if not (found or below or first[:1].isupper()):
+            if not (self.of_user and self.of_user[-1].is_typed):
+                return False  # jsonargparse sets it on the last item
+            put(self.of_user[-1].spec, _below_spec([first, *rest]), parse_value(text))
+            return True
+        if not rest:
+            raise ValueError(f"{option}: {first} is a class. Add the name of a setting: {option}.NAME VALUE.")
+        if len(found) > 1:
+            raise ValueError(f"{option}: {first} is listed {len(found)} times. Change it in the file.")
+        if not (found or below):
+            near = nearest(first, map(class_name, [*(item.spec for item in self.of_user), *self.of_preset]))
+            add = f"--trainer.{self.name}+={first} --trainer.{self.name}.{'.'.join(rest)} VALUE"
+            cure = f"Did you mean {near!r}?" if near else f"To add one: {add}"
+            raise ValueError(f"{option}: trainer.{self.name} lists no {first}. {cure}")
+        if not found:
+            self._change("+", [{"class_path": below[0]["class_path"]}])
+            found = self.of_user[-1:]
+        put(found[0].spec, _below_spec(rest), parse_value(text))
+        if not found[0].is_typed:
+            self.typed.append({"class_path": first})
+            put(self.typed[-1], _below_spec(rest), parse_value(text))
+        return True
 
-    def _plugins(self, layer: Layer) -> Iterator[tuple[str, type]]:
-        for key in ("plugins", "plugins+"):
-            for kind in filter(None, map(self._kind, items(layer.trainer.get(key)))):
-                yield key, kind
+    def _change(self, sign: str, given: list[Any], place: Callable[..., str] | None = None) -> None:
+        if sign == "-":
+            for each in given:
+                self._remove(each, place() if place else "the command line")
+            return
+        if sign == "":
+            self.of_user, self.typed, self.replaces = [], [], True
+        for index, each in enumerate(given):
+            spec = {"class_path": each} if isinstance(each, str) else deepcopy(each)
+            where = partial(place, index) if place else lambda *_: "the command line"
+            self.of_user.append(_Item(spec, where, is_typed=place is None))
+            if place is None:
+                self.typed.append(spec)
 
-    def _one_slot(self, kind: type, other: type) -> bool:
-        return any(issubclass(kind, slot) and issubclass(other, slot) for slot in self._slots)
+    def _remove(self, item: Any, place: str) -> None:
+        left = [other for other in self.of_preset if kind_of(other) is not kind_of(item)]
+        if len(left) == len(self.of_preset):
+            why = f"the preset does not list {class_name(item)}" if self._has_preset else "there is no preset"
+            cure = suggest(class_name(item), map(class_name, left)) if self._has_preset else "Add --preset NAME."
+            raise ValueError(f"{place}: {self.name}- removes items of a preset, and {why}. {cure}")
+        self.of_preset = left
+        self.notes.append(f"{place}: without {class_name(item)}")
 
-    def _drop(self, preset: Layer, unwanted: Callable[[type], bool], instead: str) -> None:
-        kept = []
-        for item in items(preset.trainer.get("plugins")):
-            if (kind := self._kind(item)) is not None and unwanted(kind):
-                self.said.append(f"{instead} instead of {kind.__name__}")
-            else:
-                kept.append(item)
-        if "plugins" in preset.trainer:
-            preset.trainer["plugins"] = kept
+    def merged(self) -> list[_Item]:
+        """Return the items: those of the preset that the user does not list, then the user's."""
+        kinds = [kind_of(item.spec) for item in self.of_user]
+        below = {kind: spec for spec in self.of_preset if (kind := kind_of(spec)) is not None}
+        user = [
+            self._over(below[kind], item) if kind in below and kinds.count(kind) == 1 else item
+            for item, kind in zip(self.of_user, kinds, strict=True)
+        ]
+        left = [spec for spec in self.of_preset if (kind := kind_of(spec)) is None or kind not in kinds]
+        return [*(_Item(spec, lambda *_: "preset") for spec in left), *user]
 
-    def by_class(self, name: str, preset: Layer, layers: Sequence[Layer]) -> None:
-        """Merge the preset's list ``name`` into the last one that replaces it, and those that append."""
-        standing = items(preset.trainer.pop(name, None))
-        for layer in layers:
-            standing = self._without(standing, name, layer, preset)
-        first = _last_to_replace(name, layers)
-        for layer in layers[first or 0 :]:
-            for key in (name, f"{name}+"):
-                if key in layer.trainer:
-                    layer.trainer[key] = self._over(standing, layer, key)
-        lowest = preset if first is None else layers[first]
-        if standing:
-            lowest.trainer[name] = [*standing, *items(lowest.trainer.get(name))]
-
-    def _without(self, standing: list[Any], name: str, layer: Layer, preset: Layer) -> list[Any]:
-        place = layer.place("trainer", f"{name}-")
-        for unwanted in items(layer.trainer.pop(f"{name}-", None)):
-            left = [item for item in standing if self._kind(item) is not self._kind(unwanted)]
-            if len(left) == len(standing):
-                there = [kind.__name__ for kind in map(self._kind, standing) if kind]
-                raise ValueError(
-                    f"{place}: {name}- takes {class_name(unwanted)} away, which is not there."
-                    f" It takes classes out of {preset.name}. {suggestion(class_name(unwanted), there)}"
-                )
-            standing = left
-            self.said.append(f"{place}: without {class_name(unwanted)}")
-        return standing
-
-    def _over(self, standing: list[Any], layer: Layer, key: str) -> list[Any]:
-        """Return the items of ``layer``, each with what the preset's item of its class adds, which stands no more."""
-        mine = items(layer.trainer[key])
-        kinds = [self._kind(item) for item in mine]
-        merged = []
-        for index, (item, kind) in enumerate(zip(mine, kinds, strict=True)):
-            base = next((other for other in standing if kind is not None and self._kind(other) is kind), None)
-            if base is not None and kinds.count(kind) == 1:
-                item = self._merged(base, item, layer, ("trainer", key, index))
-            merged.append(item)  # who lists a class twice means these two, with nothing of the preset's
-        standing[:] = [other for other in standing if (kind := self._kind(other)) is None or kind not in kinds]
-        return merged
-
-    def _merged(self, base: Tree | str, item: Tree | str, layer: Layer, keys: Keys) -> Tree:
-        below, above = _init_args(base), _init_args(item)
+    def _over(self, preset: Tree, item: _Item) -> _Item:
+        below, above = section(preset, "init_args"), section(item.spec, "init_args")
         for name, value in above.items():
             if name in below and not _same(below[name], value):
-                place = layer.place(*keys, "init_args", name)
-                self.said.append(f"{place}: {class_name(item)}.{name} {_brief(value)} instead of {_brief(below[name])}")
-        spec: Tree = {"class_path": item} if isinstance(item, str) else item
-        return spec | ({"init_args": below | above} if below | above else {})
+                what = f"{class_name(item.spec)}.{name} {value} instead of {below[name]}"
+                self.notes.append(f"{item.place('init_args', name)}: {what}")
+        return _Item(item.spec | ({"init_args": below | above} if below | above else {}), item.place, item.is_typed)
 
-    def values(self, preset: Layer, layers: Sequence[Layer]) -> None:
-        """Say which other values the user overrides; a class gives way to another one whole."""
-        for keys, value in [*_leaves(preset.tree)]:
-            layer = next((layer for layer in reversed(layers) if _has(layer.tree, keys)), None)
-            if layer is None:
-                continue
-            tree, key = _inside(layer.tree, keys[:-1]), keys[-1]
-            if not isinstance(value, dict):
+
+def _below_spec(keys: list[str]) -> list[str]:
+    return keys if keys[0] in _SPEC_KEYS else ["init_args", *keys]
+
+
+def drop_precision(preset: Layer, plugins: MergedList, layers: Sequence[Layer]) -> Iterator[str]:
+    """Take the precision out of a preset if the user chose one: a Trainer has one. Yield a note if so."""
+    trainer = section(preset.tree, "trainer")
+    chosen: list[tuple[type | None, str]] = [
+        (None, f"{layer.place('trainer', 'precision')}: precision {name}")
+        for layer in layers
+        if (name := section(layer.tree, "trainer").get("precision")) not in (None, "null")
+    ]
+    chosen += [
+        (kind, f"{item.place()}: {kind.__name__}")
+        for item in plugins.of_user
+        if (kind := kind_of(item.spec)) is not None and issubclass(kind, Precision)
+    ]
+    if any(kind for kind, _ in chosen) and (name := trainer.pop("precision", None)):
+        yield f"{chosen[-1][1]} instead of precision {name}"
+    for spec in [*plugins.of_preset]:
+        kind = kind_of(spec)
+        others = [text for other, text in chosen if other is not kind]
+        if kind is not None and issubclass(kind, Precision) and others:
+            plugins.of_preset.remove(spec)
+            yield f"{others[-1]} instead of {kind.__name__}"
+
+
+def overridden_values(preset: Tree, layers: Sequence[Layer], keys: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield a note for each value of the preset that a layer overrides."""
+    for key, value in preset.items():
+        if isinstance(value, dict):
+            yield from overridden_values(value, layers, (*keys, key))
+            continue
+        for layer in reversed(layers):
+            tree: Any = layer.tree
+            for outer in keys:
+                tree = section(tree, outer)
+            if key in tree:
                 if not _same(value, tree[key]):
-                    self._say_value(layer, keys, tree[key], value)
-                continue
-            theirs, kind = tree[key], self._kind(value)
-            if kind is not None and self._kind(theirs) is kind:
-                tree[key] = self._merged(value, theirs, layer, keys)
-            elif not isinstance(theirs, dict) or "class_path" in theirs:
-                self._say_value(layer, keys, theirs, value)
-                del _inside(preset.tree, keys[:-1])[key]
-
-    def _say_value(self, layer: Layer, keys: tuple[str, ...], mine: Any, value: Any) -> None:
-        self.said.append(f"{layer.place(*keys)}: {'.'.join(keys)} {_brief(mine)} instead of {_brief(value)}")
-
-    def _kind(self, item: Any) -> type | None:
-        name = item.get("class_path") if isinstance(item, dict) else item
-        return self._find_class(name) if isinstance(name, str) else None
-
-
-def _last_to_replace(name: str, layers: Sequence[Layer]) -> int | None:
-    """Return the index of the last layer that has the list ``name`` itself: what others said of that before is gone."""
-    return max((index for index, layer in enumerate(layers) if name in layer.trainer), default=None)
-
-
-def _init_args(item: Tree | str) -> Tree:
-    return dict(item.get("init_args") or {}) if isinstance(item, dict) else {}
-
-
-def _leaves(tree: Tree, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and "class_path" not in value:
-            yield from _leaves(value, (*keys, key))
-        elif keys != ("trainer",) or key not in LISTS:
-            yield (*keys, key), value
-
-
-def _has(tree: Any, keys: Sequence[str]) -> bool:
-    outer = _inside(tree, keys[:-1])
-    return isinstance(outer, dict) and keys[-1] in outer
-
-
-def _inside(tree: Any, keys: Sequence[str]) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
+                    what = f"{'.'.join((*keys, key))} {tree[key]} instead of {value}"
+                    yield f"{layer.place(*keys, key)}: {what}"
+                break
 
 
 def _same(value: Any, other: Any) -> bool:
-    # An option of the command line is still text.
+    # An option is still text.
     return value == other or (isinstance(other, str) and get_loader("yaml")(other) == value)
-
-
-def _brief(value: Any) -> str:
-    return class_name(value) if isinstance(value, dict) and "class_path" in value else str(value)

@@ -1,15 +1,15 @@
-"""The configurations that the package ships: listed, and read, without torch."""
+"""List and read the presets: configurations that the package ships. Does not import torch."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ups.config.spelling import suggestion
+from lightning_ups.config.suggestions import suggest
 
 __all__ = ["AUTO", "comment", "main", "names", "text"]
 
-AUTO = "auto"  # stands for the preset of the device
-_OF_DEVICES = "cpu, a100 or h100"
+AUTO = "auto"  # the preset of the device
+_AUTO_CHOICES = "cpu, a100 or h100"
 _FOLDER = Path(__file__).parent.parent / "presets"
 
 
@@ -25,35 +25,29 @@ def text(name: str) -> str:
         ValueError: If there is no such preset.
     """
     if name == AUTO:
-        raise ValueError(
-            f"{AUTO!r} stands for the preset of the device that a run will use, which is {_OF_DEVICES}."
-            " It has no settings of its own. Name one of those."
-        )
+        raise ValueError(f"The preset {AUTO!r} is {_AUTO_CHOICES}, depending on the device. Name one of them.")
     if name not in names():
-        raise ValueError(
-            f"There is no preset {name!r}. Presets are the configurations that the package ships;"
-            f" `presets` lists them. {suggestion(name, [AUTO, *names()])}"
-        )
+        raise ValueError(f"Unknown preset {name!r}. {suggest(name, [AUTO, *names()])}")
     return (_FOLDER / f"{name}.yaml").read_text()
 
 
 def comment(name: str) -> str:
-    """Return what a preset says of itself, in its first line."""
+    """Return the description of a preset, which is its first line."""
     return text(name).partition("\n")[0].removeprefix("#").strip()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line for each preset, or the YAML of the one that is named."""
+    """Print one line for each preset, or the YAML of the presets that are named."""
     parser = ArgumentParser(
-        prog="python -m lightning_ups presets", description="List the configurations that the package ships."
+        prog="python -m lightning_ups presets", description="List the presets: configurations that the package ships."
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", help="print this one, as YAML, instead")
-    if asked := parser.parse_args(argv).names:
-        for name in asked:
+    parser.add_argument("names", metavar="NAME", nargs="*", help="print this preset as YAML")
+    if chosen := parser.parse_args(argv).names:
+        for name in chosen:
             print(text(name), end="")
         return 0
     width = max(map(len, names()))
-    print(f"{AUTO:{width}}  {_OF_DEVICES}, by the device that the run will use")
+    print(f"{AUTO:{width}}  {_AUTO_CHOICES}, depending on the device")
     for name in names():
         print(f"{name:{width}}  {comment(name)}")
     return 0

@@ -13,13 +13,13 @@ from lightning_ups.callbacks import Compile
 from lightning_ups.commands import advise
 from lightning_ups.commands.advise import own_options, show
 from lightning_ups.commands.trial import Trial
-from lightning_ups.config.asked import run_of
+from lightning_ups.config.requested_run import run_of
 from lightning_ups.insight.advise.timing_table import Table, Times
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te
 from tests.cli_toys import Data, Toy
-from tests.config.test_asked import DEFAULTS
+from tests.config.test_requested_run import DEFAULTS
 
 
 class Wide(Toy):

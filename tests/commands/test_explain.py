@@ -3,18 +3,20 @@ from torch import nn
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.commands.explain import show
-from lightning_ups.config.asked import Asked, run_of
+from lightning_ups.config.requested_run import RequestedRun, run_of
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.cli_toys import Late, Toy
-from tests.config.test_asked import DEFAULTS
+from tests.config.test_requested_run import DEFAULTS
 
 
 @pytest.fixture
 def lines(capsys):
     def lines(*callbacks, module=None, optimizer=None, preset=None, notes=(), **settings):
         run = run_of(module or Toy(), DEFAULTS | settings, callbacks)
-        asked = Asked(run=run, optimizer=optimizer, config={"trainer": DEFAULTS}, slots={}, preset=preset, notes=notes)
+        asked = RequestedRun(
+            run=run, optimizer=optimizer, config={"trainer": DEFAULTS}, slots={}, preset=preset, notes=notes
+        )
         code = show(asked)
         return code, capsys.readouterr().out.splitlines()
 
@@ -31,7 +33,7 @@ def test_essentials(lines):
     assert out[0] == "run       tests.cli_toys.Toy, 288 parameters"
     assert out[1].strip() == "FSDP2Strategy, 8 x cuda"
     assert out[2].strip().startswith("BF16Precision (bf16-mixed): computes in bfloat16, reduces in float32")
-    assert out[3].strip() == "over the preset a100"
+    assert out[3].strip() == "with the preset a100"
     assert out[4] == "blocks    2 x Sequential: blocks.0 to blocks.1"
     assert out[-1] == "refused   nothing"
 
@@ -96,7 +98,7 @@ def test_a_recurrent_layer_is_not_refused(lines, strategy):
 
 def test_who_makes_the_optimizer(lines):
     assert row(lines()[1], "optimizers") == "Toy.configure_optimizers"
-    assert row(lines(optimizer="torch.optim.AdamW")[1], "optimizers") == "AdamW of the section 'optimizer'"
+    assert row(lines(optimizer="torch.optim.AdamW")[1], "optimizers") == "AdamW (section 'optimizer')"
 
 
 def test_configure_model_is_named(lines):

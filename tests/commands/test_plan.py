@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 from lightning_ups.__main__ import main as command_line
 from lightning_ups.callbacks import ActivationOffload
 from lightning_ups.commands.plan import main, own_options, read_batch, show
-from lightning_ups.config.asked import Asked, run_of
+from lightning_ups.config.requested_run import RequestedRun, run_of
 from lightning_ups.insight.memory.described_run import Uncountable
 from lightning_ups.insight.memory.plan import Planner
 from lightning_ups.models import GPTModule
 from tests.cli_toys import Data, Toy
-from tests.config.test_asked import DEFAULTS
+from tests.config.test_requested_run import DEFAULTS
 
 SETTINGS = DEFAULTS | {"accumulate_grad_batches": 1}
 
@@ -33,7 +33,7 @@ def asked(*callbacks, module=None, data=None, make_optimizer=None, **settings):
         from lightning_ups.strategies import FSDP2Strategy
 
         spec = FSDP2Strategy(**spec["init_args"])
-    return Asked(
+    return RequestedRun(
         run=run_of(module, trainer | {"strategy": spec}, callbacks),
         optimizer=None,
         config={"trainer": trainer},

@@ -10,12 +10,12 @@ from lightning.pytorch.plugins import Precision
 from lightning_ups.callbacks import ActivationCheckpoint
 from lightning_ups.commands import trial as trials
 from lightning_ups.commands.trial import StepClock, Trial, WorkClock
-from lightning_ups.config.asked import run_of
+from lightning_ups.config.requested_run import run_of
 from lightning_ups.insight.throughput import Inspection
 from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.cli_toys import Data, Noted, Toy
-from tests.config.test_asked import DEFAULTS
+from tests.config.test_requested_run import DEFAULTS
 
 
 class Watch(Callback):

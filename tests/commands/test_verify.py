@@ -18,14 +18,14 @@ from lightning_ups.__main__ import main
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.commands.trial import Trial
 from lightning_ups.commands.verify import Verdict, _rounding, own_options, show, verify
-from lightning_ups.config.asked import run_of
+from lightning_ups.config.requested_run import run_of
 from lightning_ups.data import RandomTokens
 from lightning_ups.insight.verify.comparison import REST, Departure
 from lightning_ups.insight.verify.faults import FAULTS
 from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from tests import fake_te
 from tests.commands.deep import Deep
-from tests.config.test_asked import DEFAULTS
+from tests.config.test_requested_run import DEFAULTS
 
 BLOCK = "model.layers.11"
 

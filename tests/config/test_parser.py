@@ -39,7 +39,7 @@ def test_later_words_win(parser):
 
 def test_the_help_reads_well(parser):
     text = parser.format_help()
-    assert text.index("flags (AccelerationFlags") < text.index("trainer (what Lightning's Trainer takes)")
+    assert text.index("flags (AccelerationFlags") < text.index("trainer (arguments of Lightning's Trainer)")
     assert ".help" not in text
     classes = re.search(r"known\s+subclasses: ([^)]*Compile[^)]*)\)", text)
     assert classes is not None

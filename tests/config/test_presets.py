@@ -44,14 +44,12 @@ def test_unknown():
 
 
 def test_the_one_of_the_device_has_no_settings():
-    with pytest.raises(
-        ValueError, match=r"^'auto' stands for the preset of the device.*cpu, a100 or h100\. .* Name one"
-    ):
+    with pytest.raises(ValueError, match="cpu, a100 or h100"):
         presets.text("auto")
 
 
 def test_a_path_is_no_name():
-    with pytest.raises(ValueError, match="There is no preset"):
+    with pytest.raises(ValueError, match="presets/cpu"):
         presets.text("../presets/cpu")
 
 

@@ -6,14 +6,14 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
-from lightning_ups.config.asked import run_of
+from lightning_ups.config.requested_run import run_of
 from lightning_ups.insight.advise.timing_table import Times
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.precision import float8 as float8_precision
 from lightning_ups.precision.float8 import _warn_of_eager
 from lightning_ups.transforms.float8.convert import float8_linears
-from tests.config.test_asked import DEFAULTS
+from tests.config.test_requested_run import DEFAULTS
 from tests.toys import Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
-from lightning_ups.config.asked import run_of
+from lightning_ups.config.requested_run import run_of
 from lightning_ups.insight.advise.timing_table import Times
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import Placement, Run, applied, refusals
@@ -16,7 +16,7 @@ from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.te.fusions import Fusion
 from tests import fake_te
-from tests.config.test_asked import DEFAULTS
+from tests.config.test_requested_run import DEFAULTS
 from tests.toys import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,10 +1,11 @@
-"""Settings in a checkpoint that the parser would import, by the type of the argument: the parser itself is asked."""
+"""Settings of the model in a checkpoint: which are taken, and that nothing is imported for them."""
 
 import contextlib
 import enum
 import sys
 import types
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from lightning_ups.config.inert_settings import inert
+from lightning_ups.config.checkpoint_settings import flat, read_settings, settings_of_model, without_imports
+from lightning_ups.config.layers import Layer
+from tests.cli_toys import Toy, Various
 
 CANARY = "lightning_ups_canary"
 
@@ -158,7 +161,7 @@ def test_nothing_is_imported_that_only_a_checkpoint_names(imported, tmp_path, na
     kind = taking(HINTS[name])
     harmful = 0
     for attack in attacks(tmp_path):
-        kept, left = inert({"it": deepcopy(attack)}, kind, {})
+        kept, left = without_imports({"it": deepcopy(attack)}, kind, {})
         assert not kept or not imported(kind, kept), f"{attack} is kept as {kept}"
         if left and imported(kind, {"it": attack}):
             harmful += 1
@@ -188,7 +191,7 @@ def test_nothing_is_imported_that_only_a_checkpoint_names(imported, tmp_path, na
     ],
 )
 def test_plain_values_are_kept(hint, value):
-    assert inert({"it": value}, taking(HINTS[hint]), {}) == ({"it": value}, {})
+    assert without_imports({"it": value}, taking(HINTS[hint]), {}) == ({"it": value}, {})
 
 
 def spec(name, **settings):
@@ -198,17 +201,11 @@ def spec(name, **settings):
 ELU = "torch.nn.ELU"
 
 
-@pytest.mark.parametrize(
-    "given", [ELU, "ELU", {"class_path": ELU}, spec("torch.nn.modules.activation.ELU", inplace=True)]
-)
-@pytest.mark.parametrize("hint", ["module", "module or none", "any", "nothing", "dict", "callable"])
-def test_settings_of_a_class_are_kept_if_the_user_gives_the_class(hint, given):
-    kept, left = inert({"it": spec(ELU, alpha=2.0)}, taking(HINTS[hint]), {"it": given})
-    if given == "ELU" and "module" not in hint:
-        assert (kept, left) == ({}, {"it": ELU}), "a short name needs the type of the argument"
-        return
+@pytest.mark.parametrize("given", [ELU, "ELU", {"class_path": ELU}])
+def test_settings_of_a_class_are_taken_if_the_user_names_the_class(given):
+    taken, left = without_imports({"it": spec(ELU, alpha=2.0)}, taking(nn.Module | None), {"it": given})
     name = given if isinstance(given, str) else given["class_path"]
-    assert (kept, left) == ({"it": spec(name, alpha=2.0)}, {})
+    assert (taken, left) == ({"it": spec(name, alpha=2.0)}, {})
 
 
 def test_settings_of_that_class_name_no_code_either():
@@ -216,10 +213,10 @@ def test_settings_of_that_class_name_no_code_either():
         "torch.nn.TransformerEncoderLayer", d_model=3, activation=f"{CANARY}.function", device={"class_path": "x.Y"}
     )
     given = {"it": {"class_path": "torch.nn.TransformerEncoderLayer"}}
-    kept, left = inert({"it": saved}, taking(nn.Module), given)
+    kept, left = without_imports({"it": saved}, taking(nn.Module), given)
     assert kept["it"]["init_args"] == {"d_model": 3}
     assert left == {"it.init_args.activation": f"{CANARY}.function", "it.init_args.device": "x.Y"}
-    assert inert({"it": saved}, taking(nn.Module), {"it": "torch.nn.ReLU"}) == ({}, {"it": saved["class_path"]})
+    assert without_imports({"it": saved}, taking(nn.Module), {"it": "torch.nn.ReLU"}) == ({}, {})
 
 
 def test_keywords_that_a_class_does_not_name():
@@ -234,6 +231,74 @@ def test_keywords_that_a_class_does_not_name():
         "d.class_path": "x.Y",
         "e": {"f": [{"class_path": "x.Y"}]},
     }
-    kept, left = inert(saved, kind, {}, keywords=[*saved])
+    kept, left = without_imports(saved, kind, {}, keywords=[*saved])
     assert kept == {"a": 1, "b": ["x.y"]}
     assert {*left} == {"c", "d.class_path", "e"}
+
+
+TOY = "tests.cli_toys.Toy"
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Write a checkpoint with these settings."""
+
+    def kept(settings):
+        path = tmp_path / "kept.ckpt"
+        torch.save({"state_dict": {}, "hyper_parameters": settings}, path)
+        return path
+
+    return kept
+
+
+def test_only_settings_that_are_not_given_are_taken(kept):
+    saved = {"nested": {"depth": 5, "within": {"x": 6, "y": 7}}, "width": 3, "pair": (1, 2)}
+    found = read_settings(kept(saved), Various, name="Various", given={"nested": {"within": {"x": 1}}, "pair": [3, 4]})
+    wanted = {"nested": {"depth": 5, "within": {"y": 7}}, "width": 3}
+    assert found.layer.tree == {"model": {"class_path": "Various", "init_args": wanted}}
+    final = {"nested": {"depth": 5, "within": {"x": 1, "y": 7}}, "width": 3, "pair": [3, 4]}
+    assert [line.split()[0] for line in found.differences(final, {"nested": {}, "pair+": {}})] == [
+        "model.nested.within.x",
+        "model.pair",
+    ]
+    assert [*found.differences(final, {})] == []
+
+
+@pytest.mark.parametrize("name", [TOY, "Toy", None])
+def test_a_checkpoint_of_the_same_class(kept, name):
+    assert read_settings(kept({"_class_path": TOY, "width": 3}), Toy, name=name, given={}) is not None
+
+
+def test_a_checkpoint_of_another_class_is_not_imported(kept, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_by_a_checkpoint.py").write_text("raise SystemExit")
+    path = kept({"_class_path": "imported_by_a_checkpoint.Toy", "width": 3})
+    assert read_settings(path, Toy, name=TOY, given={}) is None
+    assert "imported_by_a_checkpoint" not in sys.modules
+
+
+def test_values_without_a_form_in_yaml_are_left_out_with_a_note(kept):
+    path = kept({"width": torch.ones(1), "act": OrderedDict(a=1)})
+    found = read_settings(path, Toy, name=TOY, given={})
+    assert found.saved == {"act": {"a": 1}}
+    (line,) = found.notes()
+    assert "model.width" in line
+    assert "torch.Tensor" in line
+    assert [*read_settings(path, Toy, name=TOY, given={"width": 3}).notes()] == []
+
+
+def test_settings_of_several_layers():
+    trees = [
+        {"class_path": "M", "init_args": {"a": {"b": 1}}},
+        "M",
+        {"init_args": {"a": {"c": 2}}, "dict_kwargs": None},
+    ]
+    layers = [Layer(name="one", tree={"model": tree}) for tree in trees]
+    assert settings_of_model(layers) == {"a": {"b": 1, "c": 2}}
+    assert flat({"a": 1, "dict_kwargs": {"b": 2}}) == {"a": 1, "b": 2}
+
+
+def test_an_incomplete_checkpoint_gives_nothing(tmp_path):
+    (tmp_path / "half.ckpt").mkdir()
+    for name in ("half.ckpt", "gone.ckpt"):
+        assert read_settings(tmp_path / name, Toy, name=TOY, given={}) is None

@@ -7,16 +7,13 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 import lightning_ups.strategies  # noqa: F401
 from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint
-from lightning_ups.config.asked import (
-    Asked,
-    build,
-    check_accelerator,
-    check_precision,
-    check_slots,
-    check_strategy,
-    configured,
-    elsewhere,
-    made,
+from lightning_ups.config.requested_run import (
+    RequestedRun,
+    build_on_meta,
+    call_configure_model,
+    check_trainer,
+    instantiate,
+    missing_gpu,
     run_of,
 )
 from lightning_ups.precision import BF16Precision
@@ -58,14 +55,14 @@ def test_devices(devices, count):
 
 @pytest.mark.parametrize("devices", [0, "0", "some", -2, "1.5", [], ","])
 def test_no_number_of_devices(devices):
-    with pytest.raises(ValueError, match=r"no number of devices.*'auto'\.$"):
+    with pytest.raises(ValueError, match=r"trainer\.devices"):
         run(devices=devices)
 
 
 @pytest.mark.parametrize("name", ["accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"])
 def test_no_number_of_batches_or_epochs(name):
     for value in (0, -1):
-        with pytest.raises(ValueError, match=rf"trainer\.{name} is {value}\. It says.*Use 1.*or more\."):
+        with pytest.raises(ValueError, match=rf"trainer\.{name} is {value}"):
             run(**{name: value})
     for value in (None, 1, 0.5):
         run(**{name: value})
@@ -126,60 +123,58 @@ def test_callbacks_and_those_of_slots():
     assert run_of(Toy(), DEFAULTS | {"callbacks": mine}, [flags]).callbacks == (mine, flags)
 
 
-def test_two_precisions():
-    with pytest.raises(ValueError, match=r"trainer.precision=32-true and BF16Precision.*Keep one of them\.$"):
-        check_slots({"precision": "32-true", "plugins": [BF16Precision()]})
-    with pytest.raises(ValueError, match="MixedPrecision and BF16Precision"):
-        check_slots({"precision": None, "plugins": [MixedPrecision("bf16-mixed", "cpu"), BF16Precision()]})
-    check_slots({"precision": None, "plugins": [BF16Precision()]})
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"precision": "32-true", "plugins": [BF16Precision()]}, "precision=32-true and BF16Precision"),
+        ({"plugins": [MixedPrecision("bf16-mixed", "cpu"), BF16Precision()]}, "MixedPrecision and BF16Precision"),
+        ({"strategy": "fsdq2"}, "'fsdq2'.*'fsdp2'"),
+        ({"accelerator": "gpuu"}, "'gpuu'.*'gpu'"),
+    ],
+)
+def test_wrong_settings(settings, names):
+    with pytest.raises(ValueError, match=names):
+        check_trainer(DEFAULTS | settings, here=False)
 
 
-def test_an_unknown_strategy():
-    with pytest.raises(ValueError, match=r"There is no strategy 'fsdq2'.*Did you mean 'fsdp2'\?$"):
-        check_strategy("fsdq2")
-    check_strategy("auto")
-    check_strategy(FSDPStrategy())
-
-
-def test_an_unknown_accelerator():
-    with pytest.raises(ValueError, match=r"There is no accelerator 'gpuu'.*Did you mean 'gpu'\?$"):
-        check_accelerator("gpuu", here=False)
+def test_right_settings():
+    for settings in ({"plugins": [BF16Precision()]}, {"strategy": FSDPStrategy()}):
+        check_trainer(DEFAULTS | settings, here=True)
 
 
 def test_a_gpu_that_is_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"torch finds no GPU here.*`explain` needs no GPU\.$"):
-        check_accelerator("gpu", here=True)
-    check_accelerator("gpu", here=False)
-    check_accelerator("cpu", here=True)
-    assert elsewhere("gpu") == ["fit needs another machine: trainer.accelerator is 'gpu', and torch finds no GPU here."]
-    assert elsewhere("cpu") == elsewhere("auto") == []
+    with pytest.raises(RuntimeError, match="GPU"):
+        check_trainer(DEFAULTS | {"accelerator": "gpu"}, here=True)
+    check_trainer(DEFAULTS | {"accelerator": "gpu"}, here=False)
+    assert missing_gpu("gpu") is not None
+    assert missing_gpu("cpu") is missing_gpu("auto") is None
 
 
 def test_built_without_memory():
-    module, notes = build(Toy)
+    module, notes = build_on_meta(Toy)
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
     assert notes == []
 
 
 def test_built_on_the_cpu_if_values_are_needed():
-    module, notes = build(NoMeta)
+    module, notes = build_on_meta(NoMeta)
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
-    assert notes == ["The module needs values while it is built, so that it was built on the CPU."]
+    assert "CPU" in notes[0]
 
 
 def test_an_error_of_the_module_is_raised():
     with pytest.raises(RuntimeError, match="the user's own error"):
-        build(lambda: Toy(fail="init"))
+        build_on_meta(lambda: Toy(fail="init"))
 
 
 def test_configure_model_builds_the_blocks():
     module = Late()
-    assert configured(module) == []
+    assert call_configure_model(module) == []
     assert len(module.blocks) == 3
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
-    assert configured(Toy()) == []
+    assert call_configure_model(Toy()) == []
 
 
 def test_configure_model_may_need_a_trainer():
@@ -187,8 +182,8 @@ def test_configure_model_may_need_a_trainer():
         def configure_model(self):
             assert self.trainer.world_size
 
-    (note,) = configured(Needs())
-    assert note.startswith("configure_model needs what is not here")
+    (note,) = call_configure_model(Needs())
+    assert "`Trainer`" in note
 
 
 def test_a_configure_model_that_fails_in_silence_is_quoted_by_its_error():
@@ -196,12 +191,12 @@ def test_a_configure_model_that_fails_in_silence_is_quoted_by_its_error():
         def configure_model(self):
             raise NotImplementedError
 
-    (note,) = configured(Silent())
-    assert note.endswith("so that what it builds is unknown: NotImplementedError")
+    (note,) = call_configure_model(Silent())
+    assert "NotImplementedError" in note
 
 
 def asked(config, slots):
-    return Asked(run=run(), optimizer=None, config={"trainer": DEFAULTS} | config, slots=slots)
+    return RequestedRun(run=run(), optimizer=None, config={"trainer": DEFAULTS} | config, slots=slots)
 
 
 def test_labels_show_what_differs_from_the_defaults():
@@ -227,7 +222,7 @@ def test_a_section_left_alone_has_no_label():
 
 def test_objects_within_objects_are_made():
     inner = {"class_path": "tests.cli_toys.Data", "init_args": {"size": 3}}
-    found = made({"class_path": "tests.cli_toys.Noted", "init_args": {"note": [inner, 1, {"a": None}]}})
+    found = instantiate({"class_path": "tests.cli_toys.Noted", "init_args": {"note": [inner, 1, {"a": None}]}})
     data, one, nothing = found.note
     assert (data.size, one, nothing) == (3, 1, {"a": None})
 
@@ -235,7 +230,7 @@ def test_objects_within_objects_are_made():
 @pytest.mark.parametrize("precision", ["16-mixed", "16", "64-true", "bf16-true"])
 def test_a_precision_is_refused_before_the_trainer_may_take_another(precision):
     settings = DEFAULTS | {"precision": precision}
-    check_precision(Toy(), settings)
+    check_trainer(settings, here=True, module=Toy())
     for strategy in ("fsdp2", "simple_fsdp"):  # on a CPU a Trainer takes bf16-mixed for 16-mixed
         with pytest.raises(ValueError, match=r"FSDP2? .*Use "):
-            check_precision(Toy(), settings | {"strategy": strategy})
+            check_trainer(settings | {"strategy": strategy}, here=True, module=Toy())

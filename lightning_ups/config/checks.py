@@ -1,0 +1,116 @@
+"""Check before a run what the Trainer would notice late or not at all: checkpoint, data, optimizer, folder."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_ups._compat.lightning.checkpoints import checkpoints_beside, last_checkpoints
+from lightning_ups.config.output import shell_word
+from lightning_ups.config.suggestions import suggest_file
+from lightning_ups.state.checkpoint import check_file, is_complete, newest_within
+
+__all__ = [
+    "check_checkpoint_exists",
+    "check_checkpoint_fits_strategy",
+    "check_data",
+    "check_last_checkpoint",
+    "check_scheduler_has_optimizer",
+    "expanded_folder",
+    "keeps_predictions",
+]
+
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+def check_checkpoint_exists(given: Any) -> None:
+    """Refuse a ``ckpt_path`` that is empty or does not exist."""
+    if given == "":
+        raise ValueError(
+            "ckpt_path is empty, as from an unset shell variable. Give a file or a folder, or leave it out."
+        )
+    path = str(given or "last")
+    if path in ("best", "last", "hpc") or "://" in path or path.startswith("registry") or Path(path).exists():
+        return
+    suggestion = suggest_file(path, endings=(".ckpt",))
+    raise FileNotFoundError(f"The checkpoint {path!r} does not exist (looked up from {Path.cwd()}). {suggestion}")
+
+
+def check_checkpoint_fits_strategy(given: Any, strategy: Strategy) -> None:
+    """Refuse a damaged file, and a folder for a strategy that reads files."""
+    if not given or type(strategy).load_checkpoint is not Strategy.load_checkpoint:
+        return
+    if (path := Path(given)).is_file():
+        check_file(path)
+    elif path.is_dir():
+        cure = "Use trainer.strategy: fsdp2, or convert it: python -m lightning_ups export"
+        cure += f" --checkpoint {path} --output one --format torch"
+        if not is_complete(path):
+            inside = newest_within(path)
+            cure = f"Did you mean {str(inside)!r}?" if inside else suggest_file(path, endings=(".ckpt",))
+        raise ValueError(f"{path} is a folder, but {type(strategy).__name__} reads single files. {cure}")
+
+
+def check_last_checkpoint(given: Any, trainer: Trainer, command: str) -> None:
+    """Refuse ``ckpt_path: last`` if there is none and the command would use untrained weights; fit starts anew."""
+    find = getattr(trainer.strategy, "find_last_checkpoint", last_checkpoints)
+    if given != "last" or command == "fit" or find(trainer):
+        return
+    found = checkpoints_beside(trainer)
+    path = shell_word(found[-1]) if found else "FILE"
+    raise FileNotFoundError(
+        "ckpt_path 'last' finds no last.ckpt where the ModelCheckpoint of this run writes, and"
+        f" {command} would use untrained weights. Give the path: --ckpt_path {path}"
+    )
+
+
+def check_data(command: str, module: LightningModule, datamodule: Any) -> None:
+    """Refuse a run without a data loader."""
+    loader = _LOADERS.get(command)
+    if loader is None or datamodule is not None or is_overridden(loader, module):
+        return
+    raise ValueError(
+        f"There is no data for {command}: the section 'data' is missing, and {type(module).__name__} has no {loader}."
+        " Name a LightningDataModule: class_path below 'data', or --data CLASS."
+    )
+
+
+def check_scheduler_has_optimizer(optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> None:
+    """Refuse a section ``lr_scheduler`` without the section ``optimizer``: it would have no effect."""
+    for key, chosen in schedulers.items():
+        if chosen is not None and optimizers and not any(optimizers.values()):
+            needed = next(iter(optimizers))
+            raise ValueError(
+                f"The section {key!r} has no effect without {needed!r}. Add the section {needed!r}, or create the"
+                " scheduler in configure_optimizers."
+            )
+
+
+def expanded_folder(folder: str) -> str:
+    """Return ``trainer.default_root_dir`` with environment variables and ~ replaced: not all of Lightning does so."""
+    if "://" in folder:
+        return folder
+    for name in re.findall(r"\$(\w+|\{[^}]*\})", folder, flags=re.ASCII):
+        if (variable := name.strip("{}")) not in os.environ:
+            raise ValueError(f"trainer.default_root_dir is {folder!r}, but the variable {variable} is not set.")
+    return os.path.expanduser(os.path.expandvars(folder))
+
+
+def keeps_predictions(module: LightningModule, trainer: Trainer) -> bool:
+    """Return whether anything takes the outputs of ``predict_step``."""
+    if any(isinstance(each, BasePredictionWriter) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        return True
+    others = [each for each in trainer.callbacks if not type(each).__module__.startswith(("lightning", "pytorch_l"))]  # type: ignore[attr-defined]
+    hooks = ("on_predict_batch_end", "on_predict_epoch_end")
+    return any(is_overridden(hook, part) for hook in hooks for part in (module, *others))

@@ -1,0 +1,77 @@
+"""Suggest the name that was probably meant, for a misspelled name, file or option."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["nearest", "parse_options", "suggest", "suggest_file"]
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the name in `known` that is closest to `name`, or None if none is close.
+
+    Case is ignored, and a name matches if only its prefix is missing (``max_epochs`` for ``trainer.max_epochs``).
+    """
+    folded = {each.casefold(): each for each in sorted(known)}
+    wanted = name.casefold()
+    for each in folded:
+        if each == wanted or each.endswith("." + wanted):
+            return folded[each]
+    close = get_close_matches(wanted, folded, cutoff=cutoff)
+    close.sort(key=lambda each: not _differs_in_one_letter(each, wanted))
+    return folded[close[0]] if close else None
+
+
+def _differs_in_one_letter(known: str, wanted: str) -> bool:
+    return len(known) == len(wanted) and sum(a != b for a, b in zip(known, wanted, strict=True)) == 1
+
+
+def suggest(name: str, known: Iterable[str], *, most: int = 12, otherwise: str = "") -> str:
+    """Return a sentence with the closest known name, else with the first known names, else `otherwise`."""
+    names = sorted(known)
+    if (near := nearest(name, names)) is not None:
+        return f"Did you mean {near!r}?"
+    if not names:
+        return otherwise
+    return f"Use one of: {', '.join(names[:most])}{', ...' if len(names) > most else '.'}"
+
+
+def suggest_file(name: str | Path, *, endings: Sequence[str], otherwise: str = "Check the path.") -> str:
+    """Return a sentence with the files closest to `name`: a missing file, or a folder in which to choose one.
+
+    Args:
+        name: The path.
+        endings: Endings that the right file may have, such as ``.yaml``. They are left out of the comparison.
+        otherwise: Returned if there is no such file.
+    """
+    wanted = Path(name)
+    folder = wanted if wanted.is_dir() else wanted.parent
+    if not folder.is_dir():
+        return otherwise
+    files = {path.name.removesuffix(path.suffix): path for path in folder.iterdir() if path.name.endswith((*endings,))}
+    stem = wanted.name.removesuffix(wanted.suffix if wanted.suffix in endings else "")
+    near = None if folder == wanted else nearest(stem, files)
+    return f"Did you mean {str(files[near])!r}?" if near else suggest("", map(str, files.values()), otherwise=otherwise)
+
+
+def parse_options(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """Parse `argv` with `parser`.
+
+    Raises:
+        ValueError: If an option is unknown, missing or wrong.
+    """
+    command = parser.prog.rpartition(" ")[2]
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{command}: {message.rstrip('.')}. `{parser.prog} --help` lists the options.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        option = unknown[0].partition("=")[0]
+        known = {"--debug", *re.findall(r"--[a-z][\w-]*", parser.format_usage())}
+        raise ValueError(f"{command}: unknown argument {option!r}. {suggest(option, known)}")
+    return options

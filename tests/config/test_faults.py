@@ -1,0 +1,88 @@
+"""Faults of a configuration by file and line. tests/test_cli.py has many more, with the whole command line."""
+
+import pytest
+from jsonargparse import ArgumentError
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from torch.optim import Optimizer
+
+import lightning_ups.callbacks  # noqa: F401  (so that bare class names resolve)
+from lightning_ups._compat.lightning.trainer import setting_types
+from lightning_ups.config.classes import find_class
+from lightning_ups.config.faults import Schema, find_faults, summarize
+from lightning_ups.config.layers import Layer, read
+
+
+@pytest.fixture(scope="module")
+def schema():
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+    parser.add_optimizer_args((Optimizer,))
+    return Schema(types=setting_types(parser), required=["model"])
+
+
+@pytest.fixture
+def faults(schema, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def faults(text, *more, accepted=False):
+        (tmp_path / "run.yaml").write_text(text)
+        return find_faults(schema, [read("run.yaml", command="fit"), *more], accepted=accepted)
+
+    return faults
+
+
+MODEL = "model:\n  class_path: tests.cli_toys.Toy\n"
+
+
+def places(found):
+    return [fault.partition(": ")[0] for fault in found]
+
+
+def test_all_faults_have_their_lines(faults):
+    found = faults(f"{MODEL}  init_args: {{wdth: 3}}\ntrainer:\n  max_epoch: 3\n  callbacks: [{{class_path: Timr}}]\n")
+    assert places(found) == ["run.yaml:3", "run.yaml:5", "run.yaml:6"]
+
+
+def test_the_parser_ignores_empty_mappings_and_null(faults):
+    text = (
+        "model: {class_path: tests.cli_toys.Toy, init_args: {wdth: {}, act: gelu}, dict_kwargs: {}}\n"
+        "trainer:\n  callbacks: [{class_path: Compile, init_args: {}}]\n  max_stepz: {a: {b: {}}}\n"
+        "  num_nodes:\n  max_epochs:\noptimizer: {}\ntrianer: {}\n"
+    )
+    found = faults(text, Layer(name="options", tree={"model": {"init_args": {"with": {}}}}), accepted=True)
+    assert places(found) == ["run.yaml:1", "run.yaml:4", "run.yaml:5", "run.yaml:8", "options"]
+
+
+def test_a_right_configuration_has_no_faults(faults):
+    text = (
+        f"{MODEL}  init_args: {{width: 3}}\noptimizer: {{class_path: SGD, init_args: {{lr: 1e-3}}}}\n"
+        "trainer: {max_epochs: null, callbacks: [Timer, {class_path: EarlyStopping, init_args: {monitor: a}}]}\n"
+    )
+    assert faults(text) == faults(text, accepted=True) == []
+
+
+def test_settings_for_the_class_of_another_layer(faults):
+    options = Layer(name="the command line", tree={"model": {"init_args": {"wdth": "3"}}})
+    assert places(faults(MODEL, options)) == ["the command line"]
+
+
+def test_an_error_in_the_users_module_is_raised(faults, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_module.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        faults("model: {class_path: broken_module.Net}\n")
+
+
+def test_other_errors_of_the_parser_are_shortened():
+    text = 'Parser key "x":\n  Does not validate\n  Subtypes: [a]\n  Errors:\n    - Expected a list'
+    assert summarize(ArgumentError(None, text)) == 'Parser key "x": - Expected a list'
+    assert "--config run.yaml" in summarize(ArgumentError(None, "unrecognized arguments: run.yaml"))
+
+
+def test_find_class():
+    assert find_class("Timer", [Callback]).__name__ == "Timer"
+    assert find_class("tests.cli_toys.Noted", [Callback]).__name__ == "Noted"
+    for name in ("Timr", "tests.cli_toys.Nothing", "nowhere.Net", ".Net", "a..b"):
+        assert find_class(name, [Callback]) is None

@@ -1,0 +1,30 @@
+from lightning_ups.config.output import note, readable_count, shell_word, short_path, titled
+
+
+def test_notes_go_to_stderr(capsys):
+    note("look")
+    assert capsys.readouterr() == ("", "look\n")
+
+
+def test_titled():
+    first, second = titled("order", ["a", "word " * 30])
+    assert first == "order     a"
+    assert len(second.splitlines()) == 2
+    assert second.startswith(" " * 10)
+
+
+def test_readable_count():
+    assert [readable_count(number) for number in (999, 1500, 853_000_000, 7_000_000_000)] == [
+        "999",
+        "1.5 k",
+        "853 M",
+        "7 B",
+    ]
+
+
+def test_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert short_path(tmp_path / "a") == "a"
+    assert short_path("s3://a/b") == "s3://a/b"
+    assert short_path("/elsewhere") == "/elsewhere"
+    assert shell_word(tmp_path / "a b") == "'a b'"
