@@ -78,7 +78,6 @@ def test_a_device_that_waits_for_the_host_is_told(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "the device does something in 24.0 ms of it and waits for the host in the rest" in out
     assert "+14.3% steps a second; with all of them" in out
-    assert "(if the device had not to wait, as it does for 25% of a step)" in out
 
 
 def test_the_layers_of_a_float8_precision_are_those_considered(capsys):
