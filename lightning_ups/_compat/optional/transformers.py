@@ -22,13 +22,7 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
     """
     install: Any = getattr(sys.modules.get(_OUTPUTS), "maybe_install_capturing_hooks", None)
     kind: Any = sys.modules["transformers"].PreTrainedModel if install is not None else ()
-    models = [
-        child
-        for child in module.modules()
-        if install
-        and isinstance(child, sys.modules["transformers"].PreTrainedModel)
-        and not vars(child).get(_INSTALLED)
-    ]
+    models = [child for child in module.modules() if isinstance(child, kind) and not vars(child).get(_INSTALLED)]
     encoders: list[Any] = [
         child
         for child in module.modules()
