@@ -9,7 +9,8 @@ from torch import nn
 
 __all__ = ["is_output_hook", "ready_for_one_graph"]
 
-_OUTPUTS, _INSTALLED = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
+_OUTPUTS, _INSTALL = "transformers.utils.output_capturing", "maybe_install_capturing_hooks"
+_INSTALLED = "_output_capturing_hooks_installed"
 
 
 @contextmanager
@@ -20,8 +21,8 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
     under a lock. They are installed now, and do nothing where no outputs are asked for. The feature encoder of a speech
     model makes its input require a gradient, which only its own gradient checkpointing needs.
     """
-    install: Any = getattr(sys.modules.get(_OUTPUTS), "maybe_install_capturing_hooks", None)
-    kind: Any = sys.modules["transformers"].PreTrainedModel if install is not None else ()
+    outputs: Any = sys.modules.get(_OUTPUTS)
+    kind: Any = sys.modules["transformers"].PreTrainedModel if hasattr(outputs, _INSTALL) else ()
     models = [child for child in module.modules() if isinstance(child, kind) and not vars(child).get(_INSTALLED)]
     encoders: list[Any] = [
         child
@@ -33,7 +34,7 @@ def ready_for_one_graph(module: nn.Module) -> Iterator[None]:
     before = {child: {*child._forward_hooks} for model in models for child in model.modules()}
     try:
         for model in models:
-            install(model)
+            outputs.maybe_install_capturing_hooks(model)
         for encoder in encoders:
             encoder._requires_grad = False
         yield
