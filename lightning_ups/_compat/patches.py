@@ -117,7 +117,7 @@ PATCHES = {
     ),
     "torch._dynamo.variables.nn_module:guard_to_detect_forward_monkeypatching": Patch(
         "compiled-speed",
-        "test_classes_of_torch_compile_and_equal_ones_share_a_graph",
+        "test_blocks_are_one_graph_and_train_as_uncompiled",
         only_speed=True,
     ),
     "torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons": Patch(
