@@ -500,7 +500,8 @@ def _offloading(run: Run) -> list[str]:
 
 def one_graph(run: Run) -> list[str]:
     """Return the names of what makes one graph of whole models, or replays graphs."""
-    preferring = [type(step).__name__ for step in run.declarations if step.prefers_whole and not run.strategy.shards]
+    prefers = not run.strategy.shards and not _offloading(run)
+    preferring = [type(step).__name__ for step in run.declarations if step.prefers_whole and prefers]
     return [*_whole(run), *preferring, *_graphed(run), *([run.strategy.name] if run.strategy.whole_graph else [])]
 
 

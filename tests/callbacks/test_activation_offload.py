@@ -72,10 +72,21 @@ def test_under_compile_it_is_right(tmp_path, checkpoint):
     assert reports.parts["ActivationOffload"]["moved_bytes"] > 0
 
 
-@pytest.mark.parametrize("options", [{"scope": "model"}])
-def test_one_graph_of_all_is_refused(tmp_path, options):
+def test_one_graph_of_all_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^Compile makes one graph .* or leave the offloading out\.$"):
-        losses(tmp_path, [ActivationOffload(), Compile(backend="aot_eager", **options)])
+        losses(tmp_path, [ActivationOffload(), Compile(backend="aot_eager", scope="model")])
+
+
+def test_compile_chooses_blocks_where_these_are_offloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.callbacks.compile._STEPS_FOR_WHOLE", 0)
+    monkeypatch.setattr("lightning_ups.callbacks.compile._STEPS_FOR_BLOCKS", 0)
+    torch.compiler.reset()
+    right, reports = losses(tmp_path, [Compile(backend="aot_eager")]), Reports()
+    chosen = Compile(backend="aot_eager", scope="auto")
+    assert same(losses(tmp_path, [ActivationOffload(min_mb=0), chosen, reports]), right)
+    assert reports.parts["Compile"]["scope"] == "blocks"
+    assert "since ActivationOffload is given" in reports.parts["Compile"]["lines"][0]
+    assert reports.parts["ActivationOffload"]["moved_bytes"] > 0
 
 
 def test_every_second_block_by_pattern(tmp_path):

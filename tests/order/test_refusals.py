@@ -172,10 +172,6 @@ REFUSED = {
         run(callbacks=(Whole(), ActivationOffload())),
         "Whole makes one graph of whole models .*, and ActivationOffload is given.*Use Compile",
     ),
-    "activations out of one graph, chosen": (
-        run(callbacks=(Compile(scope="auto"), ActivationOffload())),
-        r"Compile makes one graph of whole models .*, and ActivationOffload is given.*Use Compile\(scope='blocks'",
-    ),
     "activations out of CUDA graphs": (
         run(callbacks=(Compile(mode="reduce-overhead"), ActivationOffload())),
         "Compile makes one graph .* or replays CUDA graphs, and ActivationOffload is given.*leave the offloading out",
@@ -278,6 +274,7 @@ ALLOWED = {
     "a graph as the strategy wants it": run(strategy=SIMPLE, callbacks=(Compile(), ActivationCheckpoint())),
     "no Compile where the strategy compiles": run(strategy=SIMPLE),
     "float8 in a graph": run(strategy=SIMPLE, precision=Float8Precision(emulate=True)),
+    "activations of blocks, on one device": run(callbacks=(Compile(scope="auto"), ActivationOffload())),
     "activations of blocks, chosen": run(strategy=FSDP2, callbacks=(Compile(scope="auto"), ActivationOffload())),
     "activations of blocks": run(callbacks=(Compile(scope="blocks"), ActivationOffload())),
     "activations outside fit": run(callbacks=(Whole(), ActivationOffload()), training=False),
