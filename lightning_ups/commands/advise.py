@@ -49,7 +49,7 @@ WARMUP, STEPS = 5, 15
 
 
 def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return what `advise` is told beside the options of fit, and the rest of the command line."""
+    """Return the options of `advise` itself, and the words that are options of fit."""
     parser = ArgumentParser(
         prog="python -m lightning_ups advise",
         description=__doc__,

@@ -39,10 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Import without the collector of garbage, which looks in vain through ever more modules.
-
-    That takes a quarter of the time, and as the interpreter ends, when it looks once more, half a second.
-    """
+    """Import without garbage collection, which takes a quarter of the import time and half a second at exit."""
     atexit.register(gc.freeze)
     collects = gc.isenabled()
     gc.disable()

@@ -67,7 +67,7 @@ _SAME = 1e-4  # how far apart two trainings may be that should be one: kernels m
 
 
 def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return what `verify` is told beside the options of fit, and the rest of the command line."""
+    """Return the options of `verify` itself, and the words that are options of fit."""
     parser = ArgumentParser(
         prog="python -m lightning_ups verify",
         description=__doc__,

@@ -178,7 +178,7 @@ class _Search:
             yield f"{layer.place(*keys)}: {kind.__name__} needs {' and '.join(missing)} below init_args."
 
     def class_path(self, name: str, bases: Sequence[type], keys: Keys, layer: Layer) -> Iterator[str]:
-        """Yield why `name` is no class below `bases`, if it is none."""
+        """Yield why `name` does not name a subclass of `bases`."""
         place, wanted = f"{layer.place(*keys)}: ", " or ".join(base.__name__ for base in bases)
         known = find_class(name, bases) or next(filter(None, (find_class(name, [*b]) for b in self._all_bases())), None)
         if known is not None:

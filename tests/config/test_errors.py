@@ -94,7 +94,7 @@ def test_what_lightning_calls_a_misconfiguration_is_short():
     assert short_text(without_this_frame(caught(namespace["run"]))) is None, "of another kind"
 
 
-def test_a_metric_that_early_stopping_waits_for_in_vain_is_short():
+def test_a_metric_that_is_not_logged_is_short():
     class Logs:
         fast_dev_run = False
         callback_metrics = {"val_loss": torch.zeros(())}  # noqa: RUF012

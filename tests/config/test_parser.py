@@ -19,7 +19,7 @@ def parser():
     return parser
 
 
-def test_what_stands_for_a_file(parser, tmp_path):
+def test_text_that_replaces_a_file(parser, tmp_path):
     (tmp_path / "trainer.yaml").write_text("max_epochs: 3\n")
     parser.texts = {"run.yaml": Layer(name="run.yaml", tree={"trainer": "trainer.yaml"}, folder=tmp_path)}
     assert parser.parse_args(["--config", "run.yaml"]).trainer.max_epochs == 3  # relative to the file

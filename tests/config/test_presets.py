@@ -48,7 +48,7 @@ def test_the_one_of_the_device_has_no_settings():
         presets.text("auto")
 
 
-def test_a_path_is_no_name():
+def test_a_path_is_refused():
     with pytest.raises(ValueError, match="presets/cpu"):
         presets.text("../presets/cpu")
 
