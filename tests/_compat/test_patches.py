@@ -156,7 +156,7 @@ EXCEPTIONS = {
     "callbacks/step_guard.py: save_checkpoint": "public, of one strategy",
     "commands/machine/packages.py: stdout": "public",
     "commands/machine/packages.py: stderr": "public",
-    "config/spelling.py: error": "public, of one parser",
+    "config/suggestions.py: error": "public, of one parser",
     "insight/memory/described_run.py: mock": "the step of an optimizer of a dry run",
     "insight/memory/described_run.py: take_over": "our own",
     "insight/memory/cuda.py: mock": "functions of a dry run",
