@@ -14,7 +14,7 @@ __all__ = ["ExactResume"]
 class ExactResume(Callback, OnlyOne):
     """Keep every rank's position in the training data and its random numbers in the checkpoint, and take them up.
 
-    A run that resumes then goes on with the same batches, in the same order, and the same random numbers. Lightning by
+    A resumed run continues with the same batches, in the same order, and the same random numbers. Lightning by
     itself begins a stock ``DataLoader`` anew, with other samples. `FSDP2Strategy` does all this by itself; there, this
     callback sets ``on_unreplayable``.
 
@@ -22,8 +22,8 @@ class ExactResume(Callback, OnlyOne):
     ranks had taken together.
 
     Args:
-        on_unreplayable: What cannot be replayed, such as random numbers that workers draw, is told by ``"warn"``, once,
-            or refused by ``"refuse"``.
+        on_unreplayable: For what cannot be replayed, such as random numbers drawn by workers: ``"warn"`` names it once,
+            ``"refuse"`` raises.
 
     Raises:
         ValueError: If ``on_unreplayable`` is unknown, or if something is to be refused.

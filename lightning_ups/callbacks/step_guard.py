@@ -64,7 +64,7 @@ class StepGuard(Callback, OnlyOne):
     to read the verdict first.
 
     ``"rollback"`` restores weights, optimizers, schedulers and step count from the last whole checkpoint that was saved
-    before the step, and goes on with the data that follow.
+    before the step, and continues with the data that follow.
 
     Args:
         on_nonfinite: What becomes of a step with NaN or infinity: ``"ignore"``, ``"warn"``, ``"skip"``,

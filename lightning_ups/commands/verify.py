@@ -261,7 +261,7 @@ class _References:
         middle = blocks[len(blocks) // 2]
         result: dict[str, float] = {}
         for name, fault in FAULTS.items():
-            # A gradient that is scaled shows where there is one: if need be, outside the blocks.
+            # A scaled gradient is visible in any gradient, if necessary in one outside the blocks.
             place = REST if fault is FAULTS["a gradient scaled by 2"] and not trained else middle
             found = self._train(precision=Precision(), plain=True, fault=(place, fault), steps=steps)
             if fault is FAULTS["a gradient scaled by 2"]:  # whose forward, until the first step, is the reference's

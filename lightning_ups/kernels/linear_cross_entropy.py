@@ -113,7 +113,7 @@ def linear_cross_entropy(
         return _by_torch(hidden, weight, targets, ignore_index, z_loss, softcap, round_logits, reduction, chunk)
     hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     grad = torch.is_grad_enabled()
-    # What vmap hands on does not say whether what it stands for requires a gradient.
+    # Tensors inside vmap do not say whether the tensors behind them require a gradient.
     batched = not torch.compiler.is_compiling() and in_torch_func()
     loss = linear_cross_entropy_forward(
         hidden_ND,

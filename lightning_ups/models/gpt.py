@@ -521,7 +521,7 @@ class GPTModule(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        if not hasattr(self, "model"):  # a second fit goes on with what the first has trained
+        if not hasattr(self, "model"):  # a second fit continues with the trained weights
             self.model = GPT(self.config)
 
     @override

@@ -138,7 +138,7 @@ def slots_of(
     """Return slots for those of ``weights`` that have a gradient, with state as torch's own fused step makes it.
 
     Args:
-        optimizer: Adam or AdamW, whose state is used, and made where there is none yet.
+        optimizer: Adam or AdamW, whose state is used, and created if it does not exist yet.
         weights: Contiguous tensors, whole or sharded; of a sharded one each rank steps its own part.
         gradients: Of each weight, or None.
         copies: The contiguous tensors that the weights are also written to, or None.

@@ -1,4 +1,4 @@
-"""Optimizers that stand for others go by the names of those."""
+"""Optimizers that wrap others have the class names of those."""
 
 from functools import cache
 

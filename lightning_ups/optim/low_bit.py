@@ -89,7 +89,7 @@ def _is_torchaos(kind: type) -> bool:
 
 
 def check_rounding(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer that was told to round stochastically and has no bfloat16 weights to round into.
+    """Refuse an optimizer with stochastic rounding that has no bfloat16 weights to round into.
 
     Raises:
         ValueError: If one is.

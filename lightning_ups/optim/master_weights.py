@@ -153,13 +153,13 @@ class MasterWeights:
 
     Others may write into the parameters: a copy, a clamp, a reset. What they wrote is taken over by the masters before
     the next step, and before a state dict is made; `Writes` says how they are seen. It is computed and rounded in
-    ``dtype``, where small changes are lost, so that parameters that are written again and again are told.
+    ``dtype``, where small changes are lost, so that a warning names parameters that are written repeatedly.
 
     Args:
         module: The module, with its float32 parameters.
         dtype: The type to compute in.
         leave: Modules in it whose parameters stay as they are.
-        tell: Is told of what others write again and again.
+        tell: Called with a warning about parameters that others write repeatedly.
 
     Raises:
         ValueError: If a parameter has no shape yet.
@@ -187,7 +187,7 @@ class MasterWeights:
         self.writes = Writes()
         self._names = {id(p): name for name, p in module.named_parameters() if p in self.of}
         self._loaded = set[int]()  # since the last step, from a state dict
-        self._written: dict[int, int] | None = {}  # in how many steps by others; None: that was told
+        self._written: dict[int, int] | None = {}  # in how many steps by others; None: the warning was given
         self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
         self.note_writes(self.of)
         self._handles: list[RemovableHandle] = []
@@ -293,7 +293,7 @@ class MasterWeights:
 class MasteredOptimizer(Optimizer):
     """Lets an optimizer step the masters, with the gradients of the low-precision parameters.
 
-    It has the parameter groups of the optimizer that it stands for, in the same order and over the parameters that
+    It has the parameter groups of the optimizer that it wraps, in the same order and over the parameters that
     the module has, so that schedulers, clipping and names keep their meaning. Its state dict is that optimizer's own.
 
     Args:
@@ -363,7 +363,7 @@ class MasteredOptimizer(Optimizer):
     @property
     @override
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Groups like those of the optimizer that it stands for, over the parameters that the module has."""
+        """Groups like those of the wrapped optimizer, over the parameters that the module has."""
         return self._groups
 
     @param_groups.setter
@@ -538,7 +538,7 @@ class MasteredOptimizer(Optimizer):
     @property
     @override
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The state of the optimizer that it stands for, by its master parameters."""
+        """The state of the wrapped optimizer, by its master parameters."""
         return self.inner.state
 
     @state.setter
@@ -549,7 +549,7 @@ class MasteredOptimizer(Optimizer):
             self._adopt_state()
 
     def undo(self) -> Optimizer:
-        """Return the optimizer it stands for, over the module's parameters again and with its state."""
+        """Return the wrapped optimizer, over the module's parameters again and with its state."""
         for handle in self._handles:
             handle.remove()
         self._hand_over_options()
@@ -662,7 +662,7 @@ class MasteredOptimizer(Optimizer):
         self._late_done = True
 
     def _hand_over_gradients(self) -> None:
-        if self._wrapper is None:  # where there is one, the reduction has left its sums in the masters
+        if self._wrapper is None:  # with a wrapper, the reduction has left its sums in the masters
             self._move_gradients(self._mastered())
         if self._coefficient is None:
             return

@@ -92,7 +92,7 @@ def check_finite(
     """Raise unless ``value`` is a finite number, of 0 or more, or, where that is given, ``above`` another.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is not finite, too small, or more than ``most``.
     """
     check_kind(name, value, float, of=of, why=why, optional=optional)

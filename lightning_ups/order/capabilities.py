@@ -74,7 +74,7 @@ def capabilities_of(precision: Precision) -> PrecisionCapabilities:
 
 
 def policy_of(precision: Precision) -> DtypePolicy | None:
-    """Return the policy that ``precision`` states or, if it is stock, stands for; None if it has no such meaning."""
+    """Return the policy of ``precision``, ours or stock; None if it cannot be expressed as one."""
     if isinstance(precision, HasCapabilities):
         return precision.policy
     # The class itself: a subclass inherits the name "32-true" and may do more than it says.

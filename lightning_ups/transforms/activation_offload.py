@@ -20,7 +20,7 @@ __all__ = ["Offloaded", "offload_activations"]
 MIN_BYTES = 2**20  # of a saved tensor: a copy takes some microseconds however small it is
 COMPARED_BYTES = 64 * 2**20  # at once, of a copy and what it is of
 SPREAD = 4  # a tensor with gaps goes with all of its storage, if that is not larger by more than this
-# Of a parameter, by which a cast or a view of it is told; autograd has no other name for them.
+# Of a parameter. It identifies casts and views of the parameter, for which autograd has no other name.
 _RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"}
 
 

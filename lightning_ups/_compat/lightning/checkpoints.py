@@ -28,7 +28,7 @@ _UNTIL_THE_END = ExitStack()  # of the process
 
 
 def last_checkpoints(trainer: Trainer) -> set[str]:
-    """Return those of which Lightning would take the newest. Where there is none, it warns and goes on without."""
+    """Return those of which Lightning would take the newest. If there is none, it warns and continues without."""
     found = {path for path in _on_exception(trainer) if get_filesystem(path).exists(path)}
     for callback in _savers(trainer):
         found |= callback._find_last_checkpoints(trainer)
@@ -123,7 +123,7 @@ def asked_weights_only(trainer: Any) -> Iterator[list[bool | None]]:
 def roll_back(trainer: Any, path: Path, *, weights_only: bool | None = False) -> None:
     """Restore from ``path`` what the steps since then have changed; every rank takes part.
 
-    The run goes on with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their
+    The run continues with the next batch, as the step that it was when the checkpoint was saved. Callbacks keep their
     state.
 
     Args:

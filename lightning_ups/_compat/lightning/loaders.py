@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Follower(Protocol):
-    """What is told about a loader, and may replace what it gives."""
+    """Observes a loader, and may replace its batches."""
 
     def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return an iterator in the place of the loader's, which ``make`` makes."""
@@ -199,7 +199,7 @@ def read_ahead(iterator: Any) -> Any:
 
 
 class _Ahead:
-    """Stands for the method that waits for a worker's batch."""
+    """Replaces the method that waits for a worker's batch."""
 
     def __init__(self, iterator: Any) -> None:
         # Weak: an iterator stops its workers when its last reference goes, and not when garbage is collected.
@@ -243,7 +243,7 @@ class _Ahead:
 
 
 def _innermost(iterator: Any) -> Any:
-    # An iterator that is followed for an exact resume names the one that it stands for.
+    # An iterator that is followed for an exact resume names the one that it wraps.
     while not isinstance(iterator, _BaseDataLoaderIter) and (inner := getattr(iterator, "inner", None)) is not None:
         iterator = inner
     return iterator

@@ -140,7 +140,7 @@ def _name(target: Any) -> str:
 
 @contextmanager
 def without_checks() -> Iterator[None]:
-    """Let distributions that are made while the context is open check no argument, unless they are told to."""
+    """Let distributions made while the context is open skip argument checks, unless a caller asks for them."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

@@ -23,7 +23,7 @@ class LeanProgressBar(TQDMProgressBar):
 
     A metric that is logged with ``prog_bar=True`` in ``training_step`` is read by Lightning at every step, whatever the
     bar's refresh rate, and each read waits until the GPU has done all its work. So log without ``prog_bar``: this bar
-    shows the metrics that it is told to all the same. When a refresh is due their numbers set out from the GPU, and it
+    shows the chosen metrics all the same. When a refresh is due their numbers set out from the GPU, and it
     is painted at the end of the batch by which they have come; only the last one of a run, or of an epoch where it
     counts epochs, waits for them. Where the Trainer has ``max_steps``, it counts towards that instead of towards the
     end of each epoch. What is logged to the terminal meanwhile stands above the bar.

@@ -62,7 +62,7 @@ class DryRun:
         replace_methods(self.module, optimizers=optimizers, schedulers=schedulers, backward=backward)
 
     def use_stand_in_optimizers(self) -> None:
-        """Let the module's step use as many optimizers as it has in training, of which none does anything."""
+        """Let the module's step use as many optimizers as it has in training; all are no-ops."""
         if not isinstance(self.module, LightningModule):
             return
         real = self._real_trainer

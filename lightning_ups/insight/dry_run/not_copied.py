@@ -41,7 +41,7 @@ class Uses:
 
 
 class NotCopied:
-    """Stands for an object that cannot be copied, and raises for whoever uses it in a step."""
+    """A placeholder for an object that cannot be copied; using it in a step raises."""
 
     def __init__(self, uses: Uses, what: str) -> None:
         vars(self).update(_uses=uses, _what=what)

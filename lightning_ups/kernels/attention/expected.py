@@ -22,7 +22,7 @@ __all__ = ["Expected", "Point", "point_of"]
 # Distances are in octaves of length. One in another respect is as far as so many of length:
 _WIDTH, _COUNT, _GROUPING, _MASK = 4.0, 0.5, 0.25, 1.5
 _LATE = 1.25  # a row that is slower than this, beside one with more work, waited for its host
-_LATE_ROWS = 3  # so many must have waited, for a time of the host to be told from a slow shape
+_LATE_ROWS = 3  # so many must have waited, to tell host time from a slow shape
 _NEIGHBOUR = 0.25  # a neighbour is nearer
 _ROUNDED = 1e-3  # so that what was measured at the very place does not weigh infinitely
 
@@ -156,7 +156,7 @@ def _square(one: _Place, other: _Place) -> float:
 class Expected:
     """The expected times of all backends in ``rows``, with gradients (``trains``) or without.
 
-    A row that was measured with gradients only stands for both. ``host`` has the milliseconds that the host of each
+    A row that was measured with gradients only counts for both. ``host`` has the milliseconds that the host of each
     backend needs, where they were measured. None of them counts for what is ``replayed`` by CUDA graphs.
     """
 

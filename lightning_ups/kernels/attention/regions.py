@@ -2,7 +2,7 @@
 
 A function compiled for dynamic lengths is guarded by the ranges that its choices were made for, and compiled anew
 beyond them. So they are as wide as can be: lengths (quarters of an octave) are one range as long as one choice is
-expected within 3 % of the fastest for all of them, and so many pairs that all ranges choose alike are told by that
+expected within 3 % of the fastest for all of them, and so many pairs that all ranges choose alike are identified by it
 alone. Borders between pairs are exact, since a backend that waits for its host takes as long for fewer of them.
 """
 

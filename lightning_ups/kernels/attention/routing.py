@@ -124,7 +124,7 @@ def _router(priority: tuple[Backend, ...]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
-        # Routing takes some 0.1 ms of the host, which is in vain where it comes to what torch does by itself.
+        # Routing takes about 0.1 ms of host time, which is wasted if the result is what torch does by itself.
         call = None
         if not torch.compiler.is_compiling() and priority == ("auto",) and attn_mask is None and _dense(query):
             call = _call_of(query, key, value, dropout_p, is_causal=is_causal, grouped=enable_gqa)

@@ -56,7 +56,7 @@ def tables() -> tuple[Table, ...]:
 
 
 def parse_table(content: dict[str, Any]) -> Table:
-    """Return the table that a file's content stands for."""
+    """Return the table in a file's content."""
     rows = tuple(Row(**row) for row in content["rows"])
     major, minor = content["capability"]
     return Table(content["device"], (major, minor), content["versions"], content["date"], rows, content.get("host", {}))

@@ -1,6 +1,6 @@
 """An optimizer whose state lies on the host, and which is one to everybody else.
 
-It stands for an optimizer of any class that treats each parameter by itself, over the same parameter groups:
+It wraps an optimizer of any class that treats each parameter by itself, over the same parameter groups:
 
     optimizer = OffloadedOptimizer(AdamW(module.parameters(), lr=3e-4))
     ...
@@ -36,7 +36,7 @@ Update = Literal["device", "host"]
 class OffloadedOptimizer(Optimizer):
     """Keeps the state of an optimizer on the host, and steps it in chunks.
 
-    Groups, options, gradients and the numbers of a state dict are those of the optimizer that it stands for. The state
+    Groups, options, gradients and the numbers of a state dict are those of the optimizer that it wraps. The state
     that one looks at is on the host; what one writes there, counts.
 
     Args:
@@ -138,7 +138,7 @@ class OffloadedOptimizer(Optimizer):
     @property
     @override
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The groups of the optimizer that it stands for."""
+        """The groups of the wrapped optimizer."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -249,7 +249,7 @@ class OffloadedOptimizer(Optimizer):
             self.steps.adopt()
 
     def undo(self) -> Optimizer:
-        """Return the optimizer it stands for, with its state, which stays where it is."""
+        """Return the wrapped optimizer, with its state, which stays where it is."""
         self.steps.close()
         if isinstance(self._inner, MasteredOptimizer):
             self._inner.masters.settle = None

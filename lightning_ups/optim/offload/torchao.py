@@ -23,7 +23,7 @@ def invalid_reasons(optimizer: Optimizer, *, clips: bool) -> list[str]:
     """Return why torchao's CPUOffloadOptimizer would not train as ``optimizer`` does; empty where it would.
 
     Args:
-        optimizer: What it is to stand for.
+        optimizer: The optimizer to replace.
         clips: Whether gradients are changed between backward and the step.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -42,7 +42,7 @@ def invalid_reasons(optimizer: Optimizer, *, clips: bool) -> list[str]:
 
 
 class TorchAOOffloaded(Optimizer):
-    """Steps by torchao's CPUOffloadOptimizer, over the groups of the optimizer that it stands for.
+    """Steps by torchao's CPUOffloadOptimizer, over the groups of the optimizer that it replaces.
 
     Gradients come down in backward, the CPU steps, parameters go up. Its state dict is torchao's.
 
@@ -75,7 +75,7 @@ class TorchAOOffloaded(Optimizer):
     @property
     @override
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Groups like those of the optimizer that it stands for."""
+        """Groups like those of the optimizer that it replaces."""
         return self._groups
 
     @param_groups.setter
@@ -165,7 +165,7 @@ class TorchAOOffloaded(Optimizer):
             group.update(saved)
 
     def undo(self) -> Optimizer:
-        """Return the optimizer it stands for; the state stays with torchao."""
+        """Return the replaced optimizer; the state stays with torchao."""
         return self.stepper
 
 

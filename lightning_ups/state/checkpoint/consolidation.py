@@ -64,7 +64,7 @@ class SavedWeights(Mapping[str, Tensor]):
 
 
 def check_file(path: Path) -> None:
-    """Raise ValueError if the file at ``path`` is no checkpoint from which a stock strategy goes on."""
+    """Raise ValueError if the file at ``path`` is not a checkpoint that a stock strategy can resume from."""
     saved, _ = meta.loaded(path, needless=meta.Everything(), mmap=True)
     meta.check_saved(path, saved, keys=("state_dict", "pytorch-lightning_version"))
     with meta.damage_told(path):

@@ -95,7 +95,7 @@ class Draft:
 
 
 def unwritable(path: Path) -> str | None:
-    """Return why no folder can be made at ``path`` or written to, or None, as far as can be told without doing it."""
+    """Return why no folder can be created at ``path`` or written to, or None if nothing is known against it."""
     # Not `Path.exists`, which raises in a folder that is closed to this user, and knows of no link to nothing.
     there = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not os.path.isdir(there):

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 APART = "apart.pt"  # hyperparameters: resuming does not need them, and they may be of any class
-EXTRA = "lightning_ups.extra_state"  # of modules, where it is no tensor: DCP would part a dict into its entries
+EXTRA = "lightning_ups.extra_state"  # of modules, unless it is a tensor: DCP would split a dict into its entries
 SHARDED = "lightning_ups.sharded"  # stands, in the rest of the state, for a DTensor that lies with the tensors
 PLACES = "lightning_ups.places"  # of what was sharded in the rest of a file, in which it is whole
 

@@ -50,8 +50,8 @@ def loaded(
 
     Args:
         path: A file that ``torch.save`` wrote.
-        weights_only: Build tensors, containers, numbers, strings, and classes that ``torch.serialization`` was told to
-            trust; of anything else, only the name. False: build everything, which runs whatever code the file names.
+        weights_only: Build tensors, containers, numbers, strings, and classes that ``torch.serialization`` trusts by
+            its settings; of anything else, only the name. False: build everything, and run code that it names.
         needless: Top-level keys that may stay behind when they hold something else.
         mmap: Map the tensors instead of reading them.
 
@@ -110,7 +110,7 @@ def weights(path: Path, saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_saved(path: Path, saved: Mapping[str, Any], *, keys: Sequence[str] = ("state_dict",)) -> None:
-    """Raise ValueError if what was ``saved`` at ``path`` lacks one of ``keys``, and is no checkpoint of a Trainer."""
+    """Raise ValueError if ``saved``, the content of ``path``, lacks one of the ``keys`` of a Trainer's checkpoint."""
     lacking = [key for key in keys if key not in saved]
     if lacking:
         alone = "state_dict" in lacking and any(isinstance(value, Tensor) for value in saved.values())
@@ -227,7 +227,7 @@ def _keys(saved: Mapping[str, Any]) -> str:
 
 
 class _Untrusted:
-    """Stands for an object whose class was not trusted; nothing of the class is imported or run."""
+    """A placeholder for an object whose class is not trusted; nothing of the class is imported or run."""
 
     name: str
 

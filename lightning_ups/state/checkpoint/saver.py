@@ -68,7 +68,7 @@ class Saver:
         asynchronous: Write in the background.
         timeout: How long ranks wait for one another.
         threads: How many files each rank writes at once; None takes the rank's share of the cores, 8 at most.
-        observe: Is told the phase of a save as it begins, from the thread that saves.
+        observe: Called with the phase of a save as it begins, from the thread that saves.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class _Planner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        # DCP parts a list of tensors and not a tuple, and would pickle one of what stands for their shards.
+        # DCP splits a list of tensors but not a tuple, and would pickle a tuple of the shards' placeholders.
         parts = {".".join(map(str, path)): (path, value) for path, value in _parts((), state_dict)}
         super().set_up_planner({name: value for name, (_, value) in parts.items()}, storage_meta, is_coordinator)
         self.mappings = {name: path for name, (path, _) in parts.items()}

@@ -127,7 +127,7 @@ def _global(value: Any, parameter: Tensor, key: str, forms: dict[str, str]) -> A
     if is_sequence(value):  # such as LBFGS's of earlier directions
         return type(value)(_global(inner, parameter, key, forms) for inner in value)
     if isinstance(value, Tensor) and value.is_sparse:
-        return value.to_dense()  # files have no sparse tensors, and an optimizer goes on with a dense one
+        return value.to_dense()  # files have no sparse tensors, and an optimizer can continue with a dense one
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.dim() == 0:

@@ -3,7 +3,7 @@
 Note [What is replayed]. A position is the state of all generators when the loader's iterator was made, that when its
 sampler began, and the number of batches that the training loop took; workers and prefetchers have read further. To
 take it up, the iterator is made from the first state and the sampler begins from the second. Its first batches of
-indices are drawn and dropped, so that no sample is read in vain, and a checksum over them tells whether they are those
+indices are drawn and dropped, so that no unused sample is read, and a checksum over them tells whether they are those
 that were trained on. Batches that this process had read ahead are read again from the state in which they were read.
 Then the generators get the state of the moment of saving. A sampler's own seed is no generator's; see `sampler`.
 
@@ -107,7 +107,7 @@ class FollowedLoader:
 
     @property
     def stand_in(self) -> Any:
-        """What stands for the loader: itself, if it is a DataLoader or names one."""
+        """The object that identifies the loader: itself, if it is a DataLoader or names one."""
         return self._given if self._followed is not None else _stand_in(self._given, self)
 
     @property
@@ -373,7 +373,7 @@ class _Iterator:
 
     @property
     def inner(self) -> Any:
-        """The iterator that it stands for, or None while that is still to be made."""
+        """The wrapped iterator, or None while it does not exist yet."""
         return None if callable(self._inner) else self._inner
 
     def __iter__(self) -> Iterator[Any]:

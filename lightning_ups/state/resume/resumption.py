@@ -72,7 +72,7 @@ class Resumption:
             at_end: Whether it was loaded without such a state at the end of an epoch.
 
         Returns:
-            What stands for them: themselves, if they are DataLoaders.
+            The objects that identify them: themselves, if they are DataLoaders.
 
         Raises:
             ValueError: If they are fewer or more than those of the loaded state, or if one cannot be replayed and that

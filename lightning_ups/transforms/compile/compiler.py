@@ -83,7 +83,7 @@ def compiled(
         keeps_outputs: Whether what CUDA graphs return in training is copied out of their memory, as far as it is not
             more than ``COPIED_BYTES``, and not only scalars.
         overwrites: Whether graphs write to what those of the step before have returned and saved, so that a backward
-            that comes in a later step is an error. The steps are told to ``Compiled.backwards``.
+            that comes in a later step is an error. Call ``Compiled.backwards.begin_step`` at each step.
         replay: What may choose CUDA graphs when it has measured the first step.
         gradients: What moves the gradients that graphs would overwrite, before one runs.
         parts_of: Returns the blocks within a block, which are compiled in its place if it does not compile.
@@ -123,7 +123,7 @@ def has_graph(module: nn.Module) -> bool:
 
 
 def _behind_forward(module: nn.Module) -> Any:
-    """Return what the function is a method of that stands for the forward of ``module``, or None."""
+    """Return the object whose method replaces the forward of ``module``, or None."""
     return getattr(getattr(vars(module).get("forward"), "__func__", None), "__self__", None)
 
 
@@ -131,8 +131,8 @@ def refuse_compiled(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     """Raise if ``model`` compiles one of ``blocks`` already.
 
     Raises:
-        ValueError: If a block is, lies in or holds a module that ``torch.compile`` made or that was told to compile
-            itself.
+        ValueError: If a block is, lies in or holds a module that ``torch.compile`` made or whose ``compile()`` was
+            called.
     """
     for name in compiled_by_model(model, blocks).values():
         raise ValueError(
@@ -217,7 +217,7 @@ class Compiled:
         """Raise if a block ran and is not compiled.
 
         Raises:
-            RuntimeError: If so, unless that was told when it failed; with ``on_failure="eager"`` it is told now.
+            RuntimeError: If so, unless a warning said so when it failed; with ``on_failure="eager"`` this warns.
         """
         if not self.unchecked:
             return
@@ -323,11 +323,11 @@ class Compiled:
             )
 
     def begin(self) -> None:
-        """Take it that a training step begins: what ran before it, as in an evaluation, does not prove it."""
+        """Called when a training step begins. Blocks that ran earlier, as in an evaluation, do not count."""
         self._any_ran = False
 
     def note_run(self, module: nn.Module) -> None:
-        """Take it that a block runs. A loss does in any case: it says nothing of the blocks beside it."""
+        """Record that a block runs. A loss does not count, unless only losses are compiled."""
         self._any_ran = self._any_ran or self.only_losses or not is_loss(module)
 
     def check_ran(self) -> None:

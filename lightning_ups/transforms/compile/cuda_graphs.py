@@ -77,7 +77,7 @@ class Forward:
         self.over = self.stale = False
 
     def begin_backward(self, *_: Any) -> None:
-        """Take it that its backward begins.
+        """Called when its backward begins.
 
         Raises:
             RuntimeError: If it comes too late.
@@ -104,7 +104,7 @@ class Backwards:
         self._waiting: list[ref[Forward]] = []
 
     def watch(self, outputs: Any, inputs: Any) -> None:
-        """Take it that graphs return ``outputs`` in this step, whose backward must come in it if it comes."""
+        """Record that graphs return ``outputs`` in this step. Their backward must run in the same step."""
         given = {id(value) for value in _tensors(inputs)}
         nodes = {value.grad_fn for value in _tensors(outputs) if value.grad_fn is not None and id(value) not in given}
         if nodes:
@@ -114,7 +114,7 @@ class Backwards:
             self._waiting.append(ref(forward))
 
     def begin_step(self) -> None:
-        """Take it that a step begins."""
+        """Called when a step begins."""
         for waiting in self._waiting:
             if (forward := waiting()) is not None and not forward.over:
                 forward.stale = True
@@ -191,7 +191,7 @@ class OwnGradients:
         self._own: list[Tensor | None] = []
 
     def leave(self) -> None:
-        """Take it that a backward may have left gradients in memory of a graph."""
+        """Record that a backward may have left gradients in memory of a graph."""
         self._left = True
 
     def take_left(self) -> None:

@@ -32,7 +32,7 @@ _USUAL_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiler:
-    """What ``torch.compile`` is told.
+    """The arguments of ``torch.compile``.
 
     Args:
         backend: The name of a registered backend.

@@ -190,7 +190,7 @@ class Pace:
         self._began: float | None = None
 
     def begin_step(self) -> float | None:
-        """Take it that a step begins, and wait for the device; return the milliseconds once enough are timed."""
+        """Wait for the device at the beginning of a step; return the step time in ms once enough steps are timed."""
         if self._began is not None:
             self._times.append(self._clock.now() - self._began)
         if len(self._times) == PACED_STEPS:

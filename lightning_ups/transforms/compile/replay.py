@@ -123,7 +123,7 @@ class Replay:
         return {} if self.choice is None else {**self.choice.facts, **made}
 
     def begin_step(self) -> None:
-        """Take it that a training step begins."""
+        """Called when a training step begins."""
         self._keep_pace()
         self._step.clear()
         self.gradients = self.gradients and self.active
@@ -131,11 +131,11 @@ class Replay:
     # The first step: what runs in it, and how long that takes.
 
     def watch(self, call: Call | None) -> None:
-        """Take it that the model runs ``call`` now, or None, one without gradients."""
+        """Record that the model runs ``call`` now, or None for a call without gradients."""
         self._now = call
 
     def ran_graph(self) -> None:
-        """Take it that a graph runs in this call."""
+        """Record that a graph runs in this call."""
         if self.choice is None and self._now is not None:
             self._step.append(self._now)
 
@@ -149,7 +149,7 @@ class Replay:
         self._timings[self._now] = measure(rehearsal, self._clock)
 
     def untimed(self, reason: str) -> None:
-        """Take it that this call cannot be measured."""
+        """Record why this call cannot be measured."""
         if self._now is not None:
             self._timings[self._now] = reason
 
@@ -311,7 +311,7 @@ class Replay:
         return True
 
     def runs_graph(self) -> None:
-        """Take it that the graph runs in this call."""
+        """Record that the graph runs in this call."""
         self._ran = True
 
     def ran_forward(self, forward: GraphForward) -> None:

@@ -39,7 +39,7 @@ def _adapted_class(plain: type[nn.Module], *, by_rows: bool) -> type[nn.Module]:
                 return output
             if by_rows:
                 input = input.contiguous()
-            if torch.compiler.is_compiling():  # where there is no second derivative anyway
+            if torch.compiler.is_compiling():  # compiled code has no second derivatives
                 return super().forward(input) if by_rows else _as_matrix(super().forward, input)
             if input.numel() == 0:
                 return in_high_precision(self, input)

@@ -1,4 +1,4 @@
-"""Parameters that are written to by hand where that would be lost, as codebooks that follow what they code."""
+"""Manual writes to gathered parameters, which would be lost, as of codebooks that follow their inputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

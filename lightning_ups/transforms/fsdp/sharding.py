@@ -256,7 +256,7 @@ def _plan(model: nn.Module, blocks: Mapping[str, nn.Module], roots: list[nn.Modu
 
 def _can_be_group(module: nn.Module) -> bool:
     # A recurrent layer keeps its weights a second time, in a list that FSDP2 does not know, and TorchScript in C++; and
-    # FSDP2 makes a subclass, which some classes want to be told of in a way of their own.
+    # FSDP2 makes a subclass, and the `__init_subclass__` of some classes requires arguments.
     return not isinstance(module, nn.RNNBase | torch.jit.ScriptModule) and _takes_subclasses(type(module))
 
 

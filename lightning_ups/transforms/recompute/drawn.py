@@ -22,7 +22,7 @@ class DrawnBefore(NamedTuple):
     state: Any
 
     def is_unmoved(self) -> bool:
-        """Return whether nothing was drawn since, as far as that is told at little cost."""
+        """Return whether nothing was drawn since, as far as a cheap check can see."""
         now = self.get()
         return now is self.state or (self.get is random.getstate and now == self.state)
 

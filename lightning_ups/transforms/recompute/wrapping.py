@@ -117,7 +117,7 @@ def saved_ops(save: Save | Sequence[str], block: nn.Module) -> tuple[Operator, .
     """Return the operators whose results ``save`` keeps: none, the costly ones, or those of these names.
 
     Raises:
-        ValueError: If a name stands for no operator, or for one that is made of others before it runs.
+        ValueError: If a name matches no operator, or one that is decomposed into others before it runs.
     """
     if save == "nothing":
         return ()
@@ -130,7 +130,7 @@ def saved_ops(save: Save | Sequence[str], block: nn.Module) -> tuple[Operator, .
 
 
 def refuse_recomputed(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Raise if ``model`` recomputes one of ``blocks`` itself, as models of transformers and timm can be told to.
+    """Raise if ``model`` recomputes one of ``blocks`` itself, as models of transformers and timm can.
 
     Raises:
         ValueError: If it does.

@@ -20,7 +20,7 @@ __all__ = ["EngineAttention", "engine_attention"]
 
 
 class EngineAttention:
-    """The modules of Transformer Engine that stand for the calls of attention, by block and by their order in it.
+    """The modules of Transformer Engine that replace calls of attention, by block and by their order in it.
 
     Args:
         recipe: Transformer Engine's recipe.

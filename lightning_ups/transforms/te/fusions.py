@@ -17,7 +17,7 @@ __all__ = ["READY", "Fusion", "fusions_in"]
 class Fusion:
     """A norm and what alone reads its result: linear layers, or a feed-forward network.
 
-    The names are patterns, such as ``model.layers.*.ffn_norm``; what ``*`` stands for is the same in all of them.
+    The names are patterns, such as ``model.layers.*.ffn_norm``; ``*`` matches the same text in all of them.
     Nothing else may read the norm's result: it is never computed by itself.
 
     Args:

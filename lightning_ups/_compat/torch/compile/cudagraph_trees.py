@@ -26,7 +26,7 @@ def marked_steps() -> Iterator[None]:
     """
     global _LAST_MARK
     marks = _marks()
-    ours = marks is None or marks.mark_step_counter == 0  # it counts down from 0, which stands for no mark
+    ours = marks is None or marks.mark_step_counter == 0  # it counts down from 0, which means no mark
     if ours and marks is not None:
         marks.mark_step_counter = _LAST_MARK  # no two steps of a process have one mark
     try:

@@ -130,7 +130,7 @@ def is_watched() -> bool:
 
 
 def configuration() -> Hashable:
-    """Return what stands for all settings that decide what a graph is compiled to."""
+    """Return a key of all settings that decide what a graph is compiled to."""
     return aot_config.get_hash(), inductor_config.get_hash()
 
 
@@ -140,7 +140,7 @@ def recompile_limit() -> int:
 
 
 def num_graphs(function: Callable[..., Any]) -> int:
-    """Return how many graphs stand for ``function``, something that ``torch.compile`` returned."""
+    """Return the number of graphs of ``function``, which ``torch.compile`` returned."""
     # Not a counter of new graphs: a second fit in the process compiles none, and is compiled all the same.
     code = function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
     return len(dynamo.eval_frame._debug_get_cache_entry_list(code))

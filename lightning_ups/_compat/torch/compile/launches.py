@@ -21,7 +21,7 @@ __all__ = ["Launch", "Operator", "launch_directly", "launched_by_graphs"]
 
 
 class Launch(NamedTuple):
-    """What Triton is told to run, in four warps.
+    """A kernel for Triton to run, in four warps.
 
     Args:
         kernel: As Triton launches it.
@@ -108,7 +108,7 @@ def _kind(value: Any) -> Any:
     """Return all that Triton looks at of an argument while it parses a kernel, or None if that is not known."""
     if isinstance(value, int | float | str):
         return type(value), value
-    dtype = getattr(value, "dtype", None)  # of a tensor without values, or of what stands for one in inductor
+    dtype = getattr(value, "dtype", None)  # of a tensor without values, or of inductor's placeholder for one
     return dtype if isinstance(dtype, torch.dtype) else None
 
 

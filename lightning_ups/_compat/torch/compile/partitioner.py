@@ -152,7 +152,7 @@ def _keeping_random_numbers(original: Callable[..., list[fx.Node]]) -> Callable[
             # Torch goes by no mark then.
             return list(dict.fromkeys([*node_info.inputs, *(leaf for node in random for leaf in _leaves(node))]))
         saved = original(*call.args, **call.kwargs)
-        # A cut goes through the parts of a result of many; where there is no choice torch names the whole of it.
+        # A cut goes through the parts of a result of many; torch names all of it if it has no choice.
         return list(dict.fromkeys(part for node in saved for part in (_leaves(node) if node in random else [node])))
 
     return choose_saved_values_set

@@ -39,7 +39,7 @@ def define_operator(
         keep: Called with a context, the inputs and the output, to keep what the gradient needs.
         differentiate: Called with that context and the gradients of the outputs; returns a gradient, or None, for
             each input. Without it there is none, and backward raises.
-        instead: What an error says is to be done where there is no such gradient.
+        instead: What an error advises if there is no such gradient.
     """
     schema = torch.library.infer_schema(function, mutates_args=())
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,6 +1,6 @@
 """Operators of torch by their name, and the ones that are dear to run a second time.
 
-A name is that of ``torch.ops``, with dots: ``aten.mm`` stands for every overload that makes a new tensor,
+A name is that of ``torch.ops``, with dots: ``aten.mm`` means every overload that makes a new tensor,
 ``aten.mm.default`` for one.
 """
 
@@ -91,7 +91,7 @@ def is_composite(op: Operator) -> bool:
 
 
 def uncalled(names: Iterable[str], called: set[Operator]) -> list[str]:
-    """Return those of ``names`` that stand for no operator in ``called``."""
+    """Return those of ``names`` that match no operator in ``called``."""
     return [name for name in names if called.isdisjoint(_overloads(name))]
 
 

@@ -1,6 +1,6 @@
 """FlashAttention's forward and backward formulas in eager torch, behind the same operator as the fast kernels.
 
-It stands in for them where there is no GPU: in tests of the operator, and where operations are counted.
+It replaces them if there is no GPU: in tests of the operator, and where operations are counted.
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 

@@ -16,7 +16,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class LocalShard:
-    """Stands for a DTensor whose local part was copied. It plans for DCP as the DTensor does, and gives the copy.
+    """Replaces a DTensor whose local part was copied. It plans for DCP as the DTensor does, and returns the copy.
 
     Not a DTensor itself: that would move its local part to the device of the mesh.
     """
