@@ -403,9 +403,10 @@ def _fit(
 def _compiled(chosen: Any, *, compiled: bool, whole: bool = True) -> list[Any]:
     """Return what compiles beside a precision: by blocks what breaks graphs, and nothing where that is refused."""
     from lightning_ups.callbacks import Compile
+    from lightning_ups.order.capabilities import capabilities_of
     from lightning_ups.precision import TEPrecision
 
-    if not compiled or getattr(chosen, "uncompilable", None):
+    if not compiled or capabilities_of(chosen).excludes_compile:
         return []
     return [Compile(scope="model" if whole and not isinstance(chosen, TEPrecision) else "blocks")]
 
