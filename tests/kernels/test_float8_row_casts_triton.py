@@ -68,7 +68,7 @@ def test_the_interpreted_kernels_do_what_the_reference_does():
 
 SCHEDULED = """
 import re
-from tests._compat.torch.compile.test_written_maxima import feed
+from tests._compat.torch.compile.test_graph_passes import feed
 from lightning_ups.transforms.float8.convert import compiler_settings, float8_swap
 from tests.compiled_for_cuda import scheduled
 
