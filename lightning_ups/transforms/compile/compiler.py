@@ -253,7 +253,7 @@ class Compiled:
 
     def _restore_forwards(self, group: Group) -> None:
         """Give the blocks of ``group`` their own forwards back, unless something has replaced ours since."""
-        for name in group.blocks:
+        for name in self._replaced.keys() & {*group.blocks}:  # not those of TorchScript
             module, ours, undo = self._replaced[name]
             if vars(module).get("forward") is ours:
                 undo.close()
@@ -361,6 +361,7 @@ class Compiled:
             f"{name}.{inner}": part
             for group in outer
             for name in group.blocks
+            if name in self._replaced
             for inner, part in roots(self._replaced[name][0])
         }
         if not parts:
