@@ -68,7 +68,7 @@ def before_hooks_of_a_step(precision: Any, do: Callable[[Any, Optimizer], None])
 def was_skipped(module: LightningModule, outputs: Any, *, began_at: int) -> bool:
     """Return whether ``training_step`` asked to skip the batch, by returning None.
 
-    One that optimizes itself may return None always: that it did some work is told by an optimizer's step. Those of
+    Under manual optimization it may always return None; a step of an optimizer shows that the batch was used. Steps of
     optimizers that it has asked for without Lightning's wrapper count in no global step: they are listened to from the
     end of the first batch that seems to have been skipped, which is then taken for one.
 

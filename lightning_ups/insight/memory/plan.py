@@ -74,7 +74,7 @@ class Planner:
             ``tensor_parallel_size``, ``tensor_parallel_plan``. None: those of the strategy of ``run``.
         optimizers: Creates the optimizer in place of ``configure_optimizers``.
         microbatches: Batches in an optimizer step.
-        device: The GPU. None: unknown, so that nothing is said to fit.
+        device: The GPU. None: unknown; the plan does not say what fits.
     """
 
     def __init__(
