@@ -40,6 +40,7 @@ from lightning_ups.models.gpt import GPT, SIZES, GPTConfig
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.te import RECIPES as KNOWN
 from lightning_ups.transforms.te import convert_to_te
 
 CUDA = torch.cuda.is_available()
@@ -285,7 +286,7 @@ def _llama() -> nn.Module:
 
 def conversion() -> dict[str, Any]:
     """Logits and gradients in bfloat16 and each recipe, fused and apart, against float32."""
-    from lightning_ups._compat.optional.te import autocast, make_recipe
+    from lightning_ups._compat.optional.te import autocast
 
     checks = Checks()
     for name, build in {"GPT": partial(GPT, SHAPE), "Llama": _llama}.items():
@@ -311,8 +312,7 @@ def conversion() -> dict[str, Any]:
         for recipe in RECIPES:
             with checks.attempt(f"{name}, {recipe}"):
                 done = convert_to_te(model, fuse="all", once=recipe == "delayed")
-                options = {"number_format": None, "history": 16, "compute": "max", "margin": 0}
-                made = make_recipe(recipe, reduce_amax=False, attention=False, **options)
+                made = KNOWN[recipe].make(amax_history=16)
 
                 @contextlib.contextmanager
                 def float8(done: Any = done, made: Any = made) -> Iterator[None]:
@@ -516,15 +516,14 @@ def attention() -> dict[str, Any]:
 
 
 def _attention_speed(recipe: str) -> dict[str, float]:
-    from lightning_ups._compat.optional.te import attention_for, autocast, begin_attention_scales, make_recipe
+    from lightning_ups._compat.optional.te import attention_for, autocast, begin_attention_scales
 
     heads, groups, width, seq = (32, 8, 128, 4096) if CUDA else (2, 1, 16, 16)
     q, k, v = (
         torch.randn(2, seq, h, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for h in (heads, groups, groups)
     )
-    options = {"number_format": None, "history": 1, "compute": "most_recent", "margin": 0, "reduce_amax": False}
-    made = make_recipe(recipe, attention=True, **options)
+    made = KNOWN[recipe].make(amax_history=1, amax_compute="most_recent", attention=True)
     module = attention_for(heads, width, groups=groups, scale=None)
     if recipe == "delayed":
         begin_attention_scales(module, recipe=made)

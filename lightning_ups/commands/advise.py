@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from lightning_ups._compat.optional.te import engine, why_not
+from lightning_ups._compat.optional.te import engine
 from lightning_ups.commands.trial import Trial, WorkClock
 from lightning_ups.insight.advise import (
     ENGINE,
@@ -37,14 +37,14 @@ from lightning_ups.order import PolicyPrecision, Stage, Weights, policy_of
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.precision.arguments import check_head, check_tokens
 from lightning_ups.transforms.casting import kept_in_float32, within
-from lightning_ups.transforms.float8 import MX_CAPABILITY, Recipe, fitting_linears, why_left
+from lightning_ups.transforms.float8 import RECIPES, fitting_linears, why_left
+from lightning_ups.transforms.te import RECIPES as ENGINE_RECIPES
 from lightning_ups.transforms.te import TEConversion
 
 __all__ = ["TRIES", "advise", "own_options", "show"]
 
 TRIES = True
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 WARMUP, STEPS = 5, 15
 
 
@@ -204,7 +204,7 @@ def _wanted(trial: Trial, device: torch.device) -> Sequence[str]:
 
 def _possible(trial: Trial, names: Sequence[str], *, device: torch.device, here: bool) -> Iterator[str]:
     """Yield the recipes that can run, and print in a line why the others cannot; raise if none can."""
-    known = (*RECIPES, "mxfp8", *ENGINE)
+    known = (*RECIPES, *ENGINE)
     if wrong := [name for name in names if name not in known]:
         raise ValueError(
             f"advise knows no recipe {wrong[0]!r}."
@@ -237,15 +237,16 @@ def _why_not(trial: Trial, recipe: str, device: torch.device | None) -> Exceptio
         return error
     run = trial.run
     compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
-    if recipe == "delayed" and compiled:
+    known = ENGINE_RECIPES[recipe]
+    if compiled and not known.compiles:
         return "it cannot run with Compile"
-    return why_not(recipe, device) if device is not None else None
+    return None if device is None else known.why_not(device)
 
 
 def _known(device: torch.device) -> Sequence[str]:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= MX_CAPABILITY:
-        return (*RECIPES, "mxfp8")
-    return RECIPES
+    least = min(recipe.capability for recipe in RECIPES.values())
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else least
+    return [name for name, recipe in RECIPES.items() if recipe.capability <= max(found, least)]
 
 
 def _layers(trial: Trial, names: Sequence[str], *, head: bool, tokens: int | None) -> dict[str, list[Layer]]:
@@ -286,7 +287,7 @@ def _given(trial: Trial, linears: Iterable[str], tokens: int) -> list[Layer]:
 def _engine_plan(trial: Trial, recipe: str, *, head: bool) -> TEConversion:
     asked = trial.precision
     chosen = copy(asked) if isinstance(asked, TEPrecision) else TEPrecision()
-    chosen.recipe, chosen.head = cast("Any", engine_recipe(recipe)), head or chosen.head
+    chosen.recipe, chosen.head = engine_recipe(recipe), head or chosen.head
     return chosen.planned(trial.module)
 
 
@@ -299,7 +300,7 @@ def _in_float32(trial: Trial) -> set[str]:
 
 def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:
     asked = trial.precision
-    selection: dict[str, Any] = {"recipe": cast("Recipe", recipe), "head": head}
+    selection: dict[str, Any] = {"recipe": recipe, "head": head}
     if isinstance(asked, Float8Precision):
         selection |= {"include": asked.include, "exclude": asked.exclude, "head": head or asked.head}
     return selection

@@ -39,26 +39,17 @@ from lightning_ups.insight.verify import (
 from lightning_ups.order import Weights, policy_of
 from lightning_ups.order.policy import STOCK_POLICIES
 from lightning_ups.order.refusals import check
-from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision
+from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
 from lightning_ups.state.checkpoint import check_file
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.casting import kept_in_float32, within
-from lightning_ups.transforms.float8 import fitting_linears
+from lightning_ups.transforms.float8 import RECIPES, fitting_linears
+from lightning_ups.transforms.te import RECIPES as ENGINE_RECIPES
 
 __all__ = ["OPTIONS", "TRIES", "Verdict", "own_options", "show", "verify"]
 
 OPTIONS = ("no_faults", "steps")  # as typed
 TRIES = True
-_ROUNDINGS: Mapping[str, Rounding] = {
-    "tensorwise": "tensor",
-    "rowwise": "row",
-    "rowwise_with_gw_hp": "row, gradient of the weight exact",
-    "mxfp8": "block",
-    "delayed": "tensor",  # these three are TEPrecision's, whose scales are near enough
-    "current": "tensor",
-    "block": "block",
-}
-_HYBRID = ("delayed", "current")  # unless the precision has another format
 _COARSER: Mapping[Rounding, Rounding] = {"tensor": "tensor, hybrid", "block": "block, hybrid"}
 
 
@@ -303,13 +294,14 @@ def _is_number(step: Step) -> bool:
 
 def _recipe(precision: Precision) -> str | None:
     """Return the recipe by which ``precision`` multiplies in float8, or None."""
-    recipe = getattr(precision, "recipe", None)
-    return recipe if recipe in _ROUNDINGS else None
+    return precision.recipe if isinstance(precision, (Float8Precision, TEPrecision)) else None
 
 
 def _rounding(recipe: str, asked: Any) -> Rounding:
-    chosen = getattr(asked, "number_format", None) or ("hybrid" if recipe in _HYBRID else "e4m3")
-    rounding = _ROUNDINGS[recipe]
+    engine = isinstance(asked, TEPrecision)
+    known: Any = ENGINE_RECIPES[recipe] if engine else RECIPES[recipe]
+    chosen = asked.number_format or ("hybrid" if engine and known.hybrid else "e4m3")
+    rounding: Rounding = known.rounding
     return _COARSER.get(rounding, rounding) if chosen == "hybrid" else rounding
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -34,10 +34,9 @@ from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
 from lightning_ups.transforms.float8 import (
-    MX_CAPABILITY,
+    RECIPES,
     Float8Conversion,
     Format,
-    Recipe,
     Scales,
     check_recipe,
     compiler_settings,
@@ -45,6 +44,7 @@ from lightning_ups.transforms.float8 import (
     convert_to_float8,
     fitting_linears,
     float8_linears,
+    recipe_of,
     why_none_fits,
 )
 from lightning_ups.transforms.fsdp import is_sharded
@@ -53,7 +53,10 @@ from lightning_ups.transforms.sharding import TENSOR
 __all__ = ["Float8Precision"]
 
 Filter = Literal["all", "auto"]
-CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
+if TYPE_CHECKING:
+    RecipeName = str
+else:
+    RecipeName = Literal[tuple(RECIPES)]  # --help and errors in YAML list the names
 
 
 class Float8Precision(PolicyPrecision):
@@ -65,7 +68,8 @@ class Float8Precision(PolicyPrecision):
 
     Args:
         recipe: How values are scaled: ``"tensorwise"``, the fastest; ``"rowwise"``; ``"rowwise_with_gw_hp"``, whose
-            gradients of weights stay in bfloat16; or ``"mxfp8"``, a scale for every 32 values, on Blackwell.
+            gradients of weights stay in bfloat16; ``"mxfp8"``, a scale for every 32 values, on Blackwell. In
+            Python also one that was added by `lightning_ups.transforms.float8.register`.
         include: Patterns of linear layers to convert. None: all in the blocks that repeat.
         exclude: Patterns of linear layers to leave.
         head: Also convert linear layers outside the blocks, such as the head of a language model. Not with ``include``.
@@ -95,7 +99,7 @@ class Float8Precision(PolicyPrecision):
     def __init__(
         self,
         *,
-        recipe: Recipe = "tensorwise",
+        recipe: RecipeName = "tensorwise",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         head: bool = False,
@@ -113,7 +117,7 @@ class Float8Precision(PolicyPrecision):
         check_kind("all_gather", all_gather, bool, of="Float8Precision", why=why, optional=True)
         check_kind("emulate", emulate, bool, of="Float8Precision", why="It is a switch.")
         check_recipe(recipe, all_gather=bool(all_gather), number_format=number_format)
-        self.recipe: Recipe = recipe
+        self.recipe: str = recipe
         self.number_format: Format = number_format
         self.include = None if include is None else as_patterns(include)
         self.exclude, self.head = as_patterns(exclude), head
@@ -150,7 +154,7 @@ class Float8Precision(PolicyPrecision):
     def gathers_float8(self) -> bool:
         if self._in_graph:
             return False  # the gathers of a graph know no types but torch's own
-        return self._sharded and (self.recipe == "tensorwise" if self.all_gather is None else self.all_gather)
+        return self._sharded and (recipe_of(self.recipe).gathers if self.all_gather is None else self.all_gather)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -291,7 +295,7 @@ class Float8Precision(PolicyPrecision):
     @override
     def refusal(self, run: Run) -> str | None:
         if run.accelerator == "cpu" and not self.emulate:
-            return _incapable("cpu")
+            return self._incapable("cpu")
         return why_none_fits(run.module, **self._selection)
 
     def _check_device(self, module: nn.Module) -> None:
@@ -300,23 +304,18 @@ class Float8Precision(PolicyPrecision):
             return
         device = trainer.strategy.root_device
         found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        what = f"{device.type}" if found is None else f"{torch.cuda.get_device_name(device)}, capability {found}"
-        if found is None or found < CAPABILITY:
-            raise RuntimeError(_incapable(what))
-        if self.recipe == "mxfp8" and found < MX_CAPABILITY:
-            raise RuntimeError(
-                f"Float8Precision(recipe='mxfp8') cannot run on this device: {what}."
-                f" Products in MXFP8 need a GPU of capability {MX_CAPABILITY} or higher, such as B200."
-                " Use recipe='tensorwise', or, to test, emulate=True."
-            )
+        if found is None:
+            raise RuntimeError(self._incapable(device.type))
+        if found < recipe_of(self.recipe).capability:
+            raise RuntimeError(self._incapable(f"{torch.cuda.get_device_name(device)}, capability {found}"))
 
-
-def _incapable(device: str) -> str:
-    return (
-        f"Float8Precision cannot run on this device: {device}."
-        f" Products in float8 need a GPU of capability {CAPABILITY} or higher, such as H100, H200 or L40S."
-        " Use BF16Precision, or, to test, Float8Precision(emulate=True)."
-    )
+    def _incapable(self, device: str) -> str:
+        recipe = recipe_of(self.recipe)
+        return (
+            f"Float8Precision(recipe={recipe.name!r}) cannot run on this device: {device}."
+            f" Its products need a GPU of capability {recipe.capability} or higher, such as {recipe.gpus}."
+            " Use BF16Precision, another recipe or, to test, Float8Precision(emulate=True)."
+        )
 
 
 def _check_whole(module: nn.Module) -> None:

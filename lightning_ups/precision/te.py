@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -23,9 +23,6 @@ from lightning_ups._compat.optional.te import (
     engine,
     forget_scales,
     holds_engine_modules,
-    make_recipe,
-    why_no_attention,
-    why_not,
     why_not_on,
 )
 from lightning_ups.insight.advise import (
@@ -54,18 +51,22 @@ from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.recompute import checkpointing_by
 from lightning_ups.transforms.sharding import DATA, TENSOR
 from lightning_ups.transforms.te import (
-    MULTIPLE,
+    RECIPES,
     EngineAttention,
     Fuse,
     Fusion,
     TEConversion,
     convert_to_te,
     engine_attention,
+    recipe_of,
 )
 
 __all__ = ["TEPrecision"]
 
-Recipe = Literal["delayed", "current", "block", "mxfp8"]
+if TYPE_CHECKING:
+    RecipeName = str
+else:
+    RecipeName = Literal[tuple(RECIPES)]  # --help and errors in YAML list the names
 Format = Literal["hybrid", "e4m3"]
 AmaxCompute = Literal["max", "most_recent"]
 Filter = Literal["all", "auto"]
@@ -117,7 +118,7 @@ class TEPrecision(PolicyPrecision):
     def __init__(
         self,
         *,
-        recipe: Recipe | None = "current",
+        recipe: RecipeName | None = "current",
         number_format: Format | None = None,
         amax_history: int | None = None,
         amax_compute: AmaxCompute | None = None,
@@ -137,7 +138,7 @@ class TEPrecision(PolicyPrecision):
         in_float32: Sequence[str] = (),
     ) -> None:
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
-        _check_known("recipe", recipe, (*get_args(Recipe), None))
+        _check_known("recipe", recipe, (*RECIPES, None))
         _check_known("number_format", number_format, (*get_args(Format), None))
         _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
         _check_known("fuse", fuse, get_args(Fuse))
@@ -151,7 +152,7 @@ class TEPrecision(PolicyPrecision):
         _check_filter(filter, recipe, fp8_attention=fp8_attention)
         _check_recipe(recipe, amax_history, amax_compute, margin, fp8_attention=fp8_attention)
         _check_in_float8(recipe, number_format=number_format, evaluate=evaluate, fp8_attention=fp8_attention)
-        self.recipe: Recipe | None = recipe
+        self.recipe: str | None = recipe
         self.number_format, self.margin = number_format, margin
         self.amax_history, self.amax_compute = amax_history or 1024, amax_compute or "max"
         self.include = None if include is None else as_patterns(include)
@@ -175,8 +176,8 @@ class TEPrecision(PolicyPrecision):
     @override
     def capabilities(self) -> PrecisionCapabilities:
         excludes = "fp8_attention=True" if self.fp8_attention else None
-        if self.recipe == "delayed":
-            excludes = "recipe='delayed'"
+        if (recipe := recipe_of(self.recipe)) is not None and not recipe.compiles:
+            excludes = f"recipe={recipe.name!r}"
         return replace(
             super().capabilities,
             breaks_graphs=True,  # its modules are no part of compiled code
@@ -216,13 +217,12 @@ class TEPrecision(PolicyPrecision):
         losers = self._losers(module) if self.filter == "auto" else None
         conversion = self.conversion = self._converted(module, losers)
         self._undo.callback(self._end, conversion)
-        if self.recipe is None:
+        if (recipe := recipe_of(self.recipe)) is None:
             return
-        self._made = make_recipe(
-            self.recipe,
+        self._made = recipe.make(
             number_format=self.number_format,
-            history=self.amax_history,
-            compute=self.amax_compute,
+            amax_history=self.amax_history,
+            amax_compute=self.amax_compute,
             margin=self.margin,
             reduce_amax=self._group is not None,
             attention=self.fp8_attention,
@@ -231,10 +231,16 @@ class TEPrecision(PolicyPrecision):
         if self._sharded or self.weights == "masters":
             self._undo.enter_context(refused_autocast(module, by="TEPrecision", choice=not self._sharded))
         if self.fp8_attention:
-            attention = engine_attention(find_blocks(module), self._made, name=self.recipe)
+            attention = engine_attention(find_blocks(module), recipe, self._made)
             self._attention = self._undo.enter_context(attention)
 
+    @property
+    def _keeps_scales(self) -> bool:
+        recipe = recipe_of(self.recipe)
+        return recipe is not None and recipe.keeps_scales
+
     def _converted(self, module: nn.Module, losers: dict[str, str] | None) -> TEConversion:
+        recipe = recipe_of(self.recipe)
         return convert_to_te(
             module,
             include=self.include,
@@ -244,8 +250,8 @@ class TEPrecision(PolicyPrecision):
             fuse=self.fuse,
             fusions=self.fusions,
             sharded=self._sharded,
-            multiple=32 if self.recipe == "mxfp8" else MULTIPLE if self.recipe else 1,
-            once=self.recipe == "delayed",
+            multiple=1 if recipe is None else recipe.multiple,
+            once=self._keeps_scales,
             in_float32=self.policy.in_float32,
             in_float8=self.recipe is not None,
             losers=losers,
@@ -300,7 +306,7 @@ class TEPrecision(PolicyPrecision):
         return Advice(recipe=name, layers=layers, table=table)
 
     def _end(self, conversion: TEConversion) -> None:
-        self._last_scales = conversion.scales() if self.recipe == "delayed" else {}
+        self._last_scales = conversion.scales() if self._keeps_scales else {}
         self.conversion = self._attention = None
         conversion.undo()
 
@@ -367,7 +373,7 @@ class TEPrecision(PolicyPrecision):
         with ExitStack() as stack:
             if self._made is not None and self.conversion is not None and (self.evaluate or not evaluating):
                 self.conversion.calls.begin()
-                if self.recipe == "delayed" and not self._begun:
+                if self._keeps_scales and not self._begun:
                     self.conversion.begin_scales(recipe=self._made)  # after a restore, which may bring some
                     self._begun = True
                 stack.enter_context(autocast(self._made, group=self._group))
@@ -392,14 +398,14 @@ class TEPrecision(PolicyPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self.recipe != "delayed":
+        if not self._keeps_scales:
             return {}
         scales = self._last_scales if self.conversion is None else self.conversion.scales()
         return {"recipe": self.recipe, "scales": scales} if scales else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.conversion is None or self.recipe != "delayed" or state_dict.get("recipe") != self.recipe:
+        if self.conversion is None or not self._keeps_scales or state_dict.get("recipe") != self.recipe:
             return  # the others keep no scales from step to step
         if new := self.conversion.set_scales(state_dict["scales"], recipe=self._made):
             rank_zero_info(
@@ -419,9 +425,11 @@ class TEPrecision(PolicyPrecision):
         if trainer is None:
             return
         device = trainer.strategy.root_device
-        if (why := why_not(self.recipe, device)) is not None:
+        recipe = recipe_of(self.recipe)
+        why = why_not_on(device.type) if recipe is None else recipe.why_not(device)
+        if why is not None:
             raise RuntimeError(_incapable(self.recipe, device.type, why))
-        if self.fp8_attention and (why := why_no_attention(str(self.recipe), device)) is not None:
+        if self.fp8_attention and recipe is not None and (why := recipe.why_no_attention(device)) is not None:
             raise RuntimeError(
                 f"TEPrecision(recipe={self.recipe!r}, fp8_attention=True) cannot train here: {why}."
                 " Its kernels are cuDNN's: 'delayed' from capability 9.0, Hopper, 'current' and 'mxfp8' from 10.0,"
@@ -461,8 +469,7 @@ def _split(size: int) -> str:
 def _incapable(recipe: str | None, device: str, why: str) -> str:
     return (
         f"TEPrecision(recipe={recipe!r}) cannot run on {device}: {why}."
-        " Transformer Engine needs a GPU: 'delayed' and 'current' capability 8.9, such as L40S or H100;"
-        " 'block' 9.0 with CUDA 12.9; 'mxfp8' 10.0, Blackwell."
+        f" Transformer Engine needs a GPU: {'; '.join(f'{each.name!r} {each.needs}' for each in RECIPES.values())}."
         " Use another recipe, recipe=None for bfloat16, or BF16Precision."
     )
 
@@ -519,12 +526,14 @@ def _check_recipe(
     *,
     fp8_attention: bool,
 ) -> None:
+    known = recipe_of(recipe)
     given = {"amax_history": history, "amax_compute": compute, "margin": margin or None}
-    if recipe != "delayed" and (wrong := [name for name, value in given.items() if value is not None]):
+    accepted = () if known is None else known.options
+    if wrong := [name for name, value in given.items() if value is not None and name not in accepted]:
+        others = " or ".join(f"recipe={each.name!r}" for each in RECIPES.values() if wrong[0] in each.options)
         raise ValueError(
-            f"TEPrecision(recipe={recipe!r}) is given with {wrong[0]}={given[wrong[0]]!r}."
-            " Only delayed scaling looks at the maxima of earlier steps."
-            f" Use recipe='delayed', or leave {wrong[0]} out."
+            f"TEPrecision(recipe={recipe!r}) is given with {wrong[0]}={given[wrong[0]]!r}, which it does not take."
+            f" Use {others}, or leave {wrong[0]} out."
         )
     if history is not None and history < 1:
         raise ValueError(
@@ -532,11 +541,11 @@ def _check_recipe(
             " It counts the steps whose maxima the scales come from."
             " Use 1 or more; 16 and 1024 are common."
         )
-    if fp8_attention and recipe == "block":
+    if fp8_attention and known is not None and known.attention is None:
+        others = " or ".join(repr(each.name) for each in RECIPES.values() if each.attention is not None)
         raise ValueError(
-            "TEPrecision(recipe='block', fp8_attention=True) cannot be."
-            " Transformer Engine has no float8 attention with scales by blocks."
-            " Use recipe='current' or 'delayed', or fp8_attention=False."
+            f"TEPrecision(recipe={recipe!r}, fp8_attention=True) cannot be: the recipe has no float8 attention."
+            f" Use recipe={others}, or fp8_attention=False."
         )
 
 

@@ -69,7 +69,7 @@ def test_the_interpreted_kernels_do_what_the_reference_does():
 SCHEDULED = """
 import re
 from tests._compat.torch.compile.test_graph_passes import feed
-from lightning_ups.transforms.float8.convert import compiler_settings, float8_swap
+from lightning_ups.transforms.float8 import compiler_settings, float8_swap
 from tests.compiled_for_cuda import scheduled
 
 build, shape, _ = feed(float8_swap({recipe!r}))

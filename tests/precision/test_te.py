@@ -14,6 +14,7 @@ from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import Placement, Run, applied, refusals
 from lightning_ups.precision import BF16Precision, Float8Precision, TEPrecision
 from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.te import Recipe
 from lightning_ups.transforms.te.fusions import Fusion
 from tests import fake_te
 from tests.config.test_requested_run import DEFAULTS
@@ -486,7 +487,7 @@ class TestAttention:
         near(found.losses, fit(tmp_path, TEPrecision(fp8_attention=True)).losses, rel=1e-6)
 
     def test_a_recipe_without_kernels_is_refused_before_anything_is_converted(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("lightning_ups.precision.te.why_no_attention", lambda name, device: f"not with {name}")
+        monkeypatch.setattr(Recipe, "why_no_attention", lambda recipe, device: f"not with {recipe.name}")
         model = Net()
         with pytest.raises(
             RuntimeError, match=r"fp8_attention=True\) cannot train here: not with current\..*=False\.$"
@@ -639,7 +640,7 @@ class TestErrors:
             ({"recipe": "delayed", "amax_history": 0}, "amax_history=0.*1 or more"),
             ({"recipe": None, "number_format": "e4m3"}, r"=None, number_format='e4m3'\).*leave number_format"),
             ({"recipe": None, "fp8_attention": True}, r"recipe=None, fp8_attention=True\).*Choose a recipe"),
-            ({"recipe": "block", "fp8_attention": True}, "scales by blocks.*or fp8_attention=False"),
+            ({"recipe": "block", "fp8_attention": True}, "has no float8 attention.*or fp8_attention=False"),
         ],
     )
     def test_bad_choices_are_refused_at_construction(self, options, text):

@@ -34,7 +34,6 @@ __all__ = [
     "out_of_sight",
     "scales",
     "set_scales",
-    "why_no_attention",
     "why_not",
     "why_not_on",
 ]
@@ -101,69 +100,28 @@ def _check_cudnn() -> None:
         )
 
 
-def make_recipe(
-    name: str,
-    *,
-    number_format: str | None,
-    history: int,
-    compute: str,
-    margin: int,
-    reduce_amax: bool,
-    attention: bool,
-) -> Any:
-    """Return Transformer Engine's recipe of that name: delayed, current, block or mxfp8."""
+def make_recipe(engine_class: str, *, number_format: str | None, attention: bool, **options: Any) -> Any:
+    """Return Transformer Engine's recipe of that class."""
     recipes = _required("transformer_engine.common.recipe")
-    options: dict[str, Any] = {"fp8_dpa": attention} if attention else {}
+    if attention:
+        options["fp8_dpa"] = True
     if number_format is not None:
         options["fp8_format"] = getattr(recipes.Format, number_format.upper())
-    if name == "delayed":
-        options |= {"amax_history_len": history, "amax_compute_algo": compute, "margin": margin}
-        options["reduce_amax"] = reduce_amax
-    classes = {
-        "delayed": recipes.DelayedScaling,
-        "current": recipes.Float8CurrentScaling,
-        "block": recipes.Float8BlockScaling,
-        "mxfp8": recipes.MXFP8BlockScaling,
-    }
-    return classes[name](**options)
+    return getattr(recipes, engine_class)(**options)
 
 
-def why_not(name: str | None, device: torch.device) -> str | None:
-    """Return why the recipe cannot run on ``device``, or None if it can."""
+def why_not(check: str, device: torch.device) -> str | None:
+    """Return why ``device`` fails the function of this name, which says whether a recipe is available, or None."""
     te = engine()
     if (why := why_not_on(device.type)) is not None:
         return why
-    if name is None:
-        return None
-    checks = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
-    available, reason = checks.get(name, te.is_fp8_available)(return_reason=True)
+    available, reason = getattr(te, check)(return_reason=True)
     return None if available else reason.rstrip(".")
 
 
 def why_not_on(kind: str) -> str | None:
     """Return why nothing of it can run on devices of this kind, or None if it may; it need not be installed."""
     return None if kind == DEVICE else f"it runs on {DEVICE} devices alone"
-
-
-def why_no_attention(name: str, device: torch.device, *, width: int | None = None) -> str | None:
-    """Return why attention cannot train by the recipe on ``device``, with heads of this width, or None if it can.
-
-    Transformer Engine says of its kernels only that there is none. They are cuDNN's: FlashAttention 3 has float8 for
-    inference alone.
-    """
-    if device.type != "cuda":
-        return None
-    capability = torch.cuda.get_device_capability(device)
-    here = f"a GPU of capability {'.'.join(map(str, capability))}"
-    if capability < (9, 0) or capability == (12, 0):
-        return f"{here} has no float8 attention"
-    if capability < (10, 0) and name != "delayed":
-        return f"{here} has it with recipe='delayed' alone"
-    if width is None:
-        return None
-    if capability < (10, 0):
-        return None if width == 128 else f"{here} has it for heads of 128, and these are of {width}"
-    return None if width % 16 == 0 and width <= 128 else f"heads of {width} are no multiple of 16 up to 128"
 
 
 def autocast(recipe: Any, *, group: Any) -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ups._compat.torch import probes
 from lightning_ups.commands.machine.packages import KNOWN, Machine
 from lightning_ups.transforms.flags import AttentionBackend, attention_kernel_error
+from lightning_ups.transforms.float8 import RECIPES
 from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["TECHNIQUES", "Finding", "Technique", "Verdict", "examine"]
@@ -160,10 +161,8 @@ def _bfloat16(machine: Machine) -> Finding | None:
     return None
 
 
-def _mxfp8(machine: Machine) -> None:
-    if not hasattr(torch, "float8_e8m0fnu"):
-        raise RuntimeError("this torch has no scales of type float8_e8m0fnu")
-    probes.mxfp8_matmul(machine.device)
+def _probed(probe: Callable[[torch.device], None]) -> Check:
+    return lambda machine: probe(machine.device)
 
 
 def _attention(name: AttentionBackend) -> Check:
@@ -255,32 +254,18 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique(name="bf16", title="bfloat16", group="precision", check=_bfloat16),
     Technique(name="tf32", title="TF32", group="precision", gpus=1, capability=(8, 0)),
-    Technique(
-        name="float8-tensorwise",
-        title="float8, tensorwise scales (torchao)",
-        group="precision",
-        gpus=1,
-        capability=(8, 9),
-        packages=["torchao"],
-        check=lambda machine: probes.float8_matmul(machine.device, rowwise=False),
-    ),
-    Technique(
-        name="float8-rowwise",
-        title="float8, rowwise scales (torchao)",
-        group="precision",
-        gpus=1,
-        capability=(8, 9),
-        packages=["torchao"],
-        check=lambda machine: probes.float8_matmul(machine.device, rowwise=True),
-    ),
-    Technique(
-        name="mxfp8",
-        title="MXFP8 (torchao)",
-        group="precision",
-        gpus=1,
-        capability=(10, 0),
-        packages=["torchao"],
-        check=_mxfp8,
+    *(
+        Technique(
+            name=recipe.technique,
+            title=f"float8, recipe {recipe.name} (torchao)",
+            group="precision",
+            gpus=1,
+            capability=recipe.capability,
+            packages=["torchao"],
+            check=_probed(recipe.probe),
+        )
+        for recipe in RECIPES.values()
+        if recipe.technique is not None and recipe.probe is not None
     ),
     Technique(
         name="te-fp8",

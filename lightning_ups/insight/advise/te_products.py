@@ -9,9 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_ups._compat.optional.te import autocast, make_recipe
+from lightning_ups._compat.optional.te import autocast
 from lightning_ups.insight.advise.linear_shapes import Layer, Product
-from lightning_ups.transforms.te import Borrower, TEConversion, lay_together, linear_for, norm_linear_for, norm_mlp_for
+from lightning_ups.transforms.te import (
+    RECIPES,
+    Borrower,
+    TEConversion,
+    lay_together,
+    linear_for,
+    norm_linear_for,
+    norm_mlp_for,
+)
 
 __all__ = [
     "ENGINE",
@@ -27,7 +35,7 @@ __all__ = [
 ]
 
 _PREFIX = "te-"  # in tables and commands, next to torchao's recipes
-ENGINE = ("te-delayed", "te-current", "te-block", "te-mxfp8")
+ENGINE = tuple(_PREFIX + name for name in RECIPES)
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -156,16 +164,7 @@ class Modules(nn.Module):
 
 def engine_context(name: str) -> AbstractContextManager[Any]:
     """Return the context of Transformer Engine's recipe of this name, without all-reduces of amax."""
-    recipe = make_recipe(
-        engine_recipe(name),
-        number_format=None,
-        history=1024,
-        compute="max",
-        margin=0,
-        reduce_amax=False,
-        attention=False,
-    )
-    return autocast(recipe, group=None)
+    return autocast(RECIPES[engine_recipe(name)].make(), group=None)
 
 
 def engine_forward(modules: Modules) -> Callable[[Tensor], Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ups.insight.advise.linear_shapes import Product
 from lightning_ups.insight.advise.te_products import Modules, engine_context, engine_forward, is_engine
 from lightning_ups.insight.advise.timing_table import BFLOAT16, Timer, Times
-from lightning_ups.transforms.float8 import Recipe, compiler_settings, float8_swap
+from lightning_ups.transforms.float8 import compiler_settings, float8_swap
 
 __all__ = ["Clock", "timer_on"]
 
@@ -132,7 +132,7 @@ def _forwards(
     if not product.is_plain:
         return _compiled(modules, backend), _compiled(modules, backend), [*modules.parameters()]
     linear = modules.first[0]
-    layer = linear if recipe == BFLOAT16 else float8_swap(cast("Recipe", recipe))(cast("nn.Linear", linear))
+    layer = linear if recipe == BFLOAT16 else float8_swap(recipe)(cast("nn.Linear", linear))
     return (
         _compiled(modules.behind(layer), backend),
         _compiled(modules.behind(layer), backend),

@@ -1,51 +1,29 @@
 """Matrix products of linear layers in float8, by torchao."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ups._compat.optional.packages import require
-from lightning_ups._compat.torch.compile.graph_passes import leaner_casts
-from lightning_ups._compat.torch.compile.inductor import eager_precision_casts, known_to_caches
-from lightning_ups._compat.torch.compile.launches import launched_by_graphs
-from lightning_ups.kernels import float8_casts, float8_casts_triton, float8_row_casts, float8_row_casts_triton
-from lightning_ups.kernels.float8_casts import HAS_KERNELS
-from lightning_ups.kernels.float8_casts_triton import maxima_where_written
 from lightning_ups.transforms.blocks import find_blocks, select_names
 from lightning_ups.transforms.casting import name_other_layers
-from lightning_ups.transforms.float8 import product as float8_product
-from lightning_ups.transforms.float8 import row_product as float8_row_product
-from lightning_ups.transforms.float8.gather import show_plain_weight
-from lightning_ups.transforms.float8.layers import adapted
-from lightning_ups.transforms.float8.mx import mx_linear_from
-from lightning_ups.transforms.float8.product import FastSums, multiplied
-from lightning_ups.transforms.float8.row_product import multiplied_by_rows
+from lightning_ups.transforms.float8.recipes import RECIPES, Format, check_recipe, float8_swap, recipe_of
 from lightning_ups.transforms.on_module import OnModule
 
 __all__ = [
     "Float8Conversion",
-    "Format",
-    "Recipe",
-    "check_recipe",
-    "compiler_settings",
     "conversion_of",
     "convert_to_float8",
     "fitting_linears",
     "float8_linears",
-    "float8_swap",
     "why_left",
     "why_none_fits",
 ]
-
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
-Format = Literal["e4m3", "hybrid"]
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -56,8 +34,6 @@ _HOOK_TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_CASTS = (float8_casts.__file__, float8_casts_triton.__file__)
-FEATURE = "Float8Precision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +80,7 @@ def conversion_of(module: nn.Module) -> Float8Conversion | None:
 def convert_to_float8(
     module: nn.Module,
     *,
-    recipe: Recipe,
+    recipe: str,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     head: bool = False,
@@ -122,8 +98,7 @@ def convert_to_float8(
 
     Args:
         module: The module.
-        recipe: ``"tensorwise"``, the fastest; ``"rowwise"``, finer scales; ``"rowwise_with_gw_hp"``, whose gradients
-            of weights stay in high precision; ``"mxfp8"``, a scale for every 32 values.
+        recipe: The name of one of `RECIPES`.
         include: Patterns of names of linear layers. None: those in the blocks.
         exclude: Patterns of names that stay as they are.
         head: Also convert linear layers outside the blocks, such as the head of a language model.
@@ -177,7 +152,7 @@ def convert_to_float8(
 def fitting_linears(
     module: nn.Module,
     *,
-    recipe: Recipe,
+    recipe: str,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     head: bool = False,
@@ -201,38 +176,6 @@ def why_none_fits(module: nn.Module, **selection: Any) -> str | None:
     return None if fitting else _none_fits(module, reasons)
 
 
-def check_recipe(recipe: str, *, all_gather: bool, number_format: str = "e4m3") -> None:
-    """Refuse an unknown ``recipe`` or format, and a recipe with gathers or a format that it does not have.
-
-    Raises:
-        ValueError: If it is either.
-    """
-    if recipe not in get_args(Recipe):
-        raise ValueError(
-            f"The float8 recipe {recipe!r} is not a known one."
-            " A recipe says how values are scaled into the range of float8."
-            f" Use one of {get_args(Recipe)}."
-        )
-    if number_format not in get_args(Format):
-        raise ValueError(
-            f"The float8 format {number_format!r} is not a known one."
-            " A format says of which types values and gradients are."
-            f" Use one of {get_args(Format)}."
-        )
-    if number_format == "hybrid" and recipe != "tensorwise":
-        raise ValueError(
-            f"The float8 recipe {recipe!r} is given with number_format='hybrid'."
-            " Its gradients are e4m3, since its many scales leave no need for the range of e5m2."
-            " Use recipe='tensorwise', or number_format='e4m3'."
-        )
-    if all_gather and recipe != "tensorwise":
-        raise ValueError(
-            f"The float8 recipe {recipe!r} is given with all_gather=True."
-            " A gather in float8 needs one scale for the whole weight, and this recipe has one for each row."
-            " Use recipe='tensorwise', or all_gather=False."
-        )
-
-
 def float8_linears(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of ``module`` that compute in float8, without importing torchao."""
     return {name: m for name, m in module.named_modules() if _is_float8(m)}
@@ -249,7 +192,7 @@ def _none_fits(module: nn.Module, reasons: Mapping[str, str]) -> str:
 
 def _choose(
     module: nn.Module,
-    recipe: Recipe,
+    recipe: str,
     *,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
@@ -274,7 +217,7 @@ def _in_blocks(module: nn.Module) -> set[nn.Module]:
     return {inner for block in find_blocks(module).values() for inner in block.modules()}
 
 
-def _unfit(linear: nn.Linear, recipe: Recipe, *, tensor_size: int) -> str | None:
+def _unfit(linear: nn.Linear, recipe: str, *, tensor_size: int) -> str | None:
     if _is_float8(linear):
         return "converted already"
     if type(linear).__name__ == "NonDynamicallyQuantizableLinear":
@@ -287,18 +230,10 @@ def _unfit(linear: nn.Linear, recipe: Recipe, *, tensor_size: int) -> str | None
         return "its weight has no shape before the first batch"
     if linear.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"its weight is {str(linear.weight.dtype).removeprefix('torch.')}"
-    multiple = _multiple(recipe)
-    shape = f"{linear.in_features} x {linear.out_features}"
-    if linear.in_features % multiple or linear.out_features % multiple:
-        return f"{shape} is no multiple of {multiple}"
-    if linear.in_features % (multiple * tensor_size) or linear.out_features % (multiple * tensor_size):
-        return f"{shape}, split over {tensor_size} devices, is no multiple of {multiple}"
-    return None
-
-
-def _multiple(recipe: Recipe) -> int:
-    """Return what the kernels ask of every dimension."""
-    return 32 if recipe == "mxfp8" else 16
+    if recipe_of(recipe).fits(linear, tensor_size=tensor_size):
+        return None
+    split = "" if tensor_size == 1 else f", split over {tensor_size} devices,"
+    return f"{linear.in_features} x {linear.out_features}{split} is no multiple of {recipe_of(recipe).multiple}"
 
 
 def _put(module: nn.Module, linear: nn.Linear, float8: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -335,74 +270,5 @@ def _take_over(float8: nn.Module, linear: nn.Linear) -> None:
         object.__setattr__(float8, "reset_parameters", MethodType(type(linear).reset_parameters, float8))
 
 
-def compiler_settings(recipe: str, *, by_kernels: bool = HAS_KERNELS) -> AbstractContextManager[None]:
-    """Return what holds, while it is open, the compiler's settings that ``recipe`` wants.
-
-    Args:
-        recipe: Of the layers.
-        by_kernels: Whether each layer casts by kernels of ours, and none by operators that the compiler joins with
-            others. Those have to round, for scales of rows, as eager code does.
-    """
-    if recipe == "tensorwise":
-        return _tensorwise_settings()
-    return _settings_by_rows(by_kernels) if recipe in ("rowwise", "rowwise_with_gw_hp") else nullcontext()
-
-
-@contextmanager
-def _tensorwise_settings() -> Iterator[None]:
-    launched = launched_by_graphs(float8_casts_triton.OPERATORS, sources=_CASTS)
-    known = known_to_caches(multiplied, FastSums, sources=(float8_product.__file__, *_CASTS))
-    with maxima_where_written(), leaner_casts(), launched, known:
-        yield
-
-
-@contextmanager
-def _settings_by_rows(by_kernels: bool) -> Iterator[None]:  # noqa: FBT001
-    casts = (*_CASTS, float8_row_casts.__file__, float8_row_casts_triton.__file__)
-    launched = launched_by_graphs(float8_row_casts_triton.OPERATORS, sources=casts)
-    products = (float8_product.__file__, float8_row_product.__file__)
-    known = known_to_caches(multiplied_by_rows, FastSums, sources=(*products, *casts))
-    with nullcontext() if by_kernels else eager_precision_casts(), launched, known:
-        yield
-
-
-def float8_swap(
-    recipe: Recipe, *, number_format: Format = "e4m3", all_gather: bool = False, emulate: bool = False
-) -> Callable[[nn.Linear], nn.Module]:
-    """Return what makes of a linear layer one that multiplies in float8, with the same Parameters or views of them.
-
-    Raises:
-        ModuleNotFoundError: If torchao is missing, or is too old for ``recipe``.
-    """
-    if recipe == "mxfp8":
-        return mx_linear_from(emulate=emulate)
-    torchao = require("torchao.float8", requirement="torchao>=0.17", extra="float8", feature=FEATURE)
-    config = replace(
-        torchao.Float8LinearConfig.from_recipe_name(recipe),
-        **_finer_gradients(torchao) if recipe == "tensorwise" and number_format == "e4m3" else {},
-        enable_fsdp_float8_all_gather=all_gather,
-        emulate=emulate,
-        pad_inner_dim=True,
-    )
-
-    def swap(linear: nn.Linear) -> nn.Module:
-        # The public way, of one layer: it also keeps Triton from storing wrong bytes in kernels compiled later.
-        float8 = adapted(torchao.convert_to_float8_training(linear, config=config), by_rows=recipe != "tensorwise")
-        if all_gather:
-            show_plain_weight(float8)
-        return float8
-
-    return swap
-
-
-def _finer_gradients(torchao: Any) -> dict[str, Any]:
-    """Return the settings by which gradients have three bits behind the point, as values have, and not two.
-
-    That halves the error of each. Torchao has e5m2 here, for more range, which a tensor with one scale seldom uses.
-    """
-    cast = torchao.config.CastConfig(target_dtype=torchao.config.e4m3_dtype)
-    return {"cast_config_grad_output": cast, "cast_config_grad_output_for_grad_weight": cast}
-
-
 def _is_float8(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Float8Linear", "MXFP8Linear")
+    return type(module).__name__ in {recipe.layer for recipe in RECIPES.values()}

@@ -17,17 +17,17 @@ from lightning_ups.transforms.float8.layers import (
     refuse_tracing,
 )
 
-__all__ = ["MX_CAPABILITY", "mx_linear_from"]
+__all__ = ["mx_linear_from"]
 
-MX_CAPABILITY = (10, 0)  # Blackwell multiplies in it; Hopper does not
 _BLOCK = 32
 
 
-def mx_linear_from(*, emulate: bool) -> Callable[[nn.Linear], nn.Module]:
+def mx_linear_from(*, emulate: bool, **_: Any) -> Callable[[nn.Linear], nn.Module]:
     """Return what makes of a linear layer one that multiplies in MXFP8, with the same Parameters.
 
     Args:
         emulate: Compute in high precision what MXFP8 would, on any device.
+        **_: What other recipes take, and this one has no choice of.
 
     Raises:
         ModuleNotFoundError: If torchao is missing.

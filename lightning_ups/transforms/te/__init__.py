@@ -1,17 +1,19 @@
 """Layers of Transformer Engine."""
 
 from lightning_ups.transforms.te.attention import EngineAttention, engine_attention
-from lightning_ups.transforms.te.convert import MULTIPLE, Fuse, TEConversion, convert_to_te
+from lightning_ups.transforms.te.convert import Fuse, TEConversion, convert_to_te
 from lightning_ups.transforms.te.forward import is_computed
 from lightning_ups.transforms.te.fusions import Fusion
 from lightning_ups.transforms.te.modules import Borrower, lay_together, linear_for, norm_linear_for, norm_mlp_for
+from lightning_ups.transforms.te.recipes import RECIPES, Recipe, recipe_of, register
 
 __all__ = [
-    "MULTIPLE",
+    "RECIPES",
     "Borrower",
     "EngineAttention",
     "Fuse",
     "Fusion",
+    "Recipe",
     "TEConversion",
     "convert_to_te",
     "engine_attention",
@@ -20,4 +22,6 @@ __all__ = [
     "linear_for",
     "norm_linear_for",
     "norm_mlp_for",
+    "recipe_of",
+    "register",
 ]

@@ -13,8 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_ups._compat.optional.te import attention_for, begin_attention_scales, is_quantizing, why_no_attention
+from lightning_ups._compat.optional.te import attention_for, begin_attention_scales, is_quantizing
 from lightning_ups.transforms.forward import Forward, replaced_forward
+from lightning_ups.transforms.te.recipes import Recipe
 
 __all__ = ["EngineAttention", "engine_attention"]
 
@@ -23,14 +24,14 @@ class EngineAttention:
     """The modules of Transformer Engine that replace calls of attention, by block and by their order in it.
 
     Args:
-        recipe: Transformer Engine's recipe.
-        name: Its name here.
+        recipe: The recipe.
+        made: Transformer Engine's own object of it.
     """
 
-    def __init__(self, recipe: Any, *, name: str) -> None:
+    def __init__(self, recipe: Recipe, made: Any) -> None:
         self.modules: dict[tuple[str, int], Any] = {}
         self.total = 0
-        self._recipe, self._name = recipe, name
+        self._recipe, self._made = recipe, made
 
     def module(self, key: tuple[str, int], q_BHTE: Tensor, k_BKTE: Tensor, scale: float | None) -> Any:
         """Return the module of this call, made when it is first called."""
@@ -38,12 +39,12 @@ class EngineAttention:
             self._check_width(key[0], q_BHTE)
             made = attention_for(q_BHTE.shape[1], q_BHTE.shape[3], groups=k_BKTE.shape[1], scale=scale)
             self.modules[key] = made.to(q_BHTE.device)
-            if self._name == "delayed":
-                begin_attention_scales(made, recipe=self._recipe)
+            if self._recipe.keeps_scales:
+                begin_attention_scales(made, recipe=self._made)
         return self.modules[key]
 
     def _check_width(self, block: str, q_BHTE: Tensor) -> None:
-        if why := why_no_attention(self._name, q_BHTE.device, width=q_BHTE.shape[3]):
+        if why := self._recipe.why_no_attention(q_BHTE.device, width=q_BHTE.shape[3]):
             raise ValueError(
                 f"{block} calls attention that cannot be computed in float8: {why}."
                 " Its backward is cuDNN's, which has kernels for few widths of heads."
@@ -52,7 +53,7 @@ class EngineAttention:
 
 
 @contextmanager
-def engine_attention(blocks: Mapping[str, nn.Module], recipe: Any, *, name: str) -> Iterator[EngineAttention]:
+def engine_attention(blocks: Mapping[str, nn.Module], recipe: Recipe, made: Any) -> Iterator[EngineAttention]:
     """Let Transformer Engine compute what ``blocks`` ask of ``scaled_dot_product_attention`` within its autocast.
 
     Attention that is not causal, or has a mask or dropout, is an error there: it would silently be another. So is what
@@ -60,10 +61,10 @@ def engine_attention(blocks: Mapping[str, nn.Module], recipe: Any, *, name: str)
 
     Args:
         blocks: Modules by name.
-        recipe: Transformer Engine's recipe.
-        name: Its name here.
+        recipe: The recipe.
+        made: Transformer Engine's own object of it.
     """
-    attention = EngineAttention(recipe, name=name)
+    attention = EngineAttention(recipe, made)
     with ExitStack() as undo:
         for name, block in blocks.items():
             undo.enter_context(replaced_forward(block, lambda inner, name=name: _routed(inner, name, attention)))

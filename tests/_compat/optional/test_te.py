@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_ups._compat.optional import te
+from lightning_ups.transforms.te import RECIPES
 from tests import fake_te, te_source
 
 KNOWN = json.loads((Path(__file__).parents[2] / "te_signatures.json").read_text())  # of release 2.20.2
@@ -147,28 +148,7 @@ def test_another_cudnn_is_told_of_before_anything_computes_with_it(package, monk
 
 
 def recipe(name, **options):
-    defaults = {"number_format": None, "history": 16, "compute": "max", "margin": 0, "reduce_amax": True}
-    return te.make_recipe(name, **(defaults | {"attention": False} | options))
-
-
-def test_recipes_by_name():
-    with fake_te.installed():
-        delayed = recipe("delayed", number_format="e4m3", compute="most_recent", margin=1, reduce_amax=False)
-        assert (delayed.fp8_format, delayed.amax_history_len) == (fake_te.Format.E4M3, 16)
-        assert (delayed.amax_compute_algo, delayed.margin, delayed.reduce_amax) == ("most_recent", 1, False)
-        assert recipe("delayed").fp8_format is fake_te.Format.HYBRID
-        assert type(recipe("current", attention=True)) is fake_te.Float8CurrentScaling
-        assert recipe("current", attention=True).fp8_dpa
-        assert type(recipe("block")) is fake_te.Float8BlockScaling
-        assert type(recipe("mxfp8")) is fake_te.MXFP8BlockScaling
-
-
-def test_why_a_device_cannot():
-    with fake_te.installed(everywhere=False):
-        assert te.why_not("current", torch.device("cpu")) == "it runs on cuda devices alone"
-        assert te.why_not("mxfp8", torch.device("cuda")).endswith("required for MXFP8 execution")
-        assert te.why_not("block", torch.device("cuda")) is None
-        assert te.why_not(None, torch.device("cuda")) is None
+    return RECIPES[name].make(**({"amax_history": 16, "reduce_amax": True} | options))
 
 
 def test_scales_come_and_go():
@@ -187,7 +167,7 @@ def test_scales_come_and_go():
         te.set_scales(new, kept, recipe=recipe("delayed"), num_products=1)
         assert all(torch.equal(te.scales(new)[name], value) for name, value in kept.items())
         shorter = engine.Linear(16, 16, params_dtype=torch.float32, device="cpu")
-        te.set_scales(shorter, kept, recipe=recipe("delayed", history=4), num_products=1)
+        te.set_scales(shorter, kept, recipe=recipe("delayed", amax_history=4), num_products=1)
         assert torch.equal(te.scales(shorter)["scaling_fwd.amax_history"], kept["scaling_fwd.amax_history"][:4])
 
 
@@ -207,27 +187,6 @@ def test_scales_begin_so_that_no_gradient_is_lost_and_what_there_is_stays():
         seen = te.scales(module)
         te.begin_scales(module, recipe=recipe("delayed"), num_products=1)
         assert all(torch.equal(seen[name], value) for name, value in te.scales(module).items())
-
-
-@pytest.mark.parametrize(
-    ("name", "capability", "width", "why"),
-    [
-        ("current", (9, 0), None, "a GPU of capability 9.0 has it with recipe='delayed' alone"),
-        ("mxfp8", (9, 0), 128, "a GPU of capability 9.0 has it with recipe='delayed' alone"),
-        ("delayed", (9, 0), None, None),
-        ("delayed", (9, 0), 128, None),
-        ("delayed", (9, 0), 64, "a GPU of capability 9.0 has it for heads of 128, and these are of 64"),
-        ("current", (10, 0), 64, None),
-        ("current", (10, 0), 72, "heads of 72 are no multiple of 16 up to 128"),
-        ("mxfp8", (10, 3), 256, "heads of 256 are no multiple of 16 up to 128"),
-        ("delayed", (8, 9), None, "a GPU of capability 8.9 has no float8 attention"),
-        ("current", (12, 0), None, "a GPU of capability 12.0 has no float8 attention"),
-    ],
-)
-def test_why_attention_cannot_train_in_float8(monkeypatch, name, capability, width, why):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert te.why_no_attention(name, torch.device("cuda"), width=width) == why
-    assert te.why_no_attention(name, torch.device("cpu"), width=width) is None
 
 
 def test_a_module_is_told_of_fsdp2_and_a_norm_need_not_be():

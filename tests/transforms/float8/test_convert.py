@@ -9,16 +9,15 @@ import torch
 from torch import nn
 from torch.nn.utils.prune import random_unstructured
 
-from lightning_ups.transforms.float8 import convert as float8
+from lightning_ups.transforms.float8 import recipes as float8
 from lightning_ups.transforms.float8.convert import (
-    check_recipe,
-    compiler_settings,
     conversion_of,
     convert_to_float8,
     fitting_linears,
     float8_linears,
 )
 from lightning_ups.transforms.float8.gather import gathers_in_float8
+from lightning_ups.transforms.float8.recipes import check_recipe, compiler_settings
 
 STATES = [f"autograd_cache_{state}" for state in ("hit", "miss", "bypass")]
 MARKED = "unsafe_marked_cacheable_functions"
@@ -305,11 +304,11 @@ def test_a_pattern_that_matches_nothing_says_what_would():
 
 
 def test_recipes_are_checked():
-    with pytest.raises(ValueError, match=r"recipe 'rowise' is not a known one.*Use one of \('tensorwise', 'rowwise'"):
+    with pytest.raises(ValueError, match=r"recipe 'rowise' is unknown.*Use one of \('tensorwise', 'rowwise'"):
         check_recipe("rowise", all_gather=False)
     with pytest.raises(ValueError, match=r"'rowwise' is given with all_gather=True.*recipe='tensorwise'"):
         check_recipe("rowwise", all_gather=True)
-    with pytest.raises(ValueError, match=r"format 'e5m2' is not a known one.*Use one of \('e4m3', 'hybrid'\)"):
+    with pytest.raises(ValueError, match=r"format 'e5m2' is unknown.*Use one of \('e4m3', 'hybrid'\)"):
         check_recipe("tensorwise", all_gather=False, number_format="e5m2")
     with pytest.raises(ValueError, match=r"'rowwise' is given with number_format='hybrid'.*number_format='e4m3'"):
         check_recipe("rowwise", all_gather=False, number_format="hybrid")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo import config  # noqa: TID251  (a user's setting, by the name that torch documents)
 
+from lightning_ups.transforms.float8 import compiler_settings
 from lightning_ups.transforms.float8 import row_product as float8_row_product
-from lightning_ups.transforms.float8.convert import compiler_settings
 from lightning_ups.transforms.recompute.wrapping import recompute
 from tests.transforms.float8.test_product import (
     OURS,

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_ups._compat.optional.te import autocast, make_recipe
+from lightning_ups._compat.optional.te import autocast
+from lightning_ups.transforms.te import RECIPES, Recipe
 from lightning_ups.transforms.te import attention as te_attention
 from tests import fake_te
 
@@ -29,8 +30,7 @@ class Block(nn.Module):
 
 
 def made(name="current"):
-    options = {"number_format": None, "history": 1, "compute": "max", "margin": 0, "reduce_amax": False}
-    return make_recipe(name, attention=True, **options)
+    return RECIPES[name].make(amax_history=1, attention=True)
 
 
 def fp8(name="current"):
@@ -38,7 +38,7 @@ def fp8(name="current"):
 
 
 def engine_attention(blocks, name="current"):
-    return te_attention.engine_attention(blocks, made(name), name=name)
+    return te_attention.engine_attention(blocks, RECIPES[name], made(name))
 
 
 def value():
@@ -100,11 +100,11 @@ def test_delayed_scaling_begins_with_scales_that_lose_no_gradients():
 def test_heads_that_have_no_kernel_are_refused(monkeypatch):
     asked = []
 
-    def why_not(name, device, *, width):
-        asked.append((name, device.type, width))
+    def why_not(recipe, device, *, width):
+        asked.append((recipe.name, device.type, width))
         return "heads are too narrow"
 
-    monkeypatch.setattr(te_attention, "why_no_attention", why_not)
+    monkeypatch.setattr(Recipe, "why_no_attention", why_not)
     block = Block()
     with (
         engine_attention({"b": block}),

@@ -29,8 +29,8 @@ from lightning_ups._compat.torch.compile.graph_passes import (
     pieces,
 )
 from lightning_ups.kernels.float8_casts import maxima, row_order
-from lightning_ups.transforms.float8 import convert as float8
-from lightning_ups.transforms.float8.convert import compiler_settings, float8_swap
+from lightning_ups.transforms.float8 import compiler_settings, float8_swap
+from lightning_ups.transforms.float8 import recipes as float8
 from tests.compiled_afresh import compiled_afresh
 from tests.compiled_for_cuda import attend
 from tests.interpreted import assert_equal_with_triton
@@ -474,7 +474,7 @@ def test_caches_know_it():
 SCHEDULED = """
 import re
 from tests._compat.torch.compile.test_graph_passes import blocks, by_kernels_alone
-from lightning_ups.transforms.float8.convert import compiler_settings
+from lightning_ups.transforms.float8 import compiler_settings
 from tests.compiled_for_cuda import scheduled
 
 def read(graph):

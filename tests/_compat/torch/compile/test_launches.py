@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from lightning_ups._compat.torch.compile.launches import launch_directly
 from lightning_ups.kernels import float8_casts_triton as kernels
 from lightning_ups.kernels.float8_casts import both_orders, column_order, maxima, row_order
-from lightning_ups.transforms.float8.convert import compiler_settings, float8_swap
+from lightning_ups.transforms.float8 import compiler_settings, float8_swap
 from tests.interpreted import assert_equal_with_triton
 from tests.kernels.test_float8_casts import assert_same
 
@@ -159,7 +159,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 from torch._higher_order_ops import triton_kernel_wrap
 from lightning_ups._compat.torch.compile import launches
-from lightning_ups.transforms.float8.convert import compiler_settings, float8_swap
+from lightning_ups.transforms.float8 import compiler_settings, float8_swap
 from tests._compat.torch.compile.test_graph_passes import feed
 from tests.compiled_for_cuda import scheduled
 

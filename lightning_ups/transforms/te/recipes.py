@@ -1,0 +1,154 @@
+"""The float8 recipes of Transformer Engine, one row for each."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_ups._compat.optional.te import make_recipe, why_not
+
+__all__ = ["RECIPES", "Recipe", "recipe_of", "register"]
+
+DELAYED_OPTIONS = ("amax_history", "amax_compute", "margin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How Transformer Engine's modules multiply in float8.
+
+    Args:
+        name: As users write it.
+        engine_class: The class in ``transformer_engine.common.recipe``.
+        scales: Where scales come from, in words, for the documentation.
+        needs: What it needs, in words, for errors and the documentation.
+        check: The function of ``transformer_engine.pytorch`` that says whether a device has it.
+        rounding: How its operands are rounded: per ``"tensor"`` or ``"block"``; ``verify`` compares with a reference
+            that rounds so.
+        hybrid: Its gradients are in e5m2 unless the user chooses another number format.
+        multiple: Both dimensions of a weight must be multiples of it.
+        keeps_scales: It has scales from step to step, which checkpoints hold and which a module may set once a step.
+        compiles: It may be given with ``Compile``.
+        attention: The least compute capability on which it has float8 attention. None: it has none.
+        options: The arguments of `TEPrecision` that only this recipe takes.
+    """
+
+    name: str
+    engine_class: str
+    scales: str
+    needs: str
+    check: str = "is_fp8_available"
+    rounding: str = "tensor"
+    hybrid: bool = False
+    multiple: int = 16
+    keeps_scales: bool = False
+    compiles: bool = True
+    attention: tuple[int, int] | None = (10, 0)
+    options: tuple[str, ...] = ()
+
+    def make(
+        self,
+        *,
+        number_format: str | None = None,
+        amax_history: int = 1024,
+        amax_compute: str = "max",
+        margin: int = 0,
+        reduce_amax: bool = False,
+        attention: bool = False,
+    ) -> Any:
+        """Return Transformer Engine's own object; a recipe without an option leaves its value out."""
+        given = {"amax_history": amax_history, "amax_compute": amax_compute, "margin": margin}
+        engine_names = {"amax_history": "amax_history_len", "amax_compute": "amax_compute_algo"}
+        options: dict[str, Any] = {engine_names.get(name, name): given[name] for name in self.options}
+        if self.keeps_scales:
+            options["reduce_amax"] = reduce_amax
+        return make_recipe(self.engine_class, number_format=number_format, attention=attention, **options)
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Return why it cannot run on ``device``, or None if it can."""
+        return why_not(self.check, device)
+
+    def why_no_attention(self, device: torch.device, *, width: int | None = None) -> str | None:
+        """Return why attention cannot train by it on ``device``, with heads of this width, or None if it can.
+
+        Transformer Engine says of its kernels only that there is none. They are cuDNN's: FlashAttention 3 has float8
+        for inference alone.
+        """
+        if device.type != "cuda":
+            return None
+        capability = torch.cuda.get_device_capability(device)
+        here = f"a GPU of capability {'.'.join(map(str, capability))}"
+        if capability < (9, 0) or capability == (12, 0):
+            return f"{here} has no float8 attention"
+        if self.attention is None or capability < self.attention:
+            others = [each.name for each in RECIPES.values() if each.attention and each.attention <= capability]
+            return f"{here} has it with recipe={' or '.join(map(repr, others))} alone"
+        if width is None:
+            return None
+        if capability < (10, 0):
+            return None if width == 128 else f"{here} has it for heads of 128, and these are of {width}"
+        return None if width % 16 == 0 and width <= 128 else f"heads of {width} are no multiple of 16 up to 128"
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def register(recipe: Recipe) -> Recipe:
+    """Add ``recipe`` to those that `TEPrecision` and the commands know.
+
+    Raises:
+        ValueError: If there is one of its name.
+    """
+    if RECIPES.setdefault(recipe.name, recipe) is not recipe:
+        raise ValueError(f"A recipe {recipe.name!r} of Transformer Engine is registered already. Choose another name.")
+    return recipe
+
+
+def recipe_of(name: str | None) -> Recipe | None:
+    """Return the recipe of this name; None, which is bfloat16, has none."""
+    return None if name is None else RECIPES[name]
+
+
+register(
+    Recipe(
+        name="delayed",
+        engine_class="DelayedScaling",
+        scales="the largest maximum, or the most recent, of `amax_history` steps",
+        needs="capability 8.9",
+        hybrid=True,
+        keeps_scales=True,
+        compiles=False,
+        attention=(9, 0),
+        options=DELAYED_OPTIONS,
+    )
+)
+register(
+    Recipe(
+        name="current",
+        engine_class="Float8CurrentScaling",
+        scales="the tensor's own maximum",
+        needs="capability 8.9",
+        hybrid=True,
+    )
+)
+register(
+    Recipe(
+        name="block",
+        engine_class="Float8BlockScaling",
+        scales="blocks of 128",
+        needs="capability 9.0, CUDA 12.9",
+        check="is_fp8_block_scaling_available",
+        rounding="block",
+        attention=None,
+    )
+)
+register(
+    Recipe(
+        name="mxfp8",
+        engine_class="MXFP8BlockScaling",
+        scales="blocks of 32",
+        needs="capability 10.0",
+        check="is_mxfp8_available",
+        rounding="block",
+        multiple=32,
+    )
+)
