@@ -69,7 +69,6 @@ class BF16WeightsPrecision(PolicyPrecision):
 
     @override
     def forward_context(self) -> Any:
-        self._say()
         if self._sharded:
             return nullcontext()
         return advice_on_mixed_types("Cast them, as in x.to(self.weight.dtype), or use BF16Precision")

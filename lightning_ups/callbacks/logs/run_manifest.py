@@ -34,7 +34,6 @@ from lightning_ups.insight.report import difference, dtype_name, flattened, laye
 from lightning_ups.insight.throughput import tensors_of
 from lightning_ups.order import (
     OnlyOne,
-    PolicyPrecision,
     Report,
     Run,
     Step,
@@ -277,12 +276,14 @@ def _precision(trainer: Trainer) -> dict[str, Any]:
     plugin = trainer.precision_plugin
     # FSDP1 and what derives from it cast by a configuration of the whole model.
     cast = getattr(getattr(plugin, "mixed_precision_config", None), "param_dtype", None)
-    context = plugin.unannounced if isinstance(plugin, PolicyPrecision) else plugin.forward_context
     return {
         "plugin": _name(plugin),
         "name": plugin.precision,
         "layers": layer_dtypes(
-            trainer.lightning_module, device=trainer.strategy.root_device, context=context, cast=cast
+            trainer.lightning_module,
+            device=trainer.strategy.root_device,
+            context=plugin.forward_context,
+            cast=cast,
         ),
     }
 

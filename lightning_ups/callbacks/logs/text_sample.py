@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ups.order.arguments import check_kind, check_least, check_seed
-from lightning_ups.order.precision import PolicyPrecision
 
 __all__ = ["TextSample"]
 
@@ -68,12 +67,11 @@ class TextSample(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data, precision = trainer.datamodule, trainer.precision_plugin  # type: ignore[attr-defined]
-        in_precision = precision.unannounced if isinstance(precision, PolicyPrecision) else precision.forward_context
         prompt = _encoded(self.prompt, data).to(pl_module.device)[None]
         # Every rank takes part: where the model is sharded, none can run it alone.
         with (
             _evaluating(pl_module),
-            in_precision(),
+            precision.forward_context(),
             torch.compiler.set_stance("force_eager"),
         ):
             tokens = pl_module.generate(  # type: ignore[operator]

@@ -226,11 +226,10 @@ def _convert(module: LightningModule, run: Run, stack: ExitStack) -> Any:
     """Convert ``module`` as the precision does, and return its master weights, if it has some."""
     if not isinstance(run.precision, PolicyPrecision):
         return None
-    precision = copy.copy(run.precision)
-    precision._undo, precision._masters, precision._sharded = ExitStack(), None, run.strategy.shards
+    precision = run.precision.as_new(sharded=run.strategy.shards)
     precision.convert_module(module)
     stack.callback(lambda: precision._undo.pop_all())  # the copy is thrown away, converted
-    if (masters := precision._masters) is not None:
+    if (masters := precision.master_weights) is not None:
         masters.take_over = lambda **_: None  # type: ignore[method-assign]  # it compares values
     return masters
 

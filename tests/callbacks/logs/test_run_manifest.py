@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import AccelerationFlags, ActivationCheckpoint, RunManifest
 from lightning_ups.insight.report.manifest import difference, read
-from lightning_ups.order import precision as order_precision
+from lightning_ups.order.precision import policy_precision
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net, data, loader, trainer
 
@@ -211,7 +211,7 @@ def test_types_are_those_that_the_layers_really_have(tmp_path, precision):
 
 def test_nothing_is_said_of_a_precision_that_ran_no_step(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(order_precision, "rank_zero_info", said.append)
+    monkeypatch.setattr(policy_precision, "rank_zero_info", said.append)
     run = trainer(tmp_path, callbacks=[RunManifest()], plugins=[BF16Precision()])
     net = Net()
     net.validation_step = net.training_step

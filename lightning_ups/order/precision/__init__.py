@@ -1,0 +1,5 @@
+"""The base of precisions: dtypes by a policy, float32 master weights, and optimizer steps."""
+
+from lightning_ups.order.precision.policy_precision import PolicyPrecision, Weights, under_sharding
+
+__all__ = ["PolicyPrecision", "Weights", "under_sharding"]

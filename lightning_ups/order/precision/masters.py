@@ -1,0 +1,147 @@
+"""The float32 master weights of a fit, and the gradients that they hold until a step."""
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_ups._compat.lightning.steps import bind_scheduler
+from lightning_ups.optim import MasteredOptimizer, MasterWeights, go_by_the_name_of, reduce_into_masters
+
+__all__ = ["Masters"]
+
+_LOOKING = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class Masters:
+    """Gives a module weights of low precision for the length of a fit, while optimizers step float32 masters.
+
+    Gradients are added in float32: after each backward they are set aside in the masters, so that the next one does
+    not add to them in low precision. Parameters have their gradients again while a hook of the user's may look, and
+    what the hook writes there counts.
+
+    Args:
+        module: The module; its float32 parameters become ``dtype``.
+        dtype: The type to compute in.
+        leave: Modules in it whose parameters stay as they are.
+    """
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype, leave: Collection[nn.Module] = ()) -> None:
+        self.weights = MasterWeights(module, dtype=dtype, leave=leave, tell=rank_zero_warn)
+        self._optimizers: list[MasteredOptimizer] = []
+        self._looking: set[str] = set()  # the hooks in which others may write into gradients
+        self._undo = ExitStack()
+
+    @property
+    def step_masters(self) -> bool:
+        """Whether a fit has begun: optimizers step the masters."""
+        return bool(self._optimizers)
+
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether every optimizer makes its step in one kernel."""
+        return all(optimizer.in_one_kernel for optimizer in self._optimizers)
+
+    def wrapped(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any], trainer: Trainer
+    ) -> list[Optimizer]:
+        """Return optimizers that step the masters in the place of ``optimizers``, until `undo`.
+
+        Args:
+            model: The module as the strategy wrapped it.
+            optimizers: The user's.
+            lr_schedulers: The configurations of schedulers over them.
+            trainer: Whose strategy gets them back.
+        """
+        wrapper = model if isinstance(model, DistributedDataParallel) else None
+        accumulate = trainer.accumulate_grad_batches > 1 or any(
+            isinstance(callback, GradientAccumulationScheduler)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+        if wrapper is not None:
+            reduce_into_masters(wrapper, self.weights)
+            self.weights.accumulates = accumulate
+        ours = [
+            MasteredOptimizer(optimizer, self.weights, accumulate=accumulate, wrapper=wrapper)
+            for optimizer in optimizers
+        ]
+        for optimizer, mastered in zip(optimizers, ours, strict=True):
+            go_by_the_name_of(optimizer, mastered)
+
+        def put_back() -> None:
+            trainer.strategy.optimizers = [optimizer.undo() for optimizer in ours]
+            for config in lr_schedulers:
+                bind_scheduler(config.scheduler, dict(zip(ours, optimizers, strict=True)))
+
+        for config in lr_schedulers:
+            bind_scheduler(config.scheduler, dict(zip(optimizers, ours, strict=True)))
+        self._undo.callback(put_back)
+        self._optimizers, self._looking = ours, _looking(trainer)
+        return [*ours]
+
+    def undo(self) -> None:
+        """Give the module its float32 weights back, and the strategy its optimizers."""
+        self._undo.close()
+        self._optimizers = []
+        self.weights.undo()
+
+    def set_gradients_aside(self, module: LightningModule) -> None:
+        """Set aside what backwards before this one have left, if a step may have several."""
+        if _adds_backwards(module):
+            for optimizer in self._optimizers:
+                optimizer.set_gradients_aside()
+
+    def add_to_those_aside(self, module: LightningModule) -> None:
+        """Add what this backward has left to what `set_gradients_aside` has set aside."""
+        if _adds_backwards(module):
+            for optimizer in self._optimizers:
+                optimizer.add_to_those_aside()
+
+    @contextmanager
+    def gradients_shown(self, *hooks: str) -> Iterator[None]:
+        """Let parameters have their gradients while one of ``hooks`` may look; what it writes there counts."""
+        if self._looking.intersection(hooks):
+            self.show_gradients()
+        try:
+            yield
+        finally:
+            self.take_over_gradients()
+
+    def show_gradients(self) -> None:
+        """Let parameters have their gradients, rounded."""
+        for optimizer in self._optimizers:
+            optimizer.show_gradients()
+
+    def show_gradients_again(self) -> None:
+        """Let parameters have what was made of their gradients, if they are shown."""
+        for optimizer in self._optimizers:
+            optimizer.show_gradients_again()
+
+    def take_over_gradients(self) -> None:
+        """Bring into the masters what was written into gradients that are shown, and hide these."""
+        for optimizer in self._optimizers:
+            optimizer.take_over_gradients()
+
+
+def _adds_backwards(module: LightningModule) -> bool:
+    """Return whether a step may have several backwards; callbacks may change amid a fit how many."""
+    return not module.automatic_optimization or module.trainer.accumulate_grad_batches > 1
+
+
+def _looking(trainer: Trainer) -> set[str]:
+    """Return the hooks of the user's in which gradients may be read and written; those of ours ask the precision."""
+    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith("lightning_ups.")]  # type: ignore[attr-defined]
+    found = {name for name in _LOOKING if _overrides(trainer.lightning_module, name, of=LightningModule)}
+    return found | {name for name in _LOOKING[:2] if any(_overrides(each, name, of=Callback) for each in callbacks)}
+
+
+def _overrides(owner: Any, name: str, *, of: type) -> bool:
+    """Return whether ``owner`` has a method of its own; it may be any object that can be called."""
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(of, name)
