@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
+    "are_placeholders",
     "automatic_specs",
     "class_settings",
     "linked",
     "linked_late",
     "setting_types",
-    "stand_for_none",
     "stand_in_for_pytorch_lightning",
     "trainer_of",
     "variables",
@@ -27,7 +27,7 @@ _NO_SETTING = {"_HelpAction", "_ActionHelpClassPath", "_ActionPrintConfig", "_Ac
 _STAND_INS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
 
-def stand_for_none(optimizers: Sequence[Any]) -> bool:
+def are_placeholders(optimizers: Sequence[Any]) -> bool:
     """Return whether a Trainer has made ``optimizers`` itself, since the module returned None for them."""
     return any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in optimizers)
 

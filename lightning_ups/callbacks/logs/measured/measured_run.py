@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_ups._compat.lightning.fit_loop import fetches_in_step, is_logging_step, logged_step
-from lightning_ups._compat.lightning.trainer import stand_for_none
+from lightning_ups._compat.lightning.trainer import are_placeholders
 from lightning_ups._compat.optional.nvml import Sampler, sensor
 from lightning_ups._compat.torch.flags import read_tf32
 from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
@@ -115,7 +115,7 @@ class MeasuredRun:
         """Begin to listen to ``trainer``, between two steps."""
         self._global_step, self._stepped, self._units, self._batch_units = trainer.global_step, True, 0.0, None
         if not trainer.lightning_module.automatic_optimization:
-            self._optimizer_steps.listen([] if stand_for_none(trainer.optimizers) else trainer.optimizers)
+            self._optimizer_steps.listen([] if are_placeholders(trainer.optimizers) else trainer.optimizers)
         self._listener = ProfilerListener.install(trainer, enter=self.enter, leave=self.leave)
 
     def rest(self, trainer: Trainer) -> None:

@@ -95,7 +95,7 @@ def test_under_fsdp2_each_rank_steps_its_shards(ranks, tmp_path):
     assert_equal(ranks(on_ranks, tmp_path, True), ranks(on_ranks, tmp_path, False))
 
 
-def test_a_checkpoint_goes_on_with_the_other_step(tmp_path):
+def test_the_other_step_resumes_a_checkpoint(tmp_path):
     plugins = {"plugins": [BF16Precision()], "callbacks": [Compile(backend="eager")]}
     _, whole = fit(tmp_path, one_kernel=False, **plugins)
     for first, second in ((True, False), (False, True)):
