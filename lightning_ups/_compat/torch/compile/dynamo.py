@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import FunctionType, MethodType
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_i
 from typing_extensions import override
 
 from lightning_ups._compat.patches import applied
+from lightning_ups._compat.torch.settings import SharedSettings
 
 __all__ = [
     "Compilation",
@@ -385,23 +386,13 @@ def guarding_each_parameter() -> Iterator[None]:
     Torch 2.11 skips these checks while the dict that holds a parameter is unchanged. A graph that was made while a
     parameter was frozen is then also used after the parameter was unfrozen, and gives it no gradient.
     """
-    if not _GUARDING:
-        _GUARD_SETTINGS.enter_context(
-            dynamo.config.patch(
-                skip_tensor_guards_with_matching_dict_tags=False, use_recursive_dict_tags_for_guards=False
-            )
-        )
-    _GUARDING.append(None)
-    try:
+    with _GUARDS.set(False, False):  # noqa: FBT003  (the values of two settings)
         yield
-    finally:  # of two runs the first may end first
-        _GUARDING.pop()
-        if not _GUARDING:
-            _GUARD_SETTINGS.close()
 
 
-_GUARDING: list[None] = []  # an entry for each context that is open
-_GUARD_SETTINGS = ExitStack()
+_GUARDS = SharedSettings(
+    dynamo.config, "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
+)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
 from lightning_ups._compat.patches import applied
+from lightning_ups._compat.torch.settings import SharedSettings
 
 __all__ = [
     "activation_memory_budget",
@@ -52,8 +53,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SELECTING = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-_BUDGETS: list[float] = []  # that are open: equal ones
-_BUDGET_BEFORE = 1.0
+_BUDGET = SharedSettings(config, "activation_memory_budget")
 
 
 @contextmanager
@@ -115,25 +115,17 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
     Raises:
         RuntimeError: If one with another share is open.
     """
-    global _BUDGET_BEFORE
-    if _BUDGETS and _BUDGETS[0] != budget:
+    # The least bit more, so that no cache of graphs gives what torch has split by itself: with random numbers that
+    # backward draws anew, where `random_numbers_kept` keeps them.
+    values = (math.nextafter(budget, 1.0),)
+    if (others := _BUDGET.values) is not None and others != values:
         raise RuntimeError(
-            f"A memory budget of {budget} is asked for while one of {_BUDGETS[0]} is in force in this process."
+            f"A memory budget of {budget} is asked for while one of {others[0]:.3g} is in force in this process."
             " Torch has one for all that it compiles, and would take the wrong one for whichever compiles later."
             " End the first fit before the second starts, or give both the same budget."
         )
-    if not _BUDGETS:
-        _BUDGET_BEFORE = config.activation_memory_budget
-        # The least bit more, so that no cache of graphs gives what torch has split by itself: with random numbers that
-        # backward draws anew, where `random_numbers_kept` keeps them.
-        config.activation_memory_budget = math.nextafter(budget, 1.0)
-    _BUDGETS.append(budget)
-    try:
+    with _BUDGET.set(*values):
         yield
-    finally:
-        _BUDGETS.pop()
-        if not _BUDGETS:
-            config.activation_memory_budget = _BUDGET_BEFORE
 
 
 @contextmanager

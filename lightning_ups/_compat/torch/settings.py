@@ -1,0 +1,55 @@
+"""Settings of torch's config modules that several runs of a process want at the same time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import RLock, local
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+__all__ = ["SharedSettings"]
+
+
+class SharedSettings:
+    """Sets attributes of a config module while at least one context is open; contexts may be closed in any order.
+
+    Torch keeps settings for each thread since 2.13, and for the process before: contexts are counted likewise.
+
+    Args:
+        config: The module.
+        names: Its attributes.
+    """
+
+    def __init__(self, config: ModuleType, *names: str) -> None:
+        self._config, self._names = config, names
+        entry = config._config[names[0]]
+        self._open: Any = local() if isinstance(entry.user_override, ContextVar) else SimpleNamespace()
+        self._lock = RLock()
+
+    @property
+    def values(self) -> tuple[Any, ...] | None:
+        """The values of the contexts that are open, or None."""
+        return getattr(self._open, "values", None)
+
+    @contextmanager
+    def set(self, *values: Any) -> Iterator[None]:
+        """Set the attributes to ``values``, which must be those of the contexts that are open."""
+        with self._lock:
+            if self.values is None:
+                self._open.values, self._open.count = values, 0
+                self._open.before = [getattr(self._config, name) for name in self._names]
+                self._write(values)
+            assert self.values == values
+            self._open.count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.count -= 1
+                if not self._open.count:
+                    self._open.values = None
+                    self._write(self._open.before)
+
+    def _write(self, values: Any) -> None:
+        for name, value in zip(self._names, values, strict=True):
+            setattr(self._config, name, value)
