@@ -148,11 +148,11 @@ def _in_parts(
 
 def _keeps_elements(optimizer: Optimizer, device: torch.device | None, drawn: _Drawn) -> bool:
     """Return whether each tensor of state has one number for each of its parameter's, of the same type."""
-    with _seeded(optimizer):
-        twin = twin_of(optimizer, device, begun=drawn.begun)
+    with _seeded(optimizer) as random:
+        twin = twin_of(optimizer, device, begun=drawn.begun, random=random)
         names = []
         for step in range(STEPS):
-            _fill_gradients(twin, step, drawn)
+            _fill_gradients(twin, step, drawn, random)
             twin.step()
             names.append([sorted(map(str, state)) for state in twin.state.values()])
         values = [(p, value) for p, state in twin.state.items() for value in state.values()]
@@ -167,11 +167,11 @@ def _outcome(
     optimizer: Optimizer, ours: Callable[[Optimizer], Optimizer] | None, device: torch.device | None, drawn: _Drawn
 ) -> tuple[list[Tensor], float]:
     """Return the bits of all parameters and of all state after some steps, and the share of the state."""
-    with _seeded(optimizer):
-        twin = twin_of(optimizer, device, begun=drawn.begun)
+    with _seeded(optimizer) as random:
+        twin = twin_of(optimizer, device, begun=drawn.begun, random=random)
         stepped = twin if ours is None else ours(twin)
         for step in range(STEPS):
-            _fill_gradients(twin, step, drawn)
+            _fill_gradients(twin, step, drawn, random)
             stepped.step()
         parameters = [p for group in twin.param_groups for p in group["params"]]
         state = stepped.state_dict()["state"]
@@ -207,12 +207,18 @@ def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-def twin_of(optimizer: Optimizer, device: torch.device | None = None, *, begun: bool = False) -> Optimizer:
+def twin_of(
+    optimizer: Optimizer,
+    device: torch.device | None = None,
+    *,
+    random: torch.Generator | None = None,
+    begun: bool = False,
+) -> Optimizer:
     """Return an optimizer like ``optimizer`` over tiny parameters on ``device``, with no hooks.
 
     It has no state unless ``begun``, and then one of as many entries, each full of its first number.
     """
-    tiny = {p: _tiny(p, device) for group in optimizer.param_groups for p in _chosen(group["params"])}
+    tiny = {p: _tiny(p, device, random) for group in optimizer.param_groups for p in _chosen(group["params"])}
     twin = object.__new__(type(optimizer))
     apart = {"state", "param_groups", "step"}  # `step`: a scheduler's, which counts
     hooks = {name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
@@ -253,10 +259,10 @@ def _chosen(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p in wanted]
 
 
-def _tiny(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+def _tiny(parameter: nn.Parameter, device: torch.device | None, random: torch.Generator | None) -> nn.Parameter:
     local = local_of(parameter)
     side = LENGTHS.get(local.dim(), 8)
-    data = torch.randn([side] * local.dim(), device=device or local.device).to(local.dtype)
+    data = torch.randn([side] * local.dim(), generator=random).to(device or local.device, local.dtype)
     if device is None:  # elsewhere than on its mesh there are but local parts
         data = _like(data, parameter)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -272,14 +278,16 @@ def _like(local: Tensor, parameter: nn.Parameter) -> Tensor:
     return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
-def _fill_gradients(optimizer: Optimizer, step: int, drawn: _Drawn) -> None:
+def _fill_gradients(optimizer: Optimizer, step: int, drawn: _Drawn, random: torch.Generator) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
         # One has none in the first step, and none of its state until the second.
         last = step == 0 and index == len(parameters) - 1 and len(parameters) > 1
         parameter.grad = None
         if parameter.requires_grad and not (last and drawn.absent):
-            gradient = _like(torch.randn_like(local_of(parameter.detach())), parameter)
+            local = local_of(parameter.detach())
+            drawn_here = torch.randn(local.shape, dtype=local.dtype, generator=random).to(local.device)
+            gradient = _like(drawn_here, parameter)
             if drawn.sparse and parameter.dim() == 2:
                 gradient[1::2] = 0
                 gradient = gradient.to_sparse(1)
@@ -287,8 +295,9 @@ def _fill_gradients(optimizer: Optimizer, step: int, drawn: _Drawn) -> None:
 
 
 @contextmanager
-def _seeded(optimizer: Optimizer) -> Iterator[None]:
+def _seeded(optimizer: Optimizer) -> Iterator[torch.Generator]:
+    """Seed what ``optimizer`` draws, and yield a generator that no other thread draws from."""
     devices = {local_of(p).device for group in optimizer.param_groups for p in group["params"]}
     with torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
         torch.manual_seed(0)
-        yield
+        yield torch.Generator().manual_seed(0)
