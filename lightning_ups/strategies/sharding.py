@@ -35,7 +35,7 @@ from lightning_ups._compat.lightning.sharding import (
 from lightning_ups._compat.lightning.sigterm import SigtermPoll
 from lightning_ups._compat.torch.fsdp.process_groups import destroy_at_exit, prepare_nccl
 from lightning_ups._compat.torch.fsdp.recording import Recording, recording
-from lightning_ups._compat.torch.fsdp.shard_data import check_kept, shard_data_written
+from lightning_ups._compat.torch.fsdp.shard_data import IndexReads, shard_data_written
 from lightning_ups.order import (
     AppliesDeclarations,
     Context,
@@ -299,6 +299,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._multiprocessors = communication_multiprocessors
         self._flight_recorder = None if flight_recorder is None else Path(flight_recorder)
         self._in_effect = ExitStack()  # what is changed on the Trainer's loops
+        self._index_reads = IndexReads()
         self._recording: Recording | None = None
         self._buffers: BufferSync | None = None
         self._compared: Counter[str] = Counter()  # batches, by the step that they are for
@@ -442,7 +443,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._in_effect.enter_context(self._poll.installed())
         self._in_effect.enter_context(without_inference_mode(trainer))
         self._in_effect.enter_context(finetuning_by_identity())
-        self._in_effect.enter_context(shard_data_written())
+        self._index_reads = self._in_effect.enter_context(shard_data_written())
         self._in_effect.enter_context(taken_whole())
 
     @override
@@ -529,7 +530,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         assert self._buffers is not None
-        check_kept()
+        self._index_reads.check()
         self._compare_batch("training_step", args)
         if self._starts_accumulation:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
@@ -577,7 +578,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     def _evaluation(self, step: str, args: tuple[Any, ...]) -> Iterator[None]:
         if self._gathers:  # else devices may evaluate unlike numbers of batches
             self._poll.poll()
-        check_kept()
+        self._index_reads.check()
         self._compare_batch(step, args)
         with self._within_step(step):
             yield
@@ -651,7 +652,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     @override
     def on_train_end(self) -> None:
-        check_kept()
+        self._index_reads.check()
         self._poll.compare()
         super().on_train_end()
 

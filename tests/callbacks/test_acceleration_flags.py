@@ -150,7 +150,7 @@ def test_what_took_effect_is_reported_from_what_is_read_back(tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
-    monkeypatch.setattr("lightning_ups.kernels.attention.auto._RECORDS", [{}])  # of other tests
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._DECIDED", {})  # of other tests
     torch.compiler.reset()
     for again in (False, True):  # then the choice is made, and code compiled
         caplog.clear()
@@ -169,7 +169,7 @@ def test_what_auto_chose_is_reported_in_each_run(compiled, tmp_path, monkeypatch
 
 def test_what_is_chosen_in_a_later_step_is_reported_too(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset())
-    monkeypatch.setattr("lightning_ups.kernels.attention.auto._RECORDS", [{}])  # of other tests
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._DECIDED", {})  # of other tests
     report, model, resting, callback = {}, Attention(), [], AccelerationFlags(attention="auto")
     step = model.training_step
 
@@ -188,7 +188,7 @@ def test_what_is_chosen_in_a_later_step_is_reported_too(tmp_path, monkeypatch):
 
 def test_what_a_named_kernel_does_is_not_told_as_a_choice_of_an_earlier_run(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_ups.transforms.flags._GPU_ONLY", frozenset({"fa4"}))
-    monkeypatch.setattr("lightning_ups.kernels.attention.auto._RECORDS", [{}])  # of other tests
+    monkeypatch.setattr("lightning_ups.kernels.attention.auto._DECIDED", {})  # of other tests
     parts = []
     for asked in ("auto", ["flash", "auto"]):
         model = Attention()

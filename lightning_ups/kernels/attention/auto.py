@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.compile.dynamo import traces_for_cuda_graphs
 from lightning_ups.kernels.attention.expected import Expected, Point
 from lightning_ups.kernels.attention.kind import Kind
@@ -113,28 +114,28 @@ Decisions = dict[tuple[Any, ...], dict[str, Any]]
 
 def decisions() -> list[dict[str, Any]]:
     """Return what was chosen by now in this process."""
-    return [dict(decision) for decision in _RECORDS[0].values()]
+    return [dict(decision) for decision in _DECIDED.values()]
 
 
 @contextmanager
 def recorded_decisions(on_growth: Callable[[], None] = lambda: None) -> Iterator[Decisions]:
-    """Yield a record that grows by what is chosen while the context is open, whether or not it was chosen before.
+    """Yield a record of what this thread chooses while the context is open, whether or not it was chosen before.
 
     Args:
         on_growth: Called when it has grown.
     """
-    record: Decisions = {}
-    _RECORDS.append(record)
-    _HEARING.append(on_growth)
-    try:
-        yield record
-    finally:
-        _RECORDS[:] = [other for other in _RECORDS if other is not record]
-        _HEARING.remove(on_growth)
+    record = _Record({}, on_growth)
+    with _RECORDS.holding(record):
+        yield record.decisions
 
 
-_RECORDS: list[Decisions] = [{}]  # of the process, and of each context that is open
-_HEARING: list[Callable[[], None]] = []
+class _Record(NamedTuple):
+    decisions: Decisions
+    on_growth: Callable[[], None]
+
+
+_DECIDED: Decisions = {}  # in this process
+_RECORDS: ThreadStack[_Record] = ThreadStack()
 
 
 def _cell(value: int, edges: Sequence[int]) -> int:
@@ -169,11 +170,11 @@ def _borders(kind: tuple[Any, ...], column: int) -> tuple[int, ...]:
 def _chosen(kind: tuple[Any, ...], column: int, cell: int) -> KernelName:
     backend = _regions_now(kind).ranges[column].backends[cell]
     decision = _decided(Kind(*kind), backend, replayed=traces_for_cuda_graphs())
-    grown = [record for record in _RECORDS if (kind, backend) not in record]
-    for record in grown:
-        record[kind, backend] = decision
-    for hear in _HEARING if grown else ():
-        hear()
+    _DECIDED.setdefault((kind, backend), decision)
+    for record in _RECORDS.values:
+        if (kind, backend) not in record.decisions:
+            record.decisions[kind, backend] = decision
+            record.on_growth()
     return backend
 
 

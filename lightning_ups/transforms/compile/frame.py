@@ -2,18 +2,18 @@
 
 import sys
 from collections.abc import Callable, Container, Hashable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
 from itertools import count
-from threading import local
 from types import CodeType, FunctionType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
 
+from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, recorded_on_demand
 from lightning_ups.transforms.compile.alike_hooks import hooks_of
@@ -25,6 +25,7 @@ from lightning_ups.transforms.forward import Forward
 
 __all__ = ["Compiler", "Frame", "Mode", "calling", "frame_of", "hearing", "prepared", "structure"]
 
+Prepare = Callable[[fx.GraphModule], str | None]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 _USUAL_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
@@ -89,12 +90,13 @@ class Frame:
         inner: What the function calls with its arguments.
         compiler: How to compile it.
         name: The name of its code, unique in the process.
+        prepares: Change its graphs before the backend sees them.
     """
 
-    def __init__(self, inner: Forward, compiler: Compiler, name: str) -> None:
-        self.name = name
+    def __init__(self, inner: Forward, compiler: Compiler, name: str, prepares: "tuple[Prepare, ...]" = ()) -> None:
+        self.name, backend = name, _backend(compiler, prepares)
         self.run: Callable[..., Any] = torch.compile(
-            _own_code(inner, name), backend=_backend(compiler), dynamic=compiler.dynamic, fullgraph=compiler.fullgraph
+            _own_code(inner, name), backend=backend, dynamic=compiler.dynamic, fullgraph=compiler.fullgraph
         )
         self.forget()
 
@@ -173,9 +175,9 @@ def frame_of(
         phase: In which calls the frame is used. Evaluation has one of its own: the many graphs that it may need, as
             where it generates text, must leave room for those of training.
     """
-    alike = (structure(module), dynamo.configuration(), tuple(_PREPARING), name if alone else None, phase)
+    alike = (structure(module), dynamo.configuration(), name if alone else None, phase)
     for generation in count():
-        frame = _frame(inner, compiler, type(module).__name__, *alike, generation)
+        frame = _frame(inner, compiler, type(module).__name__, tuple(_PREPARING.values), *alike, generation)
         if frame.num_compiled == 0:
             frame.forget()
         if not frame.full:
@@ -270,8 +272,8 @@ _NUMBERS = count()
 
 
 @cache  # equal modules and later fits get the same frame, and with it the graphs that it already has
-def _frame(inner: Forward, compiler: Compiler, kind: str, *alike: Hashable) -> Frame:  # noqa: ARG001
-    return Frame(inner, compiler, f"{kind}_forward_{next(_NUMBERS)}")
+def _frame(inner: Forward, compiler: Compiler, kind: str, prepares: tuple[Prepare, ...], *alike: Hashable) -> Frame:  # noqa: ARG001
+    return Frame(inner, compiler, f"{kind}_forward_{next(_NUMBERS)}", prepares)
 
 
 def _own_code(inner: Forward, name: str) -> Forward:
@@ -284,49 +286,34 @@ def _own_code(inner: Forward, name: str) -> Forward:
     return FunctionType(code, globals(), name, None, forward.__closure__)
 
 
-_PREPARING: list[Callable[[fx.GraphModule], str | None]] = []
-_HEARING: list[Callable[[str], None]] = []
+_PREPARING: ThreadStack[Prepare] = ThreadStack()
+_HEARING: ThreadStack[Callable[[str], None]] = ThreadStack()
 
 
-@contextmanager
-def prepared(prepare: Callable[[fx.GraphModule], str | None]) -> Iterator[None]:
-    """Let ``prepare`` change each graph that Dynamo captures, before a backend sees it, while the context is open.
+def prepared(prepare: Prepare) -> AbstractContextManager[None]:
+    """Let ``prepare`` change each graph of the blocks that are compiled in this context, before a backend sees it.
 
-    Blocks that enter in this context share no graph with others; ``prepare`` is compared by equality and hashed. What
-    it returns is said whenever the graph runs, to who is ``hearing``.
+    These blocks share no graph with others; ``prepare`` is compared by equality and hashed. What it returns is said
+    whenever the graph runs, to who is ``hearing``.
     """
-    _PREPARING.append(prepare)
-    try:
-        yield
-    finally:
-        _PREPARING.remove(prepare)
+    return _PREPARING.holding(prepare)
 
 
-@contextmanager
-def hearing(hear: Callable[[str], None]) -> Iterator[None]:
-    """Call ``hear`` with what there is to say of each graph that runs, while the context is open."""
-    _HEARING.append(hear)
-    try:
-        yield
-    finally:
-        _HEARING.remove(hear)
+def hearing(hear: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Call ``hear`` with what there is to say of each graph that runs in this thread, while the context is open."""
+    return _HEARING.holding(hear)
 
 
 def _saying(run: Callable[..., Any], said: str) -> Callable[..., Any]:
     def saying(*args: Any) -> Any:
-        for hear in _HEARING:
+        for hear in _HEARING.values:
             hear(said)
         return run(*args)
 
     return saying
 
 
-class _Callers(local):
-    def __init__(self) -> None:
-        self.stack: list[Caller] = []
-
-
-_CALLERS = _Callers()
+_CALLERS: ThreadStack[Caller] = ThreadStack()
 
 
 class calling:  # noqa: N801  (a context manager without a generator, since it is entered at each call of a block)
@@ -338,14 +325,14 @@ class calling:  # noqa: N801  (a context manager without a generator, since it i
         self._caller = caller
 
     def __enter__(self) -> None:
-        _CALLERS.stack.append(self._caller)
+        _CALLERS.values.append(self._caller)
 
     def __exit__(self, *error: object) -> None:
-        _CALLERS.stack.pop()
+        _CALLERS.values.pop()
 
 
 def _caller() -> Caller | None:
-    return _CALLERS.stack[-1] if _CALLERS.stack else None
+    return _CALLERS.innermost
 
 
 def _ran(forward: GraphForward) -> None:
@@ -370,7 +357,8 @@ def _replayed_or(launched: Run, run: Run, graph: fx.GraphModule, demand: Demand)
 class _Backend:
     """What Dynamo calls with each graph of our frames, and of the functions that they call after a graph break."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, prepares: tuple[Prepare, ...]) -> None:
+        self._prepares = prepares
         self.__name__ = self.compiler_name = compiler.backend
         self._compile = dynamo.backend_compiler(compiler.backend, mode=compiler.mode, dynamic=compiler.dynamic)
         self._on_demand, self._leaves_small = compiler.on_demand, compiler.leaves_small
@@ -380,7 +368,7 @@ class _Backend:
         if self._leaves_small and is_small(graph) and (caller := _caller()) is not None:
             caller.left_small_graph()
             return graph.forward
-        said = "; ".join(filter(None, [prepare(graph) for prepare in _PREPARING]))
+        said = "; ".join(filter(None, [prepare(graph) for prepare in self._prepares]))
         demand = Demand(lambda: _records(demand)) if self._on_demand else None
         with (
             # So that what fails, fails in the call of its block, however late the backward runs.
@@ -401,5 +389,5 @@ class _Backend:
 
 
 @cache  # Dynamo uses a graph again only for the backend that made it
-def _backend(compiler: Compiler) -> _Backend:
-    return _Backend(compiler)
+def _backend(compiler: Compiler, prepares: tuple[Prepare, ...]) -> _Backend:
+    return _Backend(compiler, prepares)

@@ -10,44 +10,60 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_ups._compat.patches import applied
+from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.tensors.tensors import count_writes, whole_of
 
-__all__ = ["check_kept", "shard_data_written"]
+__all__ = ["IndexReads", "shard_data_written"]
 
-_gathered: list[tuple[Tensor, int, tuple[int, ...]]] = []  # what was read by index: copies, as they were, and of what
+
+class IndexReads:
+    """Copies that were read from shards by index, which no write to them reaches."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[Tensor, int, tuple[int, ...]]] = []  # each copy, its writes by then, and of what it is
+
+    def add(self, copy: Tensor, shard: Tensor) -> None:
+        """Note that ``copy`` was read from ``shard``."""
+        self._read.append((copy, count_writes(copy), tuple(shard.shape)))
+
+    def check(self) -> None:
+        """Raise if a copy that was read since the last call was written to.
+
+        Raises:
+            RuntimeError: If so.
+        """
+        lost = [shape for copy, count, shape in self._read if count_writes(copy) != count]
+        self._read.clear()
+        if lost:
+            raise RuntimeError(
+                f"A tensor of shape {lost[0]} that is split over devices was written to by way of an index."
+                " What an index asks for is gathered from all devices, and the write would be lost with the copy."
+                " Assign to the index instead, as in weight[0] = 0 in place of weight[0].zero_()."
+            )
+
+
+_READS: ThreadStack[IndexReads] = ThreadStack()
 
 
 @contextmanager
-def shard_data_written() -> Iterator[None]:
+def shard_data_written() -> Iterator[IndexReads]:
     """Let ``shard.data = values`` and ``shard[index] = values`` write to the shard, or say why not, in the context.
 
     Torch sets the data of the ``DTensor`` itself, which has none: those of the tensor that it wraps stay as they were,
     and nothing is said. And what an index asks for along a dimension that is split it gathers, and writes to the copy.
-    Where that is done without an assignment, as by ``shard[0].zero_()``, `check_kept` says so.
+
+    Yields:
+        What this thread reads by index, whose check says where that is done without an assignment, as by
+        ``shard[0].zero_()``.
     """
     own = {"data": property(_get, _set), "__getitem__": _get_item, "__setitem__": _set_item}
+    reads = IndexReads()
     with ExitStack() as stack:
-        stack.callback(_gathered.clear)
+        stack.enter_context(_READS.holding(reads))
         for name, replacement in own.items():
             target = f"torch.distributed.tensor:DTensor.{name}"
             stack.enter_context(applied(target, lambda _, new=replacement: new, once=True))
-        yield
-
-
-def check_kept() -> None:
-    """Raise if what was read from a shard by index, since the last call, was written to and is no part of it.
-
-    Raises:
-        RuntimeError: If so.
-    """
-    lost = [shape for copy, count, shape in _gathered if count_writes(copy) != count]
-    _gathered.clear()
-    if lost:
-        raise RuntimeError(
-            f"A tensor of shape {lost[0]} that is split over devices was written to by way of an index."
-            " What an index asks for is gathered from all devices, and the write would be lost with the copy."
-            " Assign to the index instead, as in weight[0] = 0 in place of weight[0].zero_()."
-        )
+        yield reads
 
 
 def _get(shard: Tensor) -> Tensor:
@@ -77,7 +93,8 @@ def _get_item(shard: DTensor, index: Any) -> Tensor:
     part = item._local_tensor if isinstance(item, DTensor) else item
     if part.untyped_storage().data_ptr() != shard._local_tensor.untyped_storage().data_ptr():
         item = _get(item)  # an alias: torch takes a copy for a view, whose writes it counts with those of the shard
-        _gathered.append((item, count_writes(item), tuple(shard.shape)))
+        if (reads := _READS.innermost) is not None:
+            reads.add(item, shard)
     return item
 
 

@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_ups._compat.torch.fsdp.shard_data import check_kept, shard_data_written
+from lightning_ups._compat.torch.fsdp.shard_data import shard_data_written
 
 
 def written():
@@ -64,11 +64,11 @@ def assigned(dim):
         parameter = nn.Parameter(distribute_tensor(expected, mesh, [Shard(dim)]))
         memory = parameter._local_tensor.data_ptr()
         expected[index] = values
-        with shard_data_written():
+        with shard_data_written() as reads:
             with torch.no_grad():
                 parameter[index] = values
                 parameter.data[index] = values
-            check_kept()
+            reads.check()
         if not torch.equal(parameter.full_tensor(), expected) or parameter._local_tensor.data_ptr() != memory:
             wrong.append(name)
     return wrong
@@ -82,21 +82,24 @@ def test_what_is_assigned_to_an_index_is_kept(ranks, dim):
 def through_an_index():
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
-    with shard_data_written(), torch.no_grad():
+    with shard_data_written() as reads, torch.no_grad():
         row = parameter[0]
         parameter[:, 0].zero_()  # not split: a view
         parameter.mul_(1)
         row.sum()
-        check_kept()
+        reads.check()
         parameter[0].fill_(2)
         with pytest.raises(RuntimeError, match=r"shape \(4, 2\).*lost.*weight\[0\] = 0"):
-            check_kept()
-        check_kept()
+            reads.check()
+        reads.check()
         parameter.data[0][1].fill_(2)
         with pytest.raises(RuntimeError, match="would be lost"):
-            check_kept()
+            reads.check()
+    with shard_data_written() as others, torch.no_grad():
         parameter[0].fill_(2)
-    check_kept()  # another run has nothing to do with it
+    reads.check()  # another run has nothing to do with it
+    with pytest.raises(RuntimeError, match="would be lost"):
+        others.check()
     with shard_data_written(), pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         parameter[0] = 1
     return parameter.full_tensor().tolist()
