@@ -1,7 +1,7 @@
 """What strategies, precisions and callbacks say of themselves, for the order of changes and for refusals to read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -48,6 +48,7 @@ class PrecisionCapabilities:
         breaks_graphs: A compiled graph ends before each of its modules.
         excludes_compile: The argument that does not work in compiled code, or None.
         recomputes_itself: What ActivationCheckpoint recomputes goes through a function of its own.
+        checkpoint: That function, once the module is converted.
     """
 
     wants_float8_gathers: bool = False
@@ -55,6 +56,7 @@ class PrecisionCapabilities:
     breaks_graphs: bool = False
     excludes_compile: str | None = None
     recomputes_itself: bool = False
+    checkpoint: Callable[..., Any] | None = None
 
 
 class HasCapabilities(ABC):

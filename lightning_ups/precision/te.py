@@ -48,7 +48,6 @@ from lightning_ups.transforms.blocks import as_patterns, find_blocks
 from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
-from lightning_ups.transforms.recompute import checkpointing_by
 from lightning_ups.transforms.sharding import DATA, TENSOR
 from lightning_ups.transforms.te import (
     RECIPES,
@@ -183,6 +182,7 @@ class TEPrecision(PolicyPrecision):
             breaks_graphs=True,  # its modules are no part of compiled code
             excludes_compile=excludes,
             recomputes_itself=self.recipe is not None,
+            checkpoint=None if self._made is None else checkpoint_by(self._made),
         )
 
     @override
@@ -227,7 +227,6 @@ class TEPrecision(PolicyPrecision):
             reduce_amax=self._group is not None,
             attention=self.fp8_attention,
         )
-        self._undo.enter_context(checkpointing_by(checkpoint_by(self._made)))
         if self._sharded or self.weights == "masters":
             self._undo.enter_context(refused_autocast(module, by="TEPrecision", choice=not self._sharded))
         if self.fp8_attention:

@@ -4,7 +4,6 @@ from lightning_ups.transforms.recompute.determinism import note_recomputed_other
 from lightning_ups.transforms.recompute.wrapping import (
     Kept,
     Save,
-    checkpointing_by,
     is_recomputed,
     memory_budget,
     recompute,
@@ -14,7 +13,6 @@ from lightning_ups.transforms.recompute.wrapping import (
 __all__ = [
     "Kept",
     "Save",
-    "checkpointing_by",
     "is_recomputed",
     "memory_budget",
     "note_recomputed_otherwise",

@@ -32,7 +32,6 @@ from lightning_ups.transforms.recompute.kept import CALLED_TRACED, TRACED, TRACE
 __all__ = [
     "Kept",
     "Save",
-    "checkpointing_by",
     "is_recomputed",
     "memory_budget",
     "recompute",
@@ -50,6 +49,7 @@ class _Opened(NamedTuple):
     kept: Kept
     buffers: Buffers
     held: Held
+    checkpoint: Callable[..., Any]
 
 
 class _Before(NamedTuple):
@@ -64,24 +64,14 @@ class _Before(NamedTuple):
 _OPENED: dict[nn.Module, _Opened] = {}
 
 
-_CHECKPOINTS: list[Callable[..., Any]] = []  # in place of torch's, the last one in force
-
-
 @contextmanager
-def checkpointing_by(function: Callable[..., Any]) -> Iterator[None]:
-    """Let ``function`` run what is recomputed, called as torch's ``checkpoint`` is, while the context is open.
-
-    For modules whose second forward must know of the first, as those of Transformer Engine. Not in compiled code.
-    """
-    _CHECKPOINTS.append(function)
-    try:
-        yield
-    finally:
-        _CHECKPOINTS.remove(function)
-
-
-@contextmanager
-def recompute(blocks: Iterable[nn.Module], *, save: Save | Sequence[str], save_less: bool = False) -> Iterator[Kept]:
+def recompute(
+    blocks: Iterable[nn.Module],
+    *,
+    save: Save | Sequence[str],
+    save_less: bool = False,
+    by: Callable[..., Any] | None = None,
+) -> Iterator[Kept]:
     """Recompute ``blocks`` in backward while the context is open, keeping only what ``save`` names.
 
     The second run is like the first: random numbers are drawn again as they were, by torch's generators of the CPU and
@@ -92,6 +82,8 @@ def recompute(blocks: Iterable[nn.Module], *, save: Save | Sequence[str], save_l
         blocks: What to recompute, each for itself.
         save: ``"nothing"``, ``"matmuls"`` or names of operators; see ``saved_ops``.
         save_less: Let a block that writes in place to what ``save`` keeps save nothing, instead of raising.
+        by: What runs eager blocks in place of torch's ``checkpoint``, and is called as it is, for modules whose second
+            forward must know of the first, as those of Transformer Engine. None: torch's.
 
     Yields:
         What the blocks keep, growing as they run.
@@ -104,7 +96,7 @@ def recompute(blocks: Iterable[nn.Module], *, save: Save | Sequence[str], save_l
         for block in dict.fromkeys(blocks):
             undo.enter_context(replaced_forward(block, partial(_recomputed, ops=saved_ops(save, block))))
             kept.forwards[block] = vars(block)["forward"].__func__
-            undo.enter_context(_opened(block, kept))
+            undo.enter_context(_opened(block, kept, by or partial(checkpoint, **checkpoint_options())))
         yield kept
 
 
@@ -179,9 +171,9 @@ def _named_ops(names: str | Sequence[str]) -> list[Operator]:
 
 
 @contextmanager
-def _opened(block: nn.Module, kept: Kept) -> Iterator[None]:
+def _opened(block: nn.Module, kept: Kept, by: Callable[..., Any]) -> Iterator[None]:
     outer = _OPENED.get(block)
-    _OPENED[block] = _Opened(kept, Buffers(block), Held(block))
+    _OPENED[block] = _Opened(kept, Buffers(block), Held(block), by)
     try:
         yield
     finally:
@@ -204,7 +196,7 @@ def _recomputed(inner: Forward, *, ops: tuple[Operator, ...]) -> Forward:
         # Compiled code recomputes what a graph returns, and what the graph does to buffers is no part of that.
         if torch.compiler.is_compiling() or self not in _OPENED:
             return inner(self, *args, **kwargs)
-        kept, buffers, held = _OPENED[self]
+        kept, buffers, held, _ = _OPENED[self]
         if before.held:
             kept.ran_again = self
         with _explaining_writes(kept.name(self)), explaining_torch_func(self, part="ActivationCheckpoint"):
@@ -319,10 +311,9 @@ def _run_eager(
 ) -> Any:
     _refuse_torch_func(block)
     before = _Before([], [], [])
-    checkpointed = _CHECKPOINTS[-1] if _CHECKPOINTS else partial(checkpoint, **checkpoint_options())
-    kept = _OPENED[block].kept if block in _OPENED else None
-    if kept is None:
-        return _finished(checkpointed, run, before, kwargs, block, *args, **options)
+    if block not in _OPENED:
+        return _finished(partial(checkpoint, **checkpoint_options()), run, before, kwargs, block, *args, **options)
+    kept, checkpointed = _OPENED[block].kept, _OPENED[block].checkpoint
     if block in kept.measured or not _is_real(block, args, kwargs):
         if block in kept.saves_nothing:
             options = {name: value for name, value in options.items() if name != "context_fn"}
