@@ -6,20 +6,19 @@ parameter, a change of ours keeps it from training, which is an error. Nothing h
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_ups._compat.lightning.steps import before_hooks_of_a_step
 from lightning_ups.order.placement import Placement
+from lightning_ups.order.run_state import RunState
 from lightning_ups.transforms.forward import original_forwards, replacing_parts
 from lightning_ups.transforms.patching import instead_of
 
@@ -28,19 +27,18 @@ __all__ = ["held_by", "watch_gradients"]
 _STEPS = 3  # of its optimizer, in which a parameter has no gradient
 _STEPS_BETWEEN_LOOKS = 100  # for parameters that were unfrozen within an epoch
 
-_WATCHED: "WeakKeyDictionary[Strategy, _Watch]" = WeakKeyDictionary()
-
 
 def held_by(optimizers: Iterable[Any]) -> set[nn.Parameter]:
     """Return the parameters that ``optimizers`` hold."""
     return {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def watch_gradients(trainer: Trainer, *, held: Iterable[nn.Parameter] = ()) -> Callable[[], None]:
-    """Watch the gradients of a fit that begins, unless it is watched already, and return what ends that.
+def watch_gradients(trainer: Trainer, state: RunState, *, held: Iterable[nn.Parameter] = ()) -> None:
+    """Watch the gradients of a fit that begins, unless it is watched already, until its changes are undone.
 
     Args:
         trainer: In a fit, with its optimizers made.
+        state: Of the fit.
         held: What the optimizers held before a change of ours.
 
     Raises:
@@ -52,14 +50,9 @@ def watch_gradients(trainer: Trainer, *, held: Iterable[nn.Parameter] = ()) -> C
             f"{_listed(names)} of {type(trainer.lightning_module).__name__} would not train: the optimizer that held"
             " them was replaced by one that does not. This is a fault of lightning_ups or of a Step: please report it."
         )
-    if trainer.strategy not in _WATCHED:
-        _WATCHED[trainer.strategy] = _Watch(trainer)
-    return lambda: _end(trainer.strategy)
-
-
-def _end(strategy: Strategy) -> None:
-    if strategy in _WATCHED:
-        _WATCHED.pop(strategy).end()
+    if not state.watches_gradients:
+        state.watches_gradients = True
+        state.undo.callback(_Watch(trainer).end)
 
 
 class _Watch:

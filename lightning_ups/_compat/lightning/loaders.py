@@ -59,8 +59,8 @@ class Followed:
             loader._iterator._index_sampler = loader._index_sampler  # type: ignore[union-attr]
         if loader.num_workers > 0:
             self._drawn = torch.multiprocessing.get_context().RawValue("b", 0)
-            loader.worker_init_fn = _MarkAtStart(self._init)
-            loader.collate_fn = _WatchedCollate(self._collate, self._drawn)
+            loader.collate_fn = collate = _WatchedCollate(self._collate, self._drawn)
+            loader.worker_init_fn = _MarkAtStart(self._init, collate)
 
     @property
     def workers_draw(self) -> bool:
@@ -122,32 +122,28 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-_mark = 0  # of the random state of this worker, after its last batch
-
-
-class _MarkAtStart:
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        global _mark
-        if self._init is not None:
-            self._init(worker)
-        _mark = _fingerprint()
-
-
 class _WatchedCollate:
     def __init__(self, collate: Callable[[Any], Any], drawn: Any) -> None:
         self._collate, self._drawn = collate, drawn
+        self.mark = 0  # of the random state of this worker, after its last batch
 
     def __call__(self, samples: Any) -> Any:
-        global _mark
         batch = self._collate(samples)
         if get_worker_info() is not None:
             now = _fingerprint()
-            if now != _mark:
-                self._drawn.value, _mark = 1, now
+            if now != self.mark:
+                self._drawn.value, self.mark = 1, now
         return batch
+
+
+class _MarkAtStart:
+    def __init__(self, init: Callable[[int], None] | None, collate: _WatchedCollate) -> None:
+        self._init, self._collate = init, collate  # both in one worker: it is given them together
+
+    def __call__(self, worker: int) -> None:
+        if self._init is not None:
+            self._init(worker)
+        self._collate.mark = _fingerprint()
 
 
 def _fingerprint() -> int:
