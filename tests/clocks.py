@@ -12,7 +12,7 @@ class Machine:
 
     A forward and a backward launch ``kernels`` each; ``host`` and ``device`` are the milliseconds of one. ``slow``
     multiplies the host's time in the passes that it lists. A device that is held is held ``holding`` times as long.
-    Until it is woken, the device takes ``sleepy`` times as long.
+    Until it is woken, the device takes ``sleepy`` times as long. ``waits`` says whether a pass waits for a result.
     """
 
     kernels: int = 50
@@ -26,6 +26,7 @@ class Machine:
     returned: torch.Tensor = field(default_factory=lambda: torch.zeros(4))
     saved: int = 3 * 2**20
     free: int = 2**33
+    waits: bool = False
 
     def __post_init__(self):
         self.time, self.done, self.passes, self.held, self.live = 0.0, [0.0], 0, 0, 0
@@ -70,6 +71,12 @@ class Machine:
         self.held += 1
         self.done.append(max(self.time, self.done[-1]) + ms * self.holding)
 
+    def counted(self, run):
+        before = len(self.done)
+        run()
+        count = len(self.done) - before
+        return None if self.waits else (count, count * self.device * self.sleepy)
+
     def allocated(self):
         return self.live
 
@@ -107,6 +114,9 @@ class FixedClock:
 
     def hold(self, ms):
         self.held = True
+
+    def counted(self, run):
+        return None
 
     def allocated(self):
         return 0

@@ -3,7 +3,6 @@
 import json
 import re
 import warnings
-from itertools import count
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_ups._compat.torch.compile.cudagraph_trees import Recording
 from lightning_ups.callbacks import Compile, OptimizerOffload
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
-from lightning_ups.transforms.compile.cuda_graphs import OwnGradients
+from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, Slot
 from tests import backends
 from tests.clocks import FixedClock, HostClock
 from tests.toys import trainer
@@ -32,7 +32,7 @@ def own_backends(monkeypatch):
     monkeypatch.setattr(
         "lightning_ups.callbacks.compile._RECORDING", ("ups_modes", "ups_modes_watched", *backends.FAIL_TO_RECORD)
     )
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", backends.recordings)
+    monkeypatch.setattr(Recording, "count", property(lambda recording: len(recording.parts)))
     torch.compiler.reset()
     backends.forget()
 
@@ -181,7 +181,6 @@ class Holding(Keeper):
 @pytest.mark.parametrize(("module", "accumulate"), [(Keeper, 1), (Keeper, 2), (Holding, 2)])
 def test_when_the_next_step_begins_nothing_is_left_in_memory_of_the_graphs(tmp_path, monkeypatch, module, accumulate):
     # Torch writes to that memory again only if it is dead, and records anew if it is not.
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: min(len(backends.ALIVE), 2))
     options = {"module": module, "accumulate_grad_batches": accumulate, "precision": "bf16-mixed"}
     run(tmp_path, monkeypatch, auto(backend="ups_modes_watched"), clock=FixedClock(6.1, 5.2), **options)
     rehearsed, steps = backends.ALIVE[:4], backends.ALIVE[4:]
@@ -319,7 +318,13 @@ def test_a_run_inside_another_leaves_its_gradients_alone(tmp_path, monkeypatch):
 
 def test_without_copies_what_is_kept_would_be_overwritten(tmp_path, monkeypatch):
     expected = plain(tmp_path, monkeypatch)
-    monkeypatch.setattr("lightning_ups.transforms.compile.frame.outputs_owned", lambda run, ran, began: run)
+    replay = Slot.run
+
+    def as_it_is(slot, run, args):
+        slot._positions = []
+        return replay(slot, run, args)
+
+    monkeypatch.setattr(Slot, "run", as_it_is)
     actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert actual["kept"] != expected["kept"]
 
@@ -363,15 +368,15 @@ class Apart(Keeper):
         return self.tail(self.core(batch)["out"]).square().mean()
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("module", [Twice, Apart])
-def test_graphs_are_chosen_for_one_in_a_step(tmp_path, monkeypatch, reports, module):
-    expected = plain(tmp_path, monkeypatch, module=module)
-    actual = run(tmp_path, monkeypatch, auto(), module=module, clock=FixedClock(6.1, 5.2))
+def test_all_graphs_of_a_step_are_replayed(tmp_path, monkeypatch, reports, module, accumulate):
+    options = {"module": module, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    expected = plain(tmp_path, monkeypatch, **options)
+    actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2), **options)
     assert actual == expected
-    assert backends.RECORDED == []
-    assert lines(reports[0])[1:] == [
-        "mode auto: default, since 2 graphs run in a step, and CUDA graphs are chosen for one"
-    ]
+    assert len(backends.RECORDED) == 2 * 2 * (9 + 3)
+    assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs, since launching takes 12.2 ms")
 
 
 def test_a_second_call_in_a_step_does_not_touch_the_recording(tmp_path, monkeypatch):
@@ -471,17 +476,17 @@ class Scheduled(Keeper):
         return super().training_step(batch, index)
 
 
-def test_a_model_that_changes_is_recorded_once(tmp_path, monkeypatch, reports):
+def test_a_model_that_changes_is_recorded_anew(tmp_path, monkeypatch, reports):
     expected = plain(tmp_path, monkeypatch, module=Scheduled)
-    with pytest.warns(UserWarning, match="the model was compiled again, since this did not hold: .*p"):
-        actual = run(tmp_path, monkeypatch, auto(), module=Scheduled, clock=FixedClock(6.1, 5.2))
+    actual = run(tmp_path, monkeypatch, auto(), module=Scheduled, clock=FixedClock(6.1, 5.2))
     assert actual == expected
-    assert "was compiled again" in lines(reports[0])[-1]
+    assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs, since launching")
+    assert reports[0].parts["Compile"]["chosen"]["recorded"] == 4
 
 
 def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
     grown = iter(range(2, 1000, 2))
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: next(grown))
+    monkeypatch.setattr(Recording, "count", property(lambda recording: next(grown)))
     expected = plain(tmp_path, monkeypatch)
     with pytest.warns(UserWarning, match="recorded anew in one step after another"):
         actual = run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
@@ -491,7 +496,7 @@ def test_recordings_that_grow_are_given_up(tmp_path, monkeypatch, reports):
 
 
 def test_that_nothing_is_recorded_is_said(tmp_path, monkeypatch, reports):
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: 0)
+    monkeypatch.setattr(Recording, "count", 0)
     with pytest.warns(UserWarning, match="inductor records none: nothing of the model can be recorded"):
         run(tmp_path, monkeypatch, auto(), clock=FixedClock(6.1, 5.2))
     assert lines(reports[0])[-1].startswith(
@@ -578,8 +583,7 @@ def test_a_backward_may_come_in_a_later_step(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_inductor_compiles_for_the_recording_what_it_compiles_without(tmp_path, monkeypatch, reports):
     monkeypatch.setattr("lightning_ups.callbacks.compile._RECORDING", ("inductor",))
-    counted = count()  # which a CPU does not make
-    monkeypatch.setattr("lightning_ups.callbacks.compile.recordings", lambda device: min(next(counted), 1))
+    monkeypatch.setattr(Recording, "count", 1)  # which a CPU does not make
     expected = run(tmp_path, monkeypatch, Compile(scope="model"))
     actual = run(tmp_path, monkeypatch, auto(backend="inductor"), clock=FixedClock(6.1, 5.2))
     assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs")

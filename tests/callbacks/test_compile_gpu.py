@@ -6,9 +6,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch._inductor import cudagraph_trees  # noqa: TID251
 from torch.utils.data import DataLoader
 
-from lightning_ups._compat.torch.compile.cudagraph_trees import recordings
+from lightning_ups._compat.torch.compile.cudagraph_trees import Recording, _count
 from lightning_ups.callbacks import Compile
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import applied
@@ -101,6 +102,18 @@ def fit(monkeypatch, mode, *, module=Tiny, sizes=(4,) * 5, clock=None, precision
     return model, [logits.cpu() for logits in lightning.predict(model, tokens(4, 4, 4))]
 
 
+def private_bytes():
+    """Return what CUDA graphs keep to themselves."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+
+
+def recorded_by_torch(device):
+    """Return how many CUDA graphs torch keeps for ``device``, ours apart."""
+    manager = cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
+    return 0 if manager is None or manager.roots is None else _count(manager.roots)
+
+
 def both(monkeypatch, mode, **options):
     expected = fit(monkeypatch, "default", **options)
     torch.compiler.reset()
@@ -137,13 +150,24 @@ class Counts(nn.Module):
         return x
 
 
+@pytest.fixture
+def recordings(monkeypatch):
+    """Collect all recordings that are made."""
+    made, make = [], Recording.__init__
+    monkeypatch.setattr(Recording, "__init__", lambda self: made.append(self) or make(self))
+    return made
+
+
 @pytest.mark.parametrize("module", [Tiny, Counting])
-def test_a_forward_and_a_backward_are_recorded_once(monkeypatch, module):
-    device = torch.device("cuda", torch.cuda.current_device())
-    before = recordings(device)
+def test_a_forward_and_a_backward_are_recorded_once_and_freed(monkeypatch, module, recordings):
+    counts, close = [], Recording.close
+    monkeypatch.setattr(Recording, "close", lambda self: counts.append(self.count) or close(self))
     model, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), sizes=(4,) * 10, module=module)
-    assert recordings(device) == before + 2
+    assert counts == [2]
     assert model.report["chosen"]["recorded"] == 2
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert private_bytes() == 0
     assert [buffer.item() for name, buffer in model.named_buffers() if "calls" in name] in ([], [20.0])
 
 
@@ -167,12 +191,10 @@ def test_validation_between_steps_and_predictions_in_a_list(monkeypatch, mode):
 
 @GRAPHS
 def test_batches_of_several_sizes(monkeypatch, mode):
-    device = torch.device("cuda", torch.cuda.current_device())
-    before = recordings(device)
     (expected, _), (actual, _) = both(monkeypatch, mode, sizes=(4, 4, 3, 5, 4, 2, 6, 4))
     assert actual.values == pytest.approx(expected.values, rel=1e-4)  # of graphs for any size, and for one
     if mode == "auto":
-        assert recordings(device) == before + 2
+        assert actual.report["chosen"]["recorded"] == 2
 
 
 @GRAPHS
@@ -217,11 +239,11 @@ def test_what_replays_graphs_after_a_run_is_not_recorded_in_each_call(monkeypatc
     device = torch.device("cuda", torch.cuda.current_device())
     linear = nn.Linear(8, 8, device=device)
     run = torch.compile(linear, mode="reduce-overhead")
-    before = recordings(device)
+    before = recorded_by_torch(device)
     with torch.no_grad():
         kept = [run(torch.ones(2, 8, device=device)) for _ in range(8)]
     assert len(kept) == 8
-    assert recordings(device) - before <= 2
+    assert recorded_by_torch(device) - before <= 2
 
 
 def test_a_second_fit_on_the_same_device(monkeypatch):
@@ -231,7 +253,156 @@ def test_a_second_fit_on_the_same_device(monkeypatch):
     assert second.report["chosen"]["mode"] == "reduce-overhead"
 
 
+class TwoViews(Tiny):
+    """Calls its model twice before a backward, and once more."""
+
+    def loss(self, batch):
+        first, second = (self.model(b[:, :-1], b[:, 1:]) for b in (batch, batch.flip(1)))
+        third = self.model(batch[:, 1:], batch[:, :-1])
+        return first * second.tanh() + third
+
+
+class Broken(Tiny):
+    """Has a graph break between two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Parts()
+
+    def loss(self, batch):
+        return self.model(batch.float() / 64).square().mean()
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(17, 64), nn.Linear(64, 17)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        torch._dynamo.graph_break()  # noqa: TID251
+        return self.second(hidden)
+
+
+class Alternating(Tiny):
+    """A generator and a critic, each of which is called in turn with the other's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 17))
+        self.critic = nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def loss(self, batch):
+        real = batch.float() / 64
+        return (self.critic(self.model(real)) - self.critic(real)).square().mean()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("module", "recorded"), [(TwoViews, 6), (Broken, 4), (Alternating, 6)], ids=["views", "break", "two models"]
+)
+def test_all_graphs_of_a_step_are_replayed(monkeypatch, module, recorded, accumulate):
+    options = {"module": module, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "sizes": (4,) * 6}
+    (expected, _), (actual, _) = both(monkeypatch, "auto", **options)
+    assert actual.report["chosen"]["recorded"] == recorded
+    assert actual.values == expected.values
+    assert actual.norms == expected.norms
+
+
+class Looking(Tiny):
+    """Returns 32 MiB, which is looked at after the backward, and kept in some steps."""
+
+    keeps = 1
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 1024))
+        self.seen, self.held = [], []
+
+    def loss(self, batch):
+        self.out = self.model((batch.float() / 64).repeat(2048, 1))
+        return self.out.square().mean()
+
+    def on_train_batch_end(self, outputs, batch, index):
+        super().on_train_batch_end()
+        self.seen.append(self.out.double().sum().item())
+        if index < self.keeps:
+            self.held.append(self.out)
+        self.out = None
+
+
+class Hoarding(Looking):
+    """Keeps all of them."""
+
+    keeps = 100
+
+
+@pytest.mark.parametrize("module", [Looking, Hoarding])
+def test_large_outputs_are_lent_and_right_as_long_as_they_live(monkeypatch, module):
+    (expected, _), (actual, _) = both(monkeypatch, "auto", module=module, sizes=(4,) * 30)
+    assert actual.values == expected.values
+    assert actual.seen == expected.seen
+    for one, other in zip(actual.held, expected.held, strict=True):
+        assert torch.equal(one, other)
+    assert actual.report["chosen"]["mode"] == "reduce-overhead"
+
+
+def test_a_large_output_takes_no_more_memory_than_without_graphs(monkeypatch):
+    peaks = []
+    for mode in ("default", "auto"):
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        fit(monkeypatch, mode, clock=FixedClock(6.1, 5.2), module=Looking, sizes=(4,) * 12)
+        peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+    assert peaks[1] < peaks[0] + 24  # for a pool, and not 32 MiB more for a copy
+
+
+class Unfreezing(Tiny):
+    """Thaws its first layer in the third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 17))
+        self.model[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch, index):
+        self.model[0].requires_grad_(self.global_step > 2)
+
+    def loss(self, batch):
+        return self.model(batch.float() / 64).square().mean()
+
+
+def test_after_an_unfreeze_the_model_is_recorded_anew(monkeypatch):
+    (expected, _), (actual, _) = both(monkeypatch, "auto", module=Unfreezing, sizes=(4,) * 6)
+    assert actual.values == expected.values
+    assert actual.norms == expected.norms
+    assert actual.report["chosen"]["mode"] == "reduce-overhead"
+    assert actual.report["chosen"]["recorded"] == 4
+
+
+class ManyKernels(Tiny):
+    """Launches more kernels than a queue takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Linear(17, 17) for _ in range(400)))
+
+    def loss(self, batch):
+        return self.model(batch.float() / 64).square().mean()
+
+    def predict_step(self, batch, index):
+        return batch
+
+
 # With the clock of the device itself.
+
+
+@pytest.mark.slow
+def test_a_model_of_more_kernels_than_a_queue_takes_is_timed(monkeypatch):
+    facts = chosen(monkeypatch, "reduce-overhead", module=ManyKernels)
+    assert facts.get("mode") == "reduce-overhead", facts
 
 
 class Large(Tiny):

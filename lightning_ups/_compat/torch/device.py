@@ -122,6 +122,24 @@ class CudaClock:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
 
+    def counted(self, run: Callable[[], Any]) -> tuple[int, float] | None:
+        """Return how many kernels ``run`` launches and the milliseconds that they take; None if it waits for one.
+
+        None as well if somebody profiles the process.
+        """
+        if is_profiled():
+            return None
+        waits, profiler = Counter[str](), Kernels()
+        with watched_waits(waits):
+            profiler.start()
+            try:
+                run()
+            finally:
+                kernels = profiler.stop()
+        if waits:
+            return None
+        return len(kernels), sum(end - start for _, start, end in kernels) / 1e3
+
     def _time_of_spin(self) -> float:
         start = self.mark()
         self._spin(_CALIBRATION)

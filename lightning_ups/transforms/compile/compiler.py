@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_ups._compat.torch.compile import dynamo
+from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
 from lightning_ups._compat.torch.tensors.autograd import saved_at_any_version
 from lightning_ups._compat.torch.tensors.tensors import arrived
 from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.blocks import is_loss, roots
-from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, Backwards, OwnGradients, copied, size
-from lightning_ups.transforms.compile.cuda_graphs import Forward as GraphForward
+from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, Backwards, OwnGradients, Slot, copied, size
 from lightning_ups.transforms.compile.frame import Compiler, Frame, Mode, calling, frame_of
 from lightning_ups.transforms.compile.gain import gain_of
 from lightning_ups.transforms.compile.group import Group, Phase, cure_of, worth_telling
@@ -452,7 +452,7 @@ class _Block:
         if (replay := self._run.replay) is not None and not replay.idle:
             call = call_of(self.name, module, args, kwargs) if phase == "training" else None
             if call is not None and replay.takes(call):
-                done, outputs = replay.run(self.frames[phase], module, *args, **kwargs)
+                done, outputs = replay.run(call, self.frames[phase], module, *args, **kwargs)
                 if done:
                     return outputs
             else:
@@ -569,10 +569,10 @@ class _Block:
     # What trial.Caller asks for.
 
     @property
-    def records(self) -> bool:
-        return False
+    def slot(self) -> Slot | None:
+        return None
 
-    def records_graph(self, graph: object) -> bool:
+    def takes_slot(self, graph: fx.GraphModule, demand: Demand) -> bool:
         return False
 
     def made_graph(self, *, from_cache: bool) -> None:
@@ -587,12 +587,12 @@ class _Block:
     def wants_trial(self) -> bool:
         return self._run.trial
 
-    def wants_again(self) -> bool:
-        return self._run.replay is not None and self._run.replay.wants_timing()
+    def wants_again(self, graph: fx.GraphModule) -> bool:
+        return self._run.replay is not None and self._run.replay.wants_timing(graph)
 
-    def tried(self, rehearsal: Rehearsal) -> None:
-        if self._run.replay is not None and self._run.replay.wants_timing():
-            self._run.replay.time(rehearsal)
+    def tried(self, graph: fx.GraphModule, rehearsal: Rehearsal) -> None:
+        if self._run.replay is not None and self._run.replay.wants_timing(graph):
+            self._run.replay.time(graph, rehearsal)
 
     def may_save(self, written: Tensor) -> bool:
         # What a batch norm computes in training does not depend on its running statistics.
@@ -602,18 +602,15 @@ class _Block:
         held = [buffer for norm in self._norms for buffer in (norm.running_mean, norm.running_var)]
         return tuple(buffer for buffer in held if buffer is not None)
 
-    def not_tried(self, reason: str) -> None:
+    def not_tried(self, graph: fx.GraphModule, reason: str) -> None:
         self.group.untried.add(reason)
         if self._run.replay is not None:
-            self._run.replay.untimed(reason)
+            self._run.replay.untimed(graph, reason)
 
-    def ran_forward(self, forward: GraphForward) -> None:
-        """Leave it: what is compiled for itself writes over nothing."""
-
-    def runs_graph(self) -> None:
+    def runs_graph(self, graph: fx.GraphModule) -> None:
         self._has_run = True
         if self._run.replay is not None:
-            self._run.replay.ran_graph()
+            self._run.replay.ran_graph(graph)
 
 
 def _ignore() -> None:

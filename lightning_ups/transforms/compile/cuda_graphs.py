@@ -1,6 +1,6 @@
 """What a training loop owes to CUDA graphs, whose outputs lie in memory that the next step writes to again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ups._compat.torch.compile import dynamo
+from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, Recording, lent
 from lightning_ups._compat.torch.tensors.autograd import keeps_graph
 
 __all__ = [
@@ -18,13 +19,15 @@ __all__ = [
     "Backwards",
     "Forward",
     "OwnGradients",
+    "Slot",
     "begin_step",
     "copied",
-    "outputs_owned",
+    "is_lent",
     "owned",
     "size",
 ]
 
+LENT_BYTES = 16 * 2**20  # of an output
 COPIED_BYTES = 64 * 2**20  # of what a graph returns: a copy that takes a device some microseconds, and no more
 
 
@@ -62,18 +65,14 @@ def owned(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Tensor]:
 class Forward:
     """A forward of a graph. It is alive as long as its backward may still come.
 
-    Args:
-        began: Called when the backward begins.
-
     Attributes:
         over: The backward has begun, and will not come again.
         stale: Another step has begun, in which graphs write to the memory that the backward reads.
     """
 
-    __slots__ = ("__weakref__", "_began", "over", "stale")
+    __slots__ = ("__weakref__", "over", "stale")
 
-    def __init__(self, began: Callable[[], None] = lambda: None) -> None:
-        self._began = began
+    def __init__(self) -> None:
         self.over = self.stale = False
 
     def begin_backward(self, *_: Any) -> None:
@@ -91,7 +90,6 @@ class Forward:
                 " which know no such limit."
             )
         self.over = not keeps_graph()
-        self._began()
 
 
 class Backwards:
@@ -121,53 +119,99 @@ class Backwards:
         self._waiting.clear()
 
 
-class _Copy(torch.autograd.Function):
-    """A copy that keeps its forward alive, and knows when its backward runs."""
+class _Own(torch.autograd.Function):
+    """A copy of an output, or the output in a tensor of its own, that knows when its backward runs."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, tensor: Tensor, forward: Forward) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.of = forward
-        return tensor.clone()
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, output: Tensor, forward: Forward, own: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.of = forward  # which is alive as long as autograd keeps this
+        return own(output)
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.of.begin_backward()
-        return grad, None
+        return grad, None, None
 
 
-def outputs_owned(
-    run: Callable[..., Any], *, ran: Callable[[Forward], None], began: Callable[[], None] = lambda: None
-) -> Callable[..., Any]:
-    """Return a function that does what the graph ``run`` does, with outputs that the next call leaves alone.
+class Slot:
+    """A recording of a graph for one of the calls of a step, which is free again when its backward has been.
 
-    What the model puts aside in attributes or lists is an output of the graph too. An output that lies in memory of an
-    input is returned as it is.
+    What the graph returns is copied, since the next call writes over it. What is large is not: its memory is lent, and
+    the slot is not free while something refers to it. What the model puts aside in attributes or lists is an output of
+    the graph too. An output that lies in memory of an input is returned as it is.
 
     Args:
-        run: The graph.
-        ran: Hears of each forward, of which it should keep no more than a weak reference. Torch does not see that
-            autograd holds on to what a replayed forward has saved, and would write over it.
-        began: Called when the backward of a forward begins.
+        demand: The compiled graph.
+        lends: Whether large outputs are lent.
     """
-    positions: list[int] | None = None
 
-    def own_run(*args: Any) -> tuple[Any, ...]:
-        nonlocal positions
-        outputs = run(*args)
+    def __init__(self, demand: Demand, *, lends: bool = True) -> None:
+        self.recording, self._demand, self._lends = Recording(), demand, lends
+        self.tried, self.recorded = False, 0  # CUDA graphs that its trial has recorded
+        self._last: Callable[[], Forward | None] = lambda: None
+        self._kept: list[Tensor] = []  # outputs that are lent, so that the backward's graph does not write to them
+        self._loans: list[Callable[[], bool]] = []  # whether they are alive
+        self._positions: list[int] | None = None  # of the outputs in memory of the graph
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether something refers to an output whose memory was lent."""
+        return any(is_alive() for is_alive in self._loans)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a forward may write to its memory."""
+        last = self._last()
+        return (last is None or last.over) and not self.is_lent
+
+    def run(self, run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what the graph ``run`` returns for ``args``, in memory that the next call leaves alone."""
+        self._forget()
+        with self._demand.using(self.recording):
+            outputs = run(*args)
         outputs = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
-        if positions is None:  # a graph's outputs are always the same kind of thing
+        if self._positions is None:  # a graph's outputs are always the same kind of thing
             ours = {id(value) for value in owned(outputs, args)}
-            positions = [index for index, value in enumerate(outputs) if id(value) in ours]
-        forward = Forward(began)
-        for index in positions:
+            self._positions = [index for index, value in enumerate(outputs) if id(value) in ours]
+        forward = Forward()
+        for index in self._positions:
             output = outputs[index]
-            outputs[index] = _Copy.apply(output, forward) if output.requires_grad else output.clone()
-        ran(forward)
+            own = Tensor.clone
+            if self._lends and is_lent(output):
+                own = self._lend
+                self._kept.append(output)
+            outputs[index] = _Own.apply(output, forward, own) if output.requires_grad else own(output)
+        self._last = ref(forward)
         return tuple(outputs)
 
-    return own_run
+    def _lend(self, output: Tensor) -> Tensor:
+        loan, is_alive = lent(output)
+        self._loans.append(is_alive)
+        return loan
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._loans.clear()
+
+    def retire(self) -> None:
+        """Replay nothing more than a backward that may still come."""
+        if self.is_free:
+            self._demand.forget(self.recording)
+
+    def close(self) -> None:
+        """Free its memory; it must be free, and no gradient may lie in it."""
+        self._forget()
+        self._demand.forget(self.recording)
+        self.recording.close()
+
+
+def is_lent(output: Tensor) -> bool:
+    """Return whether ``output`` of a graph is too large to be copied in each step."""
+    return output.numel() * output.element_size() >= LENT_BYTES and output.layout is torch.strided
 
 
 def _memory(tensor: Tensor) -> int | None:

@@ -17,8 +17,6 @@ from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, recorded_on_demand
 from lightning_ups.transforms.compile.alike_hooks import hooks_of
-from lightning_ups.transforms.compile.cuda_graphs import Forward as GraphForward
-from lightning_ups.transforms.compile.cuda_graphs import outputs_owned
 from lightning_ups.transforms.compile.size import is_small
 from lightning_ups.transforms.compile.trial import Caller, Run, with_trial
 from lightning_ups.transforms.forward import Forward
@@ -40,8 +38,8 @@ class Compiler:
         mode: One of inductor's modes.
         dynamic: Whether sizes may vary. None: from the second size on.
         fullgraph: Whether a graph break is an error.
-        on_demand: Whether the CUDA graphs of the mode are replayed only where a caller ``records``. What they return
-            is then copied out of memory that the next call writes to. Other calls run as without CUDA graphs.
+        on_demand: Whether the CUDA graphs of the mode are replayed only where a caller has a slot for them. Other calls
+            run as without CUDA graphs.
         leaves_small: Whether graphs that are too small to gain run as they were captured.
 
     Raises:
@@ -110,7 +108,6 @@ class Frame:
         self.recompiles: list[str] = []  # the guard that failed, once for each call that compiled again
         self.failures: list[str] = []
         self.no_cuda_graphs: list[str] = []
-        self.recordings = 0  # CUDA graphs that `replay.py` has seen recorded for it
         self.askers: list[str] = []  # the blocks whose calls made a graph
         self.full = False  # Dynamo has met its limit here, and compiles nothing more, whatever the call
         self.full_inside = False  # the same for a function that it calls after a graph break
@@ -335,21 +332,22 @@ def _caller() -> Caller | None:
     return _CALLERS.innermost
 
 
-def _ran(forward: GraphForward) -> None:
-    if (caller := _caller()) is not None:
-        caller.ran_forward(forward)
-
-
-def _records(demand: object) -> bool:
-    return (caller := _caller()) is not None and not caller.is_settled and caller.records_graph(demand)
-
-
 def _replayed_or(launched: Run, run: Run, graph: fx.GraphModule, demand: Demand) -> Run:
-    """Return a function that runs ``launched``, or, where it is to be replayed, ``run`` with outputs of its own."""
-    replayed = with_trial(outputs_owned(run, ran=_ran, began=demand.begin_backward), graph, caller=_caller)
+    """Return a function that runs ``launched``, or ``run`` where the caller has a slot for it."""
+
+    def run_in_slot(*args: Any) -> Any:
+        caller = _caller()
+        assert caller is not None
+        assert caller.slot is not None
+        return caller.slot.run(run, args)
+
+    replayed = with_trial(run_in_slot, graph, caller=_caller)
 
     def replayed_or_launched(*args: Any) -> Any:
-        return replayed(*args) if _records(demand) else launched(*args)
+        caller = _caller()
+        if caller is None or caller.is_settled or not caller.takes_slot(graph, demand):
+            return launched(*args)
+        return replayed(*args)
 
     return replayed_or_launched
 
@@ -369,7 +367,7 @@ class _Backend:
             caller.left_small_graph()
             return graph.forward
         said = "; ".join(filter(None, [prepare(graph) for prepare in self._prepares]))
-        demand = Demand(lambda: _records(demand)) if self._on_demand else None
+        demand = Demand() if self._on_demand else None
         with (
             # So that what fails, fails in the call of its block, however late the backward runs.
             dynamo.backward_compiled_with_forward() if torch.is_grad_enabled() else nullcontext(),

@@ -11,10 +11,10 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from lightning_ups.transforms.compile.cuda_graphs import owned, size
+from lightning_ups.transforms.compile.cuda_graphs import is_lent, owned, size
 from lightning_ups.transforms.compile.trial import Rehearsal
 
-__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure"]
+__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", "together"]
 
 # Of the device's time. Above the one, the host is certainly too slow, since a loop does more than launch; below the
 # other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
@@ -26,6 +26,7 @@ SAVED_SHARE = 0.25  # of the memory that is left: a recording keeps what it save
 
 _ROUNDS, _HELD_ROUNDS = 5, 3
 _FAR_BELOW = 0.25  # a host so much faster than the device needs no second look
+_QUEUE = 500  # kernels: fewer fit into a device's queue
 _STRETCHES = (2, 6, 18)  # times the host's time, for which the device is held
 
 
@@ -56,6 +57,10 @@ class Clock(Protocol):
     def hold(self, ms: float) -> None:
         """Keep the device busy for about so long."""
 
+    def counted(self, run: Callable[[], Any]) -> tuple[int, float] | None:
+        """Return how many kernels ``run`` launches and what they take; None if it waits for one, or if unknown."""
+        ...
+
     def allocated(self) -> int:
         """Return the bytes of all tensors on the device."""
         ...
@@ -71,9 +76,9 @@ class Timing:
 
     Args:
         launch_ms: How long the host launches.
-        device_ms: How long the device computes; None if it could not be held until all was launched.
+        device_ms: How long the device computes; None if that could not be measured.
         saved_bytes: What lies between forward and backward.
-        output_bytes: What the graph returns, as far as it is in memory of the graph.
+        output_bytes: What is copied of what the graph returns.
         room: The bytes that tensors could still have.
         step_ms: How long the host takes for a whole step, if that was timed.
     """
@@ -123,8 +128,20 @@ class Choice:
         return facts
 
 
+def together(timings: Sequence[Timing]) -> Timing:
+    """Return what several graphs of one step take."""
+    devices = [timing.device_ms for timing in timings]
+    return Timing(
+        launch_ms=sum(timing.launch_ms for timing in timings),
+        device_ms=None if None in devices else sum(filter(None, devices)),
+        saved_bytes=sum(timing.saved_bytes for timing in timings),
+        output_bytes=sum(timing.output_bytes for timing in timings),
+        room=min(timing.room for timing in timings),
+    )
+
+
 def choose(timing: Timing) -> Choice:
-    """Return what suits a model whose one graph takes ``timing``."""
+    """Return what suits a model whose graphs take ``timing`` in a step."""
     return Choice(graphs=(refusal := _refusal(timing)) is None, why=refusal or _compared(timing), timing=timing)
 
 
@@ -206,7 +223,7 @@ def measure(rehearsal: Rehearsal, clock: Clock) -> Timing:
     before = clock.allocated()
     outputs = rehearsal.forward()
     saved = clock.allocated() - before
-    returned = size(owned(outputs, rehearsal.inputs))
+    returned = size([output for output in owned(outputs, rehearsal.inputs) if not is_lent(output)])
     rehearsal.backward(outputs)
     del outputs
     rounds = [_round(rehearsal, clock)]  # the first is thrown away, unless it says enough
@@ -237,7 +254,7 @@ def _round(rehearsal: Rehearsal, clock: Clock) -> _Round:
 
 
 def _device_time(rehearsal: Rehearsal, clock: Clock, launch: Sequence[float]) -> float | None:
-    """Return what the device takes for itself, or None if it always began before all was launched."""
+    """Return what the device takes for itself, or None if that cannot be told."""
     for stretch in _STRETCHES:
         times: list[float] = []
         while len(times) < _HELD_ROUNDS:
@@ -249,7 +266,9 @@ def _device_time(rehearsal: Rehearsal, clock: Clock, launch: Sequence[float]) ->
             times.append(forward + backward)
         else:
             return median(times)
-    return None
+    # Either the host waits for a result, and then there is nothing to record, or the queue is full.
+    found = clock.counted(lambda: rehearsal.backward(rehearsal.forward()))
+    return None if found is None or found[0] < _QUEUE else found[1]
 
 
 def _held(run: Callable[[], Any], clock: Clock, ms: float) -> tuple[Any, float | None]:

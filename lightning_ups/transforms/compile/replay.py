@@ -1,34 +1,37 @@
-"""Replaying CUDA graphs of a model's one root where its first training step shows that they pay, and never otherwise.
+"""Replaying CUDA graphs of what a model runs in a step where its first training step shows that they pay.
 
 Nobody has asked for CUDA graphs here, so nothing may come of them but speed. Hence a recording is made of what is
-compiled anyway, and takes only the call that it was made for: in training, with gradients, of the very sizes that were
+compiled anyway, and takes only the calls that it was made for: in training, with gradients, of the very sizes that were
 measured, and when the backward of the last has been, or can no longer come. All other calls, such as those of an
-evaluation or of the last batch, run as without it. What the model returns is copied out of the recording's memory, and
-gradients are moved out; who keeps something else makes torch record anew, since that memory is written to again only
-when no tensor lies there. After a few such recordings, a failure, or a second compilation, it is given up.
+evaluation or of the last batch, run as without it. Each recording has memory of its own, so that calls whose backwards
+come later do not meet. What the model returns is copied out of that memory or lent, and gradients are moved out; who
+keeps something else makes torch record anew, since that memory is written to again only when no tensor lies there.
+After a few such recordings or a failure, CUDA graphs are given up; after another compilation, they are chosen anew.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_ups._compat.torch.compile import dynamo
-from lightning_ups.transforms.compile.cuda_graphs import Forward as GraphForward
-from lightning_ups.transforms.compile.cuda_graphs import begin_step
+from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
+from lightning_ups.transforms.compile.cuda_graphs import Slot, begin_step
 from lightning_ups.transforms.compile.frame import Frame, calling
-from lightning_ups.transforms.compile.mode import Choice, Clock, Pace, Timing, choose, is_open, measure
+from lightning_ups.transforms.compile.mode import Choice, Clock, Pace, Timing, choose, is_open, measure, together
 from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["Call", "Replay", "call_of"]
 
+MOST_GRAPHS = 12  # in a step: the memory of each recording is rounded up to some MiB
 MOST_RECORDINGS = 8  # beyond those of the first call
 MOST_WAITS = 20
+MOST_CHOICES = 3  # after each of which the model was compiled again
 
 
 class Call(NamedTuple):
@@ -75,31 +78,41 @@ def _kinds(value: Any) -> Iterator[Hashable]:
         yield value if isinstance(value, _PLAIN) else _Unknown(type(value).__name__)
 
 
+class _Key(NamedTuple):
+    """A graph that runs in a call; after a graph break there are several."""
+
+    call: Call
+    graph: fx.GraphModule
+
+
 class Replay:
     """The choice between a model as it is compiled and CUDA graphs of it, and the graphs.
 
     Args:
         clock: The times of the host and of the device.
-        recordings: Returns how many CUDA graphs are recorded by now.
         tell: Called with what the user should know.
     """
 
-    def __init__(self, clock: Clock, *, recordings: Callable[[], int], tell: Callable[[str], None]) -> None:
-        self._clock, self._recordings, self._tell = clock, recordings, tell
+    def __init__(self, clock: Clock, *, tell: Callable[[str], None]) -> None:
+        self._clock, self._tell = clock, tell
         self.choice: Choice | None = None
-        self._now: Call | None = None  # of the model, that runs
-        self._chosen: Call | None = None
-        self._step: list[Call] = []  # for each graph that has run in this step
-        self._timings: dict[Call, Timing | str] = {}
-        self._pace: Pace | None = None
-        self._frame: Frame | None = None
-        self._graph: object = None  # the one that is recorded
-        self._recorded = 0  # for this model in this run, with the first call
-        self._recorded_by_then = 0  # for whatever the device ran
-        self._ran = self._tried = False
-        self._last: Callable[[], GraphForward | None] = lambda: None
-        self._waited = 0  # steps that could not be replayed for a backward that may still come
         self.gradients = False  # may lie in memory of a recording
+        self._now: Call | None = None  # of the model, that runs
+        # The first step.
+        self._step: list[_Key] = []  # for each graph that has run in this step
+        self._timings: dict[_Key, Timing | str] = {}
+        self._total: Timing | None = None  # of what may be replayed in a step
+        self._pace: Pace | None = None
+        # Afterwards.
+        self._chosen: Counter[_Key] = Counter()  # how often they run in a step
+        self._slots: dict[_Key, list[Slot]] = {}
+        self._retired: list[Slot] = []  # whose memory is freed when nothing is in it
+        self._frame: Frame | None = None
+        self.slot: Slot | None = None  # that is in use
+        self._tries = False  # in the present call
+        self._proven: set[Call] = set()
+        self._waits: Counter[_Key] = Counter()  # calls in a row that found no slot free
+        self._lends, self._choices, self._recorded = True, 1, 0
 
     @property
     def active(self) -> bool:
@@ -114,7 +127,7 @@ class Replay:
     @property
     def is_over(self) -> bool:
         """Whether CUDA graphs have no part in steps to come."""
-        return self.idle and not self.gradients
+        return self.idle and not self.gradients and not self._retired
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -134,24 +147,24 @@ class Replay:
         """Record that the model runs ``call`` now, or None for a call without gradients."""
         self._now = call
 
-    def ran_graph(self) -> None:
-        """Record that a graph runs in this call."""
+    def ran_graph(self, graph: fx.GraphModule) -> None:
+        """Record that ``graph`` runs in this call."""
         if self.choice is None and self._now is not None:
-            self._step.append(self._now)
+            self._step.append(_Key(self._now, graph))
 
-    def wants_timing(self) -> bool:
-        """Return whether this call of the model is still to be measured."""
-        return self.choice is None and self._now is not None and self._now not in self._timings
+    def wants_timing(self, graph: fx.GraphModule) -> bool:
+        """Return whether ``graph`` is still to be measured in this call."""
+        return self.choice is None and self._now is not None and _Key(self._now, graph) not in self._timings
 
-    def time(self, rehearsal: Rehearsal) -> None:
-        """Measure what runs in this call."""
+    def time(self, graph: fx.GraphModule, rehearsal: Rehearsal) -> None:
+        """Measure ``graph`` in this call."""
         assert self._now is not None
-        self._timings[self._now] = measure(rehearsal, self._clock)
+        self._timings[_Key(self._now, graph)] = measure(rehearsal, self._clock)
 
-    def untimed(self, reason: str) -> None:
-        """Record why this call cannot be measured."""
+    def untimed(self, graph: fx.GraphModule, reason: str) -> None:
+        """Record why ``graph`` cannot be measured in this call."""
         if self._now is not None:
-            self._timings[self._now] = reason
+            self._timings[_Key(self._now, graph)] = reason
 
     def decide(self) -> None:
         """Choose by what ran in the step that ends, if that was anything and the choice is not made."""
@@ -164,12 +177,10 @@ class Replay:
             self._settle(choice)
 
     def _keep_pace(self) -> None:
-        if self._pace is None or self.choice is not None or self._chosen is None:
+        if self._pace is None or self.choice is not None or self._total is None:
             return
         if (step_ms := self._pace.begin_step()) is not None:
-            timing = self._timings[self._chosen]
-            assert isinstance(timing, Timing)
-            self._settle(choose(replace(timing, step_ms=step_ms)))
+            self._settle(choose(replace(self._total, step_ms=step_ms)))
 
     def _settle(self, choice: Choice) -> None:
         self.choice = choice
@@ -178,19 +189,25 @@ class Replay:
             begin_step()
 
     def _choose(self) -> Choice:
-        if len(self._step) != 1:
+        if len(self._step) > MOST_GRAPHS:
             return Choice(
-                graphs=False, why=f"{len(self._step)} graphs run in a step, and CUDA graphs are chosen for one"
+                graphs=False,
+                why=f"{len(self._step)} graphs run in a step, and CUDA graphs are chosen for at most {MOST_GRAPHS}",
             )
-        (self._chosen,) = self._step
-        if (unknown := self._chosen.unknown) is not None:
-            return Choice(
-                graphs=False, why=f"the model is called with a {unknown}, which does not say what sizes it has"
-            )
-        timing = self._timings.get(self._chosen, "it had run before")
-        if isinstance(timing, str):
-            return Choice(graphs=False, why=f"the model could not be measured: {timing}")
-        return choose(timing)
+        found, whys = list[Timing](), list[str]()
+        for key, count in Counter(self._step).items():
+            timing = self._timings.get(key, "it had run before")
+            if (unknown := key.call.unknown) is not None:
+                whys.append(f"the model is called with a {unknown}, which does not say what sizes it has")
+            elif isinstance(timing, str):
+                whys.append(f"the model could not be measured: {timing}")
+            else:
+                self._chosen[key] = count
+                found += [timing] * count
+        if not found:
+            return Choice(graphs=False, why=whys[0])
+        self._total = together(found)
+        return choose(self._total)
 
     # Afterwards: the graphs.
 
@@ -199,64 +216,105 @@ class Replay:
 
         In the same frame, Dynamo would compile for sizes that vary, and use that graph from then on for all sizes.
         """
-        return self.active and self._chosen is not None and call.block == self._chosen.block and call != self._chosen
+        return self.active and not self.takes(call) and any(key.call.block == call.block for key in self._chosen)
 
     def takes(self, call: Call) -> bool:
-        """Return whether ``call`` is to be replayed now."""
-        if not self.active or call != self._chosen:
-            return False
-        if (last := self._last()) is not None and not last.over:
-            self._waited += 1
-            return False
-        return True
+        """Return whether graphs of ``call`` are to be replayed."""
+        return self.active and any(key.call == call for key in self._chosen)
 
-    def run(self, frame: Frame, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        """Return whether the graph has run, and what it returned; if it has not, it is given up."""
-        assert self._chosen is not None
-        self._frame, start, self._ran = frame, dynamo.mark(), False
-        kept, variants = None if self._tried else State(module), len(frame.askers)
-        recorded_before = 0 if self._tried else self._recordings()
+    def run(self, call: Call, frame: Frame, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+        """Return whether ``call`` has run, and what it returned; if it has not, CUDA graphs are given up."""
+        self._now, self._frame, self.slot, self._tries = call, frame, None, False
+        kept = None if call in self._proven else State(module)
+        start, variants, failure, outputs = dynamo.mark(), len(frame.askers), None, None
         try:
             with calling(self):
                 outputs = frame.run(module, *args, **kwargs)
         except Exception as error:
-            if kept is None or not (_is_ours(error) or dynamo.is_compiler_error(error, start)):
+            if not dynamo.is_compiler_error(error, start) and (kept is None or not _is_ours(error)):
                 raise
-            kept.put_back()
-            self.give_up(first_line(error))
+            failure = first_line(error)
+        if failure is not None:
+            if kept is not None:
+                kept.put_back()
+            self.give_up(failure)
             return False, None
-        self.gradients, self._waited = True, 0
+        self.gradients = True
         if dynamo.compiled_since(start):
-            kind = (torch.is_inference_mode_enabled(), module.training)
-            frame.learn(start, asker=self._chosen.block, kind=kind)
-        if self._tried and len(frame.askers) > variants:
+            frame.learn(start, asker=call.block, kind=(torch.is_inference_mode_enabled(), module.training))
+        if len(frame.askers) > variants:
             guard = frame.recompiles[-1] if frame.recompiles else "unknown"
-            self.give_up(f"the model was compiled again, since this did not hold: {guard}")
-        elif self._ran and not self._tried:
-            self._prove(frame, recorded_before)
+            self._choose_anew(f"the model was compiled again, since this did not hold: {guard}")
+        elif self._tries:
+            self._prove(frame)
+        else:
+            self._proven.add(call)
         return True, outputs
 
-    def _prove(self, frame: Frame, recorded_before: int) -> None:
-        self._tried, self._recorded_by_then = True, self._recordings()
-        self._recorded = self._recorded_by_then - recorded_before
-        frame.recordings += self._recorded  # one of an earlier run holds as long as weights and buffers lie there
-        if frame.no_cuda_graphs or not frame.recordings:
+    def _choose_anew(self, reason: str) -> None:
+        """Forget the choice, as after an unfreeze, unless that has happened before."""
+        if self._choices >= MOST_CHOICES:
+            self.give_up(reason)
+            return
+        self._choices += 1
+        self._retire()
+        self.choice = self._pace = self._total = None
+        self._timings.clear()
+
+    def _prove(self, frame: Frame) -> None:
+        """See what has been recorded of the graphs that ran for the first time in this call."""
+        for key, slots in [*self._slots.items()]:
+            for slot in slots:
+                if slot.tried and not slot.recorded:
+                    slot.recorded = slot.recording.count
+                    self._recorded += slot.recorded
+            if any(slot.tried and not slot.recorded for slot in slots):
+                self._retired += self._slots.pop(key)
+                del self._chosen[key]
+        if not self._chosen:
             why = frame.no_cuda_graphs[-1] if frame.no_cuda_graphs else "nothing of the model can be recorded"
             self.give_up(f"inductor records none: {why}")
 
     def check(self) -> None:
         """Give up if the graphs are recorded over and over; call it after each step."""
-        if self.active and self._tried and self._recordings() - self._recorded_by_then > MOST_RECORDINGS:
+        if not self.active:
+            return
+        slots = [slot for slots in self._slots.values() for slot in slots]
+        if any(slot.recording.count > slot.recorded + MOST_RECORDINGS for slot in slots if slot.recorded):
             self.give_up(
                 "they are recorded anew in one step after another, since something keeps what a graph returned, or"
                 " brings weights and buffers to other memory"
             )
-        elif self.active and self._waited > MOST_WAITS:
+        elif max(self._waits.values(), default=0) <= MOST_WAITS:
+            return
+        elif self._lends and any(slot.is_lent for slot in slots):
+            self._retire(forget=False)  # from now on large outputs are copied
+            self._lends = False
+        else:
             self.give_up("something keeps what the model returned in a step that had no backward, which may still come")
+
+    def _retire(self, *, forget: bool = True) -> None:
+        for slot in [slot for slots in self._slots.values() for slot in slots]:
+            slot.retire()
+            self._retired.append(slot)
+        self._slots.clear()
+        self._waits.clear()
+        self._proven.clear()
+        if forget:
+            self._chosen.clear()
+
+    def free(self, *, everything: bool = False) -> None:
+        """Free memory of recordings that are not used any more; call it when no gradient is in any."""
+        if everything:
+            self._retire()
+        for slot in [slot for slot in self._retired if slot.is_free]:
+            self._retired.remove(slot)
+            slot.close()
 
     def give_up(self, reason: str) -> None:
         """Go on without CUDA graphs."""
         assert self.choice is not None
+        self._retire()
         self.choice = replace(self.choice, graphs=False, why=f"CUDA graphs were given up: {reason}")
         self._tell(
             f"Compile gives up CUDA graphs, which mode='auto' had chosen: {reason}."
@@ -268,16 +326,19 @@ class Replay:
 
     is_settled = False
 
-    @property
-    def records(self) -> bool:
-        """True."""
-        return True
-
-    def records_graph(self, graph: object) -> bool:
-        """Return True for the first graph that asks, which is then the one."""
-        if not self._tried:
-            self._graph = graph
-        return graph is self._graph
+    def takes_slot(self, graph: fx.GraphModule, demand: Demand) -> bool:
+        """Take a slot that is free, or a new one if the graph has fewer than it runs in a step."""
+        assert self._now is not None
+        key = _Key(self._now, graph)
+        self.slot = None
+        if self._chosen[key]:
+            slots = self._slots.setdefault(key, [])
+            self.slot = next((slot for slot in slots if slot.is_free), None)
+            if self.slot is None and len(slots) < self._chosen[key]:
+                self.slot = Slot(demand, lends=self._lends)
+                slots.append(self._slot)
+            self._waits[key] = 0 if self.slot is not None else self._waits[key] + 1
+        return self.slot is not None
 
     def made_graph(self, *, from_cache: bool) -> None:
         """Count it."""
@@ -290,19 +351,21 @@ class Replay:
         self.made_graph(from_cache=False)
 
     def wants_trial(self) -> bool:
-        """Return whether nothing has been recorded in this run."""
-        return not self._tried
+        """Return whether nothing has been recorded in the slot that is in use."""
+        return self.slot is not None and not self.slot.tried
 
-    def wants_again(self) -> bool:
-        """Return the same for a graph that an earlier run has recorded, with weights that lay elsewhere."""
-        return not self._tried and not self._ran
+    def wants_again(self, graph: fx.GraphModule) -> bool:
+        """Return the same for a graph that has run in another slot."""
+        return self.wants_trial()
 
-    def tried(self, rehearsal: Rehearsal) -> None:
+    def tried(self, graph: fx.GraphModule, rehearsal: Rehearsal) -> None:
         """Record it and replay it, since the first time has only warmed up."""
+        assert self.slot is not None
         for _ in range(2):
             rehearsal.backward(rehearsal.forward())
+        self.slot.tried = self._tries = True
 
-    def not_tried(self, reason: str) -> None:
+    def not_tried(self, graph: fx.GraphModule, reason: str) -> None:
         """Do without what cannot be tried."""
         raise GraphError(reason)
 
@@ -310,13 +373,8 @@ class Replay:
         """Return True: a trial without CUDA graphs came before."""
         return True
 
-    def runs_graph(self) -> None:
-        """Record that the graph runs in this call."""
-        self._ran = True
-
-    def ran_forward(self, forward: GraphForward) -> None:
-        """Wait for its backward, as long as that may come."""
-        self._last = ref(forward)
+    def runs_graph(self, graph: fx.GraphModule) -> None:
+        """Leave it."""
 
 
 def _is_ours(error: Exception) -> bool:

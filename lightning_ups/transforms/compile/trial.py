@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
 from lightning_ups._compat.torch.compile.dynamo import is_fake, is_static, is_written_to
-from lightning_ups.transforms.compile.cuda_graphs import Forward
+from lightning_ups.transforms.compile.cuda_graphs import Slot
 from lightning_ups.transforms.quoted import quoted
 
 __all__ = ["Caller", "GraphError", "Rehearsal", "Run", "State", "with_trial"]
@@ -33,12 +34,12 @@ class Caller(Protocol):
         ...
 
     @property
-    def records(self) -> bool:
-        """Whether a trial records the graph, which then holds for buffers where they lie, and not for copies."""
+    def slot(self) -> Slot | None:
+        """Where the graph that runs now is recorded. Then it holds for buffers where they lie, and not for copies."""
         ...
 
-    def records_graph(self, graph: object) -> bool:
-        """Return whether ``graph``, by whatever tells it from others, is to be replayed now."""
+    def takes_slot(self, graph: fx.GraphModule, demand: Demand) -> bool:
+        """Take a slot for ``graph``, and return whether there is one; without it the graph is launched."""
         ...
 
     def made_graph(self, *, from_cache: bool) -> None:
@@ -51,25 +52,22 @@ class Caller(Protocol):
         """Return whether a graph that runs for the first time is to be tried."""
         ...
 
-    def wants_again(self) -> bool:
+    def wants_again(self, graph: fx.GraphModule) -> bool:
         """Return whether a graph is to be tried that has run before."""
         ...
 
-    def tried(self, rehearsal: "Rehearsal") -> None:
+    def tried(self, graph: fx.GraphModule, rehearsal: "Rehearsal") -> None:
         """Hear that a graph was tried, and run it once more if need be."""
 
-    def not_tried(self, reason: str) -> None:
+    def not_tried(self, graph: fx.GraphModule, reason: str) -> None:
         """Hear why it is not."""
 
     def may_save(self, written: Tensor) -> bool:
         """Return whether the backward may read an input that the forward writes to in place."""
         ...
 
-    def runs_graph(self) -> None:
+    def runs_graph(self, graph: fx.GraphModule) -> None:
         """Hear that a graph begins to run in earnest."""
-
-    def ran_forward(self, forward: Forward) -> None:
-        """Hear of a forward whose memory the next one writes to."""
 
 
 def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller | None]) -> Run:
@@ -92,11 +90,11 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
         new = False  # before the trial, which may call the graph: a checkpoint around the block recomputes it
         try:
             if asker is not None:
-                tries = torch.is_grad_enabled() and (asker.wants_trial() or asker.wants_again())
-                reason = (acts or _try(run, args, placeholders, asker)) if tries else None
+                tries = torch.is_grad_enabled() and (asker.wants_trial() or asker.wants_again(graph))
+                reason = (acts or _try(run, graph, args, placeholders, asker)) if tries else None
                 if reason is not None:
-                    asker.not_tried(reason)
-                asker.runs_graph()
+                    asker.not_tried(graph, reason)
+                asker.runs_graph(graph)
             return run(*args)
         except (torch.OutOfMemoryError, GraphError):
             new = True
@@ -110,10 +108,10 @@ def with_trial(run: Run, graph: fx.GraphModule, *, caller: Callable[[], Caller |
         if not new and (asker is None or asker.is_settled):
             return run(*args)
         # A graph split for DDP is called with fakes once, for their strides.
-        if (new or (asker is not None and asker.wants_again())) and not any(map(is_fake, args)):
+        if (new or (asker is not None and asker.wants_again(graph))) and not any(map(is_fake, args)):
             return first_run(asker, args)
         if asker is not None:
-            asker.runs_graph()
+            asker.runs_graph(graph)
         return run(*args)
 
     return graph_run
@@ -162,12 +160,14 @@ class Rehearsal:
                 value.grad = None
 
 
-def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: Caller) -> str | None:
+def _try(
+    run: Run, graph: fx.GraphModule, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: Caller
+) -> str | None:
     """Run it on copies, forward and backward, or return why that cannot be."""
     if reason := _uncopyable(args, placeholders):
         return reason
     try:
-        stay = _buffers(args, placeholders) if asker.records else []
+        stay = _buffers(args, placeholders) if asker.slot is not None else []
         copies = _copies(args, placeholders, stay=stay)
         rehearsal, saved = Rehearsal(run, copies), set[int]()
         with (
@@ -179,7 +179,7 @@ def _try(run: Run, args: Sequence[Any], placeholders: Sequence[fx.Node], asker: 
             outputs = rehearsal.forward()
             _refuse_stale(saved, args, copies, placeholders, asker)
             rehearsal.backward(outputs)
-            asker.tried(rehearsal)
+            asker.tried(graph, rehearsal)
     except torch.OutOfMemoryError:  # the call needs less, and raises itself if that is too much
         return "it ran out of memory"
     return None

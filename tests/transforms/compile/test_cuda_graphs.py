@@ -1,15 +1,15 @@
-from weakref import ref
-
 import pytest
 import torch
 from torch import nn
 
+from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
 from lightning_ups.transforms.compile.cuda_graphs import (
+    LENT_BYTES,
     Backwards,
     OwnGradients,
+    Slot,
     begin_step,
     copied,
-    outputs_owned,
     owned,
     size,
 )
@@ -142,6 +142,11 @@ def test_what_lies_in_an_input_is_not_the_graphs():
     assert len(owned([x.to_sparse()], [y.to_sparse()])) == 1
 
 
+def replayed(slot, graph):
+    """Return what runs ``graph`` in ``slot``, as a compiled graph would."""
+    return lambda *args: slot.run(graph, args)
+
+
 def test_outputs_outlive_the_memory_that_a_graph_writes_to_again():
     memory = torch.zeros(2, requires_grad=True) * 1
 
@@ -150,7 +155,7 @@ def test_outputs_outlive_the_memory_that_a_graph_writes_to_again():
             memory.data.copy_(x)
         return memory, x, 7
 
-    run, first, second = outputs_owned(graph, ran=id), torch.ones(2), torch.full((2,), 2.0)
+    run, first, second = replayed(Slot(Demand()), graph), torch.ones(2), torch.full((2,), 2.0)
     kept, same, number = run(first)
     run(second)
     assert kept.tolist() == [1, 1]
@@ -159,48 +164,61 @@ def test_outputs_outlive_the_memory_that_a_graph_writes_to_again():
     assert kept.grad_fn is not None  # a copy passes gradients on
 
 
-def test_a_forward_is_alive_as_long_as_its_backward_may_come():
-    x, last = torch.ones(2, requires_grad=True), []
-    run = outputs_owned(lambda x: (x * 2, x.sum(), x.detach() * 3), ran=lambda forward: last.append(ref(forward)))
-
-    def state():
-        forward = last[-1]()
-        return None if forward is None else forward.over
-
+@pytest.mark.parametrize("scale", [1, LENT_BYTES // 4], ids=["copied", "lent"])
+def test_a_slot_is_free_when_nothing_refers_to_it_any_more(scale):
+    x, slot = torch.ones(scale, requires_grad=True), Slot(Demand())
+    run = replayed(slot, lambda x: (x * 2, x.sum(), x.detach() * 3))
+    assert slot.is_free
     doubled, total, constant = run(x)
-    assert state() is False
+    assert not slot.is_free
     loss = (doubled * 3).sum()
     del doubled, total
-    assert state() is False  # a loss made of an output
+    assert not slot.is_free  # a loss made of an output
     loss.backward()
-    assert state() is True
-    assert x.grad.tolist() == [6, 6]
-    assert constant.tolist() == [3, 3]
-    del loss
-    assert state() is None
+    assert x.grad[0].item() == 6
+    assert constant[0].item() == 3
+    assert slot.is_lent == (scale > 1)  # by the third output
+    assert slot.is_free == (scale == 1)
+    del constant
+    assert slot.is_free
 
     doubled, total, constant = run(x)
-    del doubled, total
-    assert state() is None  # nobody can go backward from what is left
+    del doubled, total, constant
+    assert slot.is_free  # nobody can go backward any more
 
     with torch.no_grad():
         kept = run(x)
     assert len(kept) == 3
-    assert state() is None
+    assert slot.is_free == (scale == 1)
+
+
+def test_a_lent_output_that_autograd_has_saved_is_not_written_to():
+    x, slot = torch.ones(LENT_BYTES // 4, requires_grad=True), Slot(Demand())
+    (doubled,) = replayed(slot, lambda x: x * 2)(x)
+    loss = doubled.square().sum()
+    del doubled
+    assert slot.is_lent
+    loss.backward(retain_graph=True)
+    assert x.grad[0].item() == 8
+    assert not slot.is_free
+    del loss
+    assert slot.is_free
+
+
+def test_a_slot_may_copy_large_outputs_too():
+    slot = Slot(Demand(), lends=False)
+    (doubled,) = replayed(slot, lambda x: x * 2)(torch.ones(LENT_BYTES // 4))
+    assert slot.is_free
+    assert doubled[0].item() == 2
 
 
 def test_a_forward_whose_graph_is_kept_waits_for_more():
-    x, last, began = torch.ones(2, requires_grad=True), [], []
-    run = outputs_owned(
-        lambda x: x * 2, ran=lambda forward: last.append(ref(forward)), began=lambda: began.append(x.grad is None)
-    )
-    (doubled,) = run(x)
+    x, slot = torch.ones(2, requires_grad=True), Slot(Demand())
+    (doubled,) = replayed(slot, lambda x: x * 2)(x)
     doubled.sum().backward(retain_graph=True)
-    assert last[-1]().over is False
-    assert began == [True]  # before the gradients of the graph are computed
+    assert not slot.is_free
     doubled.sum().backward()
-    assert last[-1]().over is True
-    assert began == [True, False]
+    assert slot.is_free
 
 
 def steps(*backward_in):

@@ -4,7 +4,8 @@ import re
 import pytest
 import torch
 
-from lightning_ups.transforms.compile.mode import PACED_STEPS, Pace, Timing, choose, is_open, measure
+from lightning_ups.transforms.compile.cuda_graphs import LENT_BYTES
+from lightning_ups.transforms.compile.mode import PACED_STEPS, Pace, Timing, choose, is_open, measure, together
 from tests.clocks import Machine
 
 
@@ -40,18 +41,33 @@ def test_a_device_that_was_not_held_for_long_enough_is_held_for_longer():
     assert machine.held > 6
 
 
-def test_more_than_a_queue_takes_is_not_guessed():
-    timing = measure(machine := Machine(kernels=50, host=0.05, device=0.02, queue=20), machine)
+def test_more_kernels_than_a_queue_takes_are_timed_one_by_one():
+    timing = measure(machine := Machine(kernels=300, host=0.05, device=0.02, queue=20), machine)
+    assert timing.device_ms == pytest.approx(2 * 300 * 0.02)
+    assert choose(timing).graphs
+
+
+@pytest.mark.parametrize("machine", [{"kernels": 300, "waits": True}, {"kernels": 50}], ids=["waits", "few kernels"])
+def test_what_waits_for_the_device_is_not_recorded(machine):
+    timing = measure(machine := Machine(host=0.05, device=0.02, queue=20, **machine), machine)
     assert timing.device_ms is None
     choice = choose(timing)
     assert not choice.graphs
     assert "its own time is not known" in str(choice)
 
 
+def test_graphs_of_one_step_are_timed_together():
+    one, other = timing(4.0, 2.0, saved=3, output=5, room=90), timing(1.0, 0.5, saved=2, output=1, room=80)
+    assert together([one, other, other]) == timing(6.0, 3.0, saved=7, output=7, room=80)
+    assert together([one, timing(1.0, None)]).device_ms is None
+
+
 def test_memory_is_counted_but_for_what_is_the_inputs():
     inputs = torch.zeros(2**10)
     machine = Machine(inputs=(inputs,), returned=torch.zeros(2**12))
     assert measure(machine, machine).output_bytes == 2**14
+    machine = Machine(returned=torch.zeros(LENT_BYTES // 4))  # lent, and not copied
+    assert measure(machine, machine).output_bytes == 0
     timing = measure(same := Machine(inputs=(inputs,), returned=inputs[:3]), same)
     assert timing.output_bytes == 0
     assert (timing.saved_bytes, timing.room) == (3 * 2**20, 2**33)

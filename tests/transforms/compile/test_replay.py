@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from lightning_ups._compat.torch.compile import dynamo
+from lightning_ups._compat.torch.compile.cudagraph_trees import Recording
 from lightning_ups.transforms.compile.compiler import compiled
-from lightning_ups.transforms.compile.cuda_graphs import OwnGradients
+from lightning_ups.transforms.compile.cuda_graphs import LENT_BYTES, OwnGradients
 from lightning_ups.transforms.compile.frame import Compiler
 from lightning_ups.transforms.compile.mode import PACED_STEPS
-from lightning_ups.transforms.compile.replay import MOST_RECORDINGS, Replay, call_of
+from lightning_ups.transforms.compile.replay import MOST_GRAPHS, MOST_RECORDINGS, MOST_WAITS, Replay, call_of
 from tests import backends
 from tests.clocks import FixedClock
 
@@ -18,10 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture(autouse=True)
-def own_backends():
+def own_backends(monkeypatch):
     backends.register()
     torch.compiler.reset()
     backends.forget()
+    monkeypatch.setattr(Recording, "count", property(lambda recording: len(recording.parts)))
 
 
 def test_calls_are_told_apart_by_sizes_types_values_and_mode():
@@ -71,23 +73,34 @@ def test_a_call_knows_what_it_does_not_know():
 class Loop:
     """A training loop by hand around a model that may be replayed."""
 
-    def __init__(self, model, clock, *, recordings=backends.recordings):
+    def __init__(self, model, clock):
         self.model, self.told = model, []
         compiler = Compiler(backend="ups_modes", mode="reduce-overhead", on_demand=True)
-        self.replay = Replay(clock, recordings=recordings, tell=self.told.append)
+        self.replay = Replay(clock, tell=self.told.append)
         self.gradients = OwnGradients(model)
-        self.context = compiled({"": model}, compiler, replay=self.replay, trial=True)
+        self.context = compiled({"": model}, compiler, replay=self.replay, trial=True, gradients=self.gradients)
 
     def step(self, x, *, backward=True):
-        self.replay.begin_step()
+        self.begin_step()
         output = self.model(x)
         if backward:
-            output.square().sum().backward()
-            if self.replay.gradients:
-                self.gradients.take()
+            self.backward(output.square().sum())
+        self.end_step()
+        return output
+
+    def backward(self, loss):
+        loss.backward()
+        if self.replay.gradients:
+            self.gradients.leave()
+
+    def begin_step(self):
+        self.replay.begin_step()
+        self.gradients.take_left()
+        self.replay.free()
+
+    def end_step(self):
         self.replay.decide()
         self.replay.check()
-        return output
 
 
 def net():
@@ -169,7 +182,7 @@ def test_evaluation_and_gradients_in_another_mode_are_not_replayed():
 
 
 def test_nothing_is_decided_before_something_ran_and_nothing_twice():
-    replay = Replay(FixedClock(2.0, 1.0), recordings=lambda: 0, tell=print)
+    replay = Replay(FixedClock(2.0, 1.0), tell=print)
     replay.begin_step()
     replay.decide()
     assert (replay.choice, replay.active, replay.idle, replay.facts) == (None, False, False, {})
@@ -198,7 +211,7 @@ def test_a_choice_between_waits_for_some_steps(between, graphs):
 def test_what_could_not_be_tried_is_not_replayed():
     model = net()
     loop = Loop(model, FixedClock(2.0, 1.0))
-    loop.replay.time = lambda rehearsal: loop.replay.untimed("it ran out of memory")
+    loop.replay.time = lambda graph, rehearsal: loop.replay.untimed(graph, "it ran out of memory")
     with loop.context:
         loop.step(torch.randn(3, 4))
     assert str(loop.replay.choice) == "mode auto: default, since the model could not be measured: it ran out of memory"
@@ -222,8 +235,9 @@ def test_an_input_without_known_sizes_forbids_graphs():
     assert "called with a Graph, which does not say what sizes it has" in str(loop.replay.choice)
 
 
-def test_what_others_have_recorded_is_no_recording_of_this_model():
-    loop = Loop(net(), FixedClock(2.0, 1.0), recordings=lambda: 7)
+def test_where_nothing_is_recorded_it_is_given_up(monkeypatch):
+    monkeypatch.setattr(Recording, "count", 0)
+    loop = Loop(net(), FixedClock(2.0, 1.0))
     with loop.context:
         for _ in range(2):
             loop.step(torch.randn(3, 4))
@@ -231,22 +245,27 @@ def test_what_others_have_recorded_is_no_recording_of_this_model():
     assert "inductor records none: nothing of the model can be recorded" in str(loop.replay.choice)
 
 
-def test_a_recording_of_an_earlier_run_is_used_again_and_was_not_made_in_this_one():
-    model, facts = net(), []
+def test_each_run_has_recordings_of_its_own_and_frees_them():
+    model, x = net(), torch.randn(3, 4)
     for _ in range(2):
+        backends.forget()
         loop = Loop(model, FixedClock(2.0, 1.0))
         with loop.context:
             for _ in range(3):
-                loop.step(torch.randn(3, 4))
-        facts.append(loop.replay.facts)
-    assert [found["mode"] for found in facts] == ["reduce-overhead"] * 2
-    assert [found["recorded"] for found in facts] == [2, 0]
+                loop.step(x)
+        assert loop.replay.facts["mode"] == "reduce-overhead"
+        assert loop.replay.facts["recorded"] == 2
+        assert backends.recordings() == 2
+        slots = [slot for slots in loop.replay._slots.values() for slot in slots]
+        loop.replay.free(everything=True)
+        assert [slot.recording.parts for slot in slots] == [{}]
 
 
-def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run():
+def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run(monkeypatch):
     more = [0]
+    monkeypatch.setattr(Recording, "count", property(lambda recording: len(recording.parts) + more[0]))
     model, x = net(), torch.randn(3, 4)
-    loop = Loop(model, FixedClock(2.0, 1.0), recordings=lambda: backends.recordings() + more[0])
+    loop = Loop(model, FixedClock(2.0, 1.0))
     with loop.context:
         loop.step(x)
         loop.step(x)
@@ -258,11 +277,164 @@ def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run():
         assert loop.replay.idle
         assert loop.replay.gradients  # of this step
         ran = len(backends.RECORDED)
+        assert not loop.replay.is_over
         loop.step(x)
-        assert not loop.replay.gradients
+        assert loop.replay.is_over
         assert len(backends.RECORDED) == ran
     (told,) = loop.told
     assert told.endswith("Set mode='default' to do without from the start.")
+
+
+def losses(loop, step, *, steps=5):
+    """Return what ``step`` returns and the gradients after each step."""
+    found = []
+    for _ in range(steps):
+        loop.begin_step()
+        loss = step(loop)
+        loop.backward(loss)
+        loop.end_step()
+        found.append((loss.item(), [p.grad.clone() for p in loop.model.parameters()]))
+        loop.model.zero_grad()
+    return found
+
+
+def two_views(loop):
+    return (loop.model(torch.full((3, 4), 0.5)) * loop.model(torch.full((3, 4), -0.25)).tanh()).sum()
+
+
+def twice_in_turn(loop):
+    loop.backward(loop.model(torch.full((3, 4), 0.5)).sum())
+    return loop.model(torch.full((3, 4), -0.25)).tanh().sum()
+
+
+def twice_and_once_more(loop):
+    loop.backward(loop.model(torch.full((3, 4), -0.5)).sum())
+    return two_views(loop)
+
+
+@pytest.mark.parametrize(
+    ("step", "runs", "recorded"), [(two_views, 4, 4), (twice_in_turn, 4, 2), (twice_and_once_more, 6, 4)]
+)
+def test_all_calls_of_a_step_are_replayed(step, runs, recorded):
+    expected, loop = net(), Loop(net(), FixedClock(2.0, 1.0))
+    eager = Loop(expected, FixedClock(2.0, 1.0))
+    references = losses(eager, step)  # without the context nothing is compiled
+    with loop.context:
+        found = losses(loop, step)
+    torch.testing.assert_close(found, references)
+    assert loop.replay.active
+    assert loop.replay.facts["recorded"] == recorded == backends.recordings()
+    assert len(backends.RECORDED) == 4 * runs + 3 * recorded  # four steps, and three rounds of each trial
+
+
+class Broken(nn.Module):
+    """A model with a graph break, and with that two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = net(), nn.Sequential(nn.Linear(2, 4), nn.Tanh())
+
+    def forward(self, x):
+        hidden = self.first(x)
+        torch._dynamo.graph_break()  # noqa: TID251
+        return self.second(hidden)
+
+
+def test_graphs_on_both_sides_of_a_break_are_replayed():
+    def step(loop):
+        return loop.model(torch.full((3, 4), 0.5)).sum()
+
+    torch.manual_seed(0)
+    model = Broken()
+    references = losses(Loop(deepcopy(model), FixedClock(2.0, 1.0)), step)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        found = losses(loop, step)
+    torch.testing.assert_close(found, references)
+    assert loop.replay.active
+    assert loop.replay.facts["recorded"] == 4
+
+
+def test_many_graphs_in_a_step_are_too_many():
+    model, x = net(), torch.randn(3, 4)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        losses(loop, lambda loop: sum(model(x).sum() for _ in range(MOST_GRAPHS + 1)), steps=2)
+    assert f"{MOST_GRAPHS + 1} graphs run in a step" in str(loop.replay.choice)
+
+
+def test_after_an_unfreeze_it_is_chosen_anew_and_the_old_recording_is_freed():
+    model, x = net(), torch.randn(3, 4)
+    model[0].requires_grad_(False)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        for _ in range(3):
+            loop.step(x)
+        assert loop.replay.active
+        (old,) = [slot for slots in loop.replay._slots.values() for slot in slots]
+        model[0].requires_grad_(True)
+        for _ in range(4):
+            loop.step(x)
+        assert loop.replay.active
+        assert old.recording.parts == {}
+        assert loop.replay.facts["recorded"] == 4
+        ran = len(backends.RECORDED)
+        loop.step(x)
+        assert len(backends.RECORDED) == ran + 2
+    assert loop.told == []
+
+
+def test_a_model_that_is_compiled_again_and_again_is_not_recorded_for_ever():
+    model, x = net(), torch.randn(3, 4)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        for frozen in range(8):
+            for index, parameter in enumerate(model[0].parameters()):
+                parameter.requires_grad_(bool(frozen & (1 << index)) != (frozen > 3))
+            model[2].bias.requires_grad_(frozen % 3 > 0)
+            for _ in range(3):
+                loop.step(x)
+    assert loop.replay.idle
+    assert "the model was compiled again" in str(loop.replay.choice)
+
+
+LENT = 2 * LENT_BYTES // 4 // 64
+
+
+def test_a_large_output_is_lent_and_not_copied_while_nobody_keeps_it():
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 64), torch.randn(LENT, 8)
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        for step in range(4):
+            output = loop.step(x)
+            torch.testing.assert_close(output, x @ model.weight.T + model.bias)
+            of_graph = [m.data_ptr() for graph in backends.RECORDED[-2:] for m in graph._memory if m is not None]
+            assert (output.data_ptr() in of_graph) == (step > 0)
+            del output
+    assert loop.replay.active
+
+
+def test_who_keeps_large_outputs_gets_copies_in_time():
+    torch.manual_seed(0)
+    model, x, kept = nn.Linear(8, 64), torch.randn(LENT, 8), []
+    loop = Loop(model, FixedClock(2.0, 1.0))
+    with loop.context:
+        kept += [loop.step(x * factor).detach() for factor in range(1, 4)]
+        assert loop.replay.active
+        for _ in range(MOST_WAITS + 3):
+            loop.step(x)
+        ran = len(backends.RECORDED)
+        again = [loop.step(x * factor) for factor in (5, 6)]
+        assert len(backends.RECORDED) == ran + 4
+        assert loop.replay.active
+        expected = [x * factor @ model.weight.T + model.bias for factor in (1, 2, 3, 5, 6)]
+        torch.testing.assert_close([*kept, *again], expected)
+        (old,) = loop.replay._retired
+        del kept
+        loop.step(x)
+        assert loop.replay._retired == []
+        assert old.recording.parts == {}
 
 
 def test_the_recording_is_of_what_is_compiled_and_other_sizes_leave_it_alone():
@@ -284,13 +456,3 @@ def test_the_recording_is_of_what_is_compiled_and_other_sizes_leave_it_alone():
         assert len(backends.RECORDED) == ran + 2
         assert not dynamo.compiled_since(start)
         assert run.facts["graphs"] == 3  # the recorded one, that of five rows, and that of any number
-
-
-def test_another_graph_than_the_recorded_one_is_not_replayed():
-    replay = Replay(FixedClock(2.0, 1.0), recordings=lambda: 0, tell=print)
-    first, second = object(), object()
-    assert replay.records_graph(second)
-    assert replay.records_graph(first)  # the last before it is proved to work
-    replay._tried = True
-    assert replay.records_graph(first)
-    assert not replay.records_graph(second)

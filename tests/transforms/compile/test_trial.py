@@ -16,7 +16,7 @@ class Caller:
 
     def __init__(self, *, armed=True, again=0, repeat=0, records=False, stale=True):
         self.armed, self.again, self.repeat, self.skipped, self.runs = armed, again, repeat, [], 0
-        self.records, self.stale = records, stale
+        self.slot, self.stale = object() if records else None, stale
 
     def made_graph(self, *, from_cache):
         pass
@@ -24,25 +24,22 @@ class Caller:
     def wants_trial(self):
         return self.armed
 
-    def wants_again(self):
+    def wants_again(self, graph):
         return self.again > 0
 
-    def tried(self, rehearsal):
+    def tried(self, graph, rehearsal):
         self.again -= 1
         for _ in range(self.repeat):
             rehearsal.backward(rehearsal.forward())
 
-    def not_tried(self, reason):
+    def not_tried(self, graph, reason):
         self.skipped.append(reason)
 
-    def runs_graph(self):
+    def runs_graph(self, graph):
         self.runs += 1
 
     def may_save(self, written):
         return self.stale
-
-    def ran_forward(self, forward):
-        pass
 
 
 def compiled(function, caller, change=lambda run: run):
@@ -115,7 +112,7 @@ def test_a_graph_may_be_tried_again_and_as_often_as_one_likes_and_leaves_no_trac
 
 def test_a_caller_may_do_without_what_cannot_be_tried():
     class Strict(Caller):
-        def not_tried(self, reason):
+        def not_tried(self, graph, reason):
             raise GraphError(reason)
 
     block, caller = Block(), Strict()

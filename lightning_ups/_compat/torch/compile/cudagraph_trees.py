@@ -1,8 +1,9 @@
 """Inductor's recordings of CUDA graphs, which torch keeps as trees and does not count."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightning_ups._compat.patches import applied, why_not
 
-__all__ = ["Demand", "marked_steps", "recorded_on_demand", "recordings", "why_not_on_demand"]
+__all__ = ["Demand", "Recording", "lent", "marked_steps", "recorded_on_demand", "why_not_on_demand"]
 
 _TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
 _LAST_MARK = 0
@@ -42,48 +43,135 @@ def _marks() -> Any:
     return None if trees is None else trees.MarkStepBox
 
 
-def recordings(device: torch.device) -> int:
-    """Return how many CUDA graphs inductor has recorded for ``device`` and keeps."""
-    trees = sys.modules.get(_TREES)
-    if trees is None or device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    manager = trees.get_manager(index, create_if_none_exists=False)
-    return 0 if manager is None or manager.roots is None else _count(manager.roots)
-
-
 def _count(by_function: dict[Any, list[Any]]) -> int:
     nodes = [node for recorded in by_function.values() for node in recorded]
     return len(nodes) + sum(_count(node.children) for node in nodes)
 
 
-class Demand:
-    """When a compiled graph is recorded and replayed as a CUDA graph: in some calls, and else it runs as compiled.
+class Recording:
+    """A CUDA graph of a forward, and one of its backward, in memory that no other recording writes to.
 
-    Args:
-        wanted: Asked in each forward.
+    Torch has one pool of memory for all recordings of a device, and does not see that autograd keeps what a replayed
+    forward has saved: another forward, before the backward of the first, may write over it.
     """
 
-    def __init__(self, wanted: Callable[[], bool]) -> None:
-        self._wanted = wanted
-        self._parts = 0  # of the backward, that can be recorded
-        self._parts_to_come = 0
+    def __init__(self) -> None:
+        self.parts: dict[object, Callable[..., Any]] = {}  # inductor may record a forward or a backward in several
+        self._container: Any = None
+        self._addresses: set[int] = set()  # of what the graphs have returned, and not been given
+        self._nodes: set[Any] = set()  # of the tree, whose outputs these are
+        self._settled: set[object] = set()  # parts that have been replayed
 
-    def begin_backward(self) -> None:
-        """Replay the backward that comes next, that of a forward that was replayed."""
-        self._parts_to_come = self._parts
+    @property
+    def count(self) -> int:
+        """How many graphs are recorded. It grows if one cannot be replayed."""
+        manager = None if self._container is None else self._container.tree_manager
+        return 0 if manager is None or manager.roots is None else _count(manager.roots)
 
-    def add(self, *, is_backward: bool) -> Callable[[], bool]:
-        """Count a part of the graph that can be recorded, and return whether to replay it, to be asked in each call."""
-        self._parts += is_backward
-        return self._replays_backward if is_backward else self._replays_forward
+    def holds(self, values: Iterable[Any]) -> bool:
+        """Return whether one of ``values`` lies in memory of the recording."""
+        known = self._addresses
+        return any(isinstance(value, Tensor) and value.data_ptr() in known for value in values)
 
-    def _replays_forward(self) -> bool:
-        return self._parts > 0 and self._wanted()
+    def run(self, part: object, make: Callable[[], Callable[..., Any]], inputs: list[Any], *, device: int) -> Any:
+        """Return what ``part`` of the graph returns: the first time it only warms up, the second time it is recorded.
 
-    def _replays_backward(self) -> bool:
-        self._parts_to_come -= 1
-        return self._parts_to_come >= 0
+        Args:
+            part: What tells it from others.
+            make: Returns inductor's function for it.
+            inputs: Its inputs; the list is emptied.
+            device: The index of its device.
+        """
+        import torch._inductor.cudagraph_trees as trees
+
+        if part not in self.parts:
+            self.parts[part] = make()
+        if self._container is None:
+            self._container = trees.TreeManagerContainer(device)
+        is_settled = part in self._settled
+        given = set[int]() if is_settled else _addresses(inputs)
+        containers = trees.get_obj(trees.local, "tree_manager_containers")
+        of_others = containers.get(device)
+        containers[device] = self._container
+        try:
+            outputs = self.parts[part](inputs)
+        finally:
+            if of_others is None:
+                del containers[device]
+            else:
+                containers[device] = of_others
+        manager = self._container.tree_manager
+        if manager is not None and manager.current_node in self._nodes:
+            self._settled.add(part)
+        elif is_settled:  # recorded anew; this once its backward is launched
+            self._settled.remove(part)
+        else:
+            self._addresses |= _addresses(outputs) - given
+            if manager is not None and hasattr(manager.current_node, "children"):  # and not one that warms up
+                self._nodes.add(manager.current_node)
+        return outputs
+
+    def close(self) -> None:
+        """Free its memory. Nothing may use what is in it any more."""
+        if self._container is not None and self._container.tree_manager is not None:
+            self._container.tree_manager.shutdown()
+        for known in (self.parts, self._addresses, self._nodes, self._settled):
+            known.clear()
+        self._container = None
+
+
+def _addresses(values: Any) -> set[int]:
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return {value.data_ptr() for value in values if isinstance(value, Tensor)} - {0}
+
+
+class Demand:
+    """When a compiled graph is recorded and replayed as a CUDA graph: in some calls, and else it runs as compiled."""
+
+    def __init__(self) -> None:
+        self._recordings: list[Recording] = []
+        self._in_use = local()  # of each thread
+        self._has_backward = False  # that can be recorded
+
+    @contextmanager
+    def using(self, recording: Recording) -> Iterator[None]:
+        """Replay ``recording`` for the forward in this context, and for its backward whenever that comes."""
+        if recording not in self._recordings:
+            self._recordings.append(recording)
+        self._in_use.recording = recording
+        try:
+            yield
+        finally:
+            del self._in_use.recording
+
+    def forget(self, recording: Recording) -> None:
+        """Replay ``recording`` no more."""
+        if recording in self._recordings:
+            self._recordings.remove(recording)
+
+    def on_demand(
+        self, make: Callable[..., Any], model: Callable[..., Any], static: Sequence[int], options: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """Return a function that replays ``model`` where that is demanded, and else runs it."""
+        launched = _aligned(model, static, options.get("mutated_input_idxs", ()))
+        is_backward, part, device = options["is_backward"], object(), options.get("device_index", 0)
+        self._has_backward |= is_backward
+
+        def run(inputs: list[Any]) -> Any:
+            recording = self._of_backward(inputs) if is_backward else self._of_forward()
+            if recording is None:
+                return launched(inputs)
+            return recording.run(part, lambda: make(model, static, **options), inputs, device=device)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _of_forward(self) -> Recording | None:
+        return getattr(self._in_use, "recording", None) if self._has_backward else None
+
+    def _of_backward(self, inputs: Sequence[Any]) -> Recording | None:
+        """Return the recording of the forward that has saved some of ``inputs``."""
+        return next((recording for recording in self._recordings if recording.holds(inputs)), None)
 
 
 _CUDAGRAPHIFY = "torch._inductor.compile_fx:cudagraphify"
@@ -92,6 +180,10 @@ _NOTICE = "torch._inductor.output_code:maybe_handle_backward_generation"
 
 def why_not_on_demand() -> str | None:
     """Return why this torch does not allow `recorded_on_demand`, or None."""
+    import torch._inductor.cudagraph_trees as trees
+
+    if missing := [name for name in ("TreeManagerContainer", "get_obj", "local") if not hasattr(trees, name)]:
+        return f"this torch has no {_TREES}.{missing[0]}"
     return why_not(_CUDAGRAPHIFY) or why_not(_NOTICE)
 
 
@@ -104,15 +196,7 @@ def recorded_on_demand(demand: Demand) -> Iterator[None]:
 
     def on_demand(make: Callable[..., Any]) -> Callable[..., Any]:
         def cudagraphify(model: Callable[..., Any], static_input_idxs: Sequence[int] = (), **options: Any) -> Any:
-            recorded = make(model, static_input_idxs, **options)  # which records when it is first called
-            launched = _aligned(model, static_input_idxs, options.get("mutated_input_idxs", ()))
-            replays = demand.add(is_backward=options["is_backward"])
-
-            def run(inputs: list[Any]) -> Any:
-                return recorded(inputs) if replays() else launched(inputs)
-
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
+            return demand.on_demand(make, model, static_input_idxs, options)
 
         return cudagraphify
 
@@ -139,3 +223,18 @@ def _aligned(model: Callable[..., Any], static: Sequence[int], mutated: Sequence
         return aligned(inputs)
 
     return run
+
+
+def lent(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """Return a tensor in the memory of ``tensor``, and what tells whether anything still refers to it.
+
+    Autograd counts as well: the tensor has a storage of its own, which does not own the memory.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    whole, bindings = tensor.untyped_storage(), torch._C
+    storage = bindings._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())  # type: ignore[attr-defined]
+    loan = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    loan.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    reference = StorageWeakRef(storage)
+    return loan, lambda: not reference.expired()

@@ -10,17 +10,17 @@ from torch._inductor.graph import GraphLowering  # noqa: TID251
 from torch._inductor.utils import fresh_cache  # noqa: TID251
 
 from lightning_ups._compat.torch.compile import dynamo
-from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, marked_steps, recorded_on_demand, recordings
-
-CUDA = torch.device("cuda", 0)
+from lightning_ups._compat.torch.compile.cudagraph_trees import (
+    Demand,
+    Recording,
+    lent,
+    marked_steps,
+    recorded_on_demand,
+)
 
 
 def node(**children):
     return SimpleNamespace(children={name: [*nodes] for name, nodes in children.items()})
-
-
-def trees(manager):
-    return SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager if index == 0 else None)
 
 
 @pytest.mark.parametrize(
@@ -33,17 +33,11 @@ def trees(manager):
     ],
     ids=["none", "shut down", "empty", "trees"],
 )
-def test_all_nodes_of_all_trees_are_counted(monkeypatch, manager, count):
-    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees(manager))
-    assert recordings(CUDA) == count
-    assert recordings(torch.device("cuda", 1)) == 0
-    assert recordings(torch.device("cpu")) == 0
-
-
-def test_where_nothing_was_recorded_nothing_is_imported(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
-    assert recordings(CUDA) == 0
-    assert "torch._inductor.cudagraph_trees" not in sys.modules
+def test_all_nodes_of_all_trees_are_counted(manager, count):
+    recording = Recording()
+    assert recording.count == 0
+    recording._container = SimpleNamespace(tree_manager=manager)
+    assert recording.count == count
 
 
 def test_where_nothing_was_marked_nothing_is_imported(monkeypatch):
@@ -85,30 +79,17 @@ def test_marks_of_others_go_on(box):
     assert box.mark_step_counter == -4
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")
-def test_recordings_of_a_gpu_are_counted():
-    torch.compiler.reset()  # recordings of earlier tests could go at any moment
-    device = torch.device("cuda", torch.cuda.current_device())
-    before = recordings(device)
-    linear = torch.nn.Linear(8, 8, device=device)
-    run = torch.compile(linear, mode="reduce-overhead")
-    for _ in range(4):
-        torch.compiler.cudagraph_mark_step_begin()
-        torch.autograd.grad(run(torch.ones(2, 8, device=device)).sum(), [*linear.parameters()])
-    assert recordings(device) == before + 2  # a forward and a backward
-
-
 class Recorder:
-    """Stands for inductor's CUDA graphs, on a CPU: counts the calls that are replayed."""
+    """Stands for inductor's CUDA graphs, on a CPU: counts the calls that are replayed, and keeps their memory."""
 
     def __init__(self):
-        self.replayed = []
+        self.replayed, self.memory = [], []
 
     def cudagraphify(self, model, static_input_idxs=(), **options):
         def run(inputs):
             self.replayed.append("backward" if options["is_backward"] else "forward")
-            return model(inputs)
+            self.memory.append(outputs := model(inputs))
+            return outputs
 
         return run
 
@@ -143,22 +124,20 @@ def compiled_on_demand(module, demand):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_one_compilation_by_inductor_is_launched_and_replayed(recorder, cached):
-    wanted, x = [], torch.randn(3, 4)
-    module = nn.Linear(4, 2, bias=False)  # which takes no kernels that a compiler of C++ makes
+    x, recording = torch.randn(3, 4), Recording()
+    module = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False))  # no kernels of C++
     if cached:
-        compiled_on_demand(module, Demand(lambda: False))(x)
-    demand, expected = Demand(lambda: bool(wanted)), module(x)
+        compiled_on_demand(module, Demand())(x)
+    demand, expected = Demand(), module(x)
     run = compiled_on_demand(module, demand)
     launched = run(x)
     hits, _ = counted = dynamo.cache_hits()
     assert cached == (hits > 0)
-    wanted.append(1)
-    replayed = run(x)
-    wanted.clear()
+    with demand.using(recording):
+        replayed = run(x)
     assert recorder.replayed == ["forward"]
     launched.sum().backward()
     assert recorder.replayed == ["forward"]
-    demand.begin_backward()
     replayed.sum().backward()
     assert recorder.replayed == ["forward", "backward"]
     run(x).sum().backward()
@@ -168,12 +147,76 @@ def test_one_compilation_by_inductor_is_launched_and_replayed(recorder, cached):
     assert compile_fx.cudagraphify == recorder.cudagraphify
 
 
-def test_a_forward_without_a_backward_that_can_be_replayed_is_launched(recorder):
-    demand, module = Demand(lambda: True), nn.Linear(4, 4)
+def test_each_backward_runs_in_the_recording_of_its_forward(recorder):
+    x, ran = torch.randn(3, 4), []
+
+    class Named(Recording):
+        def run(self, part, make, inputs, *, device):
+            ran.append(self)
+            return super().run(part, make, inputs, device=device)
+
+    module = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False))
+    demand, first, second = Demand(), Named(), Named()
     run = compiled_on_demand(module, demand)
-    with torch.no_grad():
+    outputs = []
+    for recording in (first, second):
+        with demand.using(recording):
+            outputs.append(run(x))
+    launched = run(x)
+    (outputs[0] * outputs[1] * launched).sum().backward()
+    assert ran[:2] == [first, second]
+    assert sorted(map(id, ran[2:])) == sorted(map(id, (first, second)))
+    outputs[0] = None
+    demand.forget(first)
+    first.close()
+    with demand.using(second):
+        run(x).sum().backward()
+    assert ran[4:] == [second, second]
+
+
+def test_a_forward_without_a_backward_that_can_be_replayed_is_launched(recorder):
+    demand, module = Demand(), nn.Linear(4, 4)
+    run = compiled_on_demand(module, demand)
+    with torch.no_grad(), demand.using(Recording()):
         torch.testing.assert_close(run(torch.ones(2, 4)), module(torch.ones(2, 4)))
     assert recorder.replayed == []
+
+
+def test_a_recording_runs_beside_torchs_own(recorder):
+    from torch._inductor import cudagraph_trees as trees  # noqa: TID251
+
+    containers, seen = trees.get_obj(trees.local, "tree_manager_containers"), []
+    make = lambda: lambda inputs: (seen.append(containers.get(0)), torch.ones(2))  # noqa: E731
+    one, other = Recording(), Recording()
+    containers.pop(0, None)
+    one.run("part", make, [], device=0)
+    assert containers == {}
+    containers[0] = of_torch = trees.TreeManagerContainer(0)
+    for recording in (other, one):
+        recording.run("part", make, [], device=0)
+        assert containers.pop(0) is of_torch
+        containers[0] = of_torch
+    containers.clear()
+    assert seen[0] is seen[2]
+    assert len({*map(id, seen), id(of_torch)}) == 3
+
+
+@pytest.mark.parametrize("make", [torch.zeros, lambda size: torch.zeros(2, size)[1]], ids=["whole", "a part"])
+def test_what_is_lent_is_in_the_same_memory_and_known_to_be_alive(make):
+    owner = make(8)
+    loan, is_alive = lent(owner)
+    loan.fill_(1)
+    assert owner.tolist() == [1] * 8
+    assert loan.data_ptr() == owner.data_ptr()
+    saved = (loan.requires_grad_() * torch.ones(8)).square().sum()
+    part = loan.detach()[2:]
+    del loan
+    assert is_alive()
+    del part
+    assert is_alive()  # for autograd
+    del saved
+    assert not is_alive()
+    assert owner.tolist() == [1] * 8
 
 
 def test_inputs_that_are_not_aligned_are_copied_as_without_cuda_graphs(recorder):
@@ -183,7 +226,7 @@ def test_inputs_that_are_not_aligned_are_copied_as_without_cuda_graphs(recorder)
         seen.extend(value.data_ptr() % 16 for value in inputs if isinstance(value, torch.Tensor))
         inputs[1].add_(1)
 
-    with recorded_on_demand(Demand(lambda: False)):
+    with recorded_on_demand(Demand()):
         run = compile_fx.cudagraphify(model, (0,), is_backward=False, mutated_input_idxs=(1,))
     static, given, memory = torch.zeros(9)[1:], torch.zeros(9)[1:], torch.zeros(8)
     run([static, given, memory, 3])
