@@ -336,7 +336,7 @@ class Replay:
             self.slot = next((slot for slot in slots if slot.is_free), None)
             if self.slot is None and len(slots) < self._chosen[key]:
                 self.slot = Slot(demand, lends=self._lends)
-                slots.append(self._slot)
+                slots.append(self.slot)
             self._waits[key] = 0 if self.slot is not None else self._waits[key] + 1
         return self.slot is not None
 
