@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_ups.precision import Float8Precision
-from lightning_ups.transforms.float8 import RECIPES, register
+from lightning_ups.transforms.float8 import RECIPES, float8_linears, register
 from lightning_ups.transforms.te import RECIPES as ENGINE_RECIPES
 from tests.precision.test_float8 import Wide, fit
 
@@ -66,14 +66,35 @@ def test_a_name_is_given_once():
         register(replace(RECIPES["mxfp8"], name="rowwise"))
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_trains_and_is_undone(name, tmp_path):
+    trains_and_is_undone(name, tmp_path)
+
+
+def trains_and_is_undone(name, tmp_path):
+    model = Wide()
+    before, types = {key: value.clone() for key, value in model.state_dict().items()}, set()
+    model.on_train_batch_end = lambda *_: types.update(type(m).__name__ for m in model.layers.modules())
+    fit(tmp_path, Float8Precision(recipe=name, emulate=True), model=model)
+    assert RECIPES[name].layer in types
+    assert model.losses[-1] < model.losses[0]
+    after = model.state_dict()
+    assert [*after] == [*before]
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    assert not any(torch.equal(after[key], value) for key, value in before.items())
+    assert not float8_linears(model)
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_docs_have_a_row_for_each_recipe(recipe):
+    assert row_of(recipe, (DOCS / "precision.md").read_text().splitlines())
+
+
+def row_of(recipe, lines):
     major, minor = recipe.capability
-    (row,) = [
-        line for line in (DOCS / "precision.md").read_text().splitlines() if line.startswith(f"| `{recipe.name}` | one")
-    ]
-    assert row.startswith(f"| `{recipe.name}` | one for {recipe.scales}")
-    assert row.endswith(f"| capability {major}.{minor}, such as {recipe.gpus} |")
+    begin = f"| `{recipe.name}` | one for {recipe.scales}"
+    end = f"| capability {major}.{minor}, such as {recipe.gpus} |"
+    return next((line for line in lines if line.startswith(begin) and line.endswith(end)), None)
 
 
 @pytest.mark.parametrize("recipe", ENGINE_RECIPES.values(), ids=ENGINE_RECIPES)
