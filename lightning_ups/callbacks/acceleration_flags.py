@@ -85,17 +85,12 @@ class AccelerationFlags(Declaration):
         gc_interval: int | None = None,
         late_logs: bool = True,
     ) -> None:
-        check_kind("late_logs", late_logs, bool, of="AccelerationFlags", why="It says whether the loggers may lag.")
         for name, value, kind in (
-            ("tf32", tf32, bool),
-            ("cudnn_benchmark", cudnn_benchmark, bool),
-            ("expandable_segments", expandable_segments, bool),
             ("max_split_size_mb", max_split_size_mb, int),
             ("garbage_collection_threshold", garbage_collection_threshold, float),
             ("gc_interval", gc_interval, int),
         ):
-            what = "It is a switch." if kind is bool else "It is a number that a switch has."
-            check_kind(name, value, kind, of="AccelerationFlags", why=what, optional=True)
+            check_kind(name, value, kind, of="AccelerationFlags", why="It sets a flag.", optional=True)
         self.flags = Flags(
             tf32=tf32,
             cudnn_benchmark=cudnn_benchmark,

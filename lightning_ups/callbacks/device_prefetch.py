@@ -20,7 +20,7 @@ from lightning_ups._compat.lightning.transfer import (
     training_iterators,
 )
 from lightning_ups.order import report_of
-from lightning_ups.order.arguments import check_finite, check_kind
+from lightning_ups.order.arguments import check_finite
 from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts, lane_for
 
 __all__ = ["DevicePrefetch"]
@@ -56,7 +56,6 @@ class DevicePrefetch(Callback):
     """
 
     def __init__(self, *, read_ahead: bool = True, min_kb: float = MIN_BYTES / 2**10) -> None:
-        check_kind("read_ahead", read_ahead, bool, of=_PART, why="It is a switch.")
         why = "It is the size, in KiB, from which a tensor is copied on a stream of its own."
         check_finite("min_kb", min_kb, of=_PART, why=why)
         self.read_ahead, self.min_kb = read_ahead, min_kb

@@ -21,7 +21,7 @@ from lightning_ups._compat.lightning.sharding import averaged_copies
 from lightning_ups._compat.lightning.steps import after_closure, clear_skip, skip_if, skips_on_device
 from lightning_ups._compat.torch.optimizers import needs_closure
 from lightning_ups.order import OnlyOne, PolicyPrecision, Run, refuse_second, report_of
-from lightning_ups.order.arguments import check_finite, check_kind, check_least
+from lightning_ups.order.arguments import check_finite, check_least
 from lightning_ups.state.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
 from lightning_ups.transforms.clip import gradients_of, total_norm
 
@@ -122,7 +122,6 @@ class StepGuard(Callback, OnlyOne):
         ):
             check_least(name, value, least, of="StepGuard", why=why)
         check_finite("sigmas", sigmas, of="StepGuard", why="It counts deviations.", above=0)
-        check_kind("gradients", gradients, bool, of="StepGuard", why="It is a switch.")
         self.on_nonfinite: Action = on_nonfinite
         self.on_spike: Action = on_spike
         self.gradients, self.skip_on = gradients, skip_on

@@ -112,9 +112,6 @@ def _check_shape(of: str, **given: Any) -> None:
     for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
         if name in given:
             check_least(name, given[name], 1, of=of, why="It is a size of the model.")
-    for name in ("qk_norm", "tie"):
-        if name in given:
-            check_kind(name, given[name], bool, of=of, why="It is a switch.")
     for name in ("rope_theta", "norm_eps"):
         if name in given:
             check_kind(name, given[name], float, of=of, why="The model computes with it.")
@@ -491,7 +488,6 @@ class GPTModule(LightningModule):
         ):
             check_finite(name, value, of="GPTModule", why=why, most=most)
         _check_betas(betas)
-        check_kind("fused", fused, bool, of="GPTModule", why="It says how AdamW steps.", optional=True)
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,

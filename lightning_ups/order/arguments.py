@@ -1,26 +1,28 @@
-"""Checking the kind and range of an argument, where a wrong one would fail late or pass for something else."""
+"""Checking the range of an argument, where a wrong one would fail late or pass for something else.
+
+Kinds are left to the type checker and to jsonargparse, except those of numbers, which are compared.
+"""
 
 import math
 import sys
 from collections.abc import Sized
 from numbers import Integral, Real
-from os import PathLike
 from typing import Any
 
 __all__ = ["check_finite", "check_kind", "check_least", "check_path", "check_seed", "check_some"]
 
-# numpy's numbers too
-_KINDS: dict[type, tuple[type, ...]] = {int: (Integral,), float: (Real,), PathLike: (str, PathLike)}
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", PathLike: "a path"}
+_KINDS = {int: (Integral, "a whole number"), float: (Real, "a number")}  # numpy's numbers too
 
 
-def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional: bool = False) -> None:
-    """Raise unless ``value`` is of ``kind``; a whole number is a number, and True is none.
+def check_kind(
+    name: str, value: Any, kind: type[int] | type[float], *, of: str, why: str, optional: bool = False
+) -> None:
+    """Raise unless ``value`` is a number of ``kind``; a whole number is a float too, and True is none.
 
     Args:
         name: Of the argument.
         value: What was given.
-        kind: ``bool``, ``int``, ``float``, ``str`` or ``PathLike``, which a string is too.
+        kind: ``int`` or ``float``.
         of: The class that got it.
         why: What the argument is, as a sentence.
         optional: Whether it may be None.
@@ -30,20 +32,14 @@ def check_kind(name: str, value: Any, kind: type, *, of: str, why: str, optional
     """
     if value is None and optional:
         return
-    fits = isinstance(value, _KINDS.get(kind, kind)) and (kind is bool or not isinstance(value, bool))
-    if not fits:
-        words = _WORDS[kind] + (", or None" if optional else "")
+    number, words = _KINDS[kind]
+    if not isinstance(value, number) or isinstance(value, bool):
+        words += ", or None" if optional else ""
         raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")
 
 
 def check_path(name: str, value: Any, *, of: str, why: str) -> None:
-    """Raise unless ``value`` is a path or None; an empty string would be the present folder.
-
-    Raises:
-        TypeError: If it is no path.
-        ValueError: If it is an empty string.
-    """
-    check_kind(name, value, PathLike, of=of, why=why, optional=True)
+    """Raise ValueError if ``value`` is an empty string, which would be the present folder."""
     if value == "":
         raise ValueError(f"{of}({name}='') is an empty path. {why} Name one, or leave {name} out.")
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ups.order.arguments import check_kind, check_path, check_some
+from lightning_ups.order.arguments import check_path, check_some
 from lightning_ups.transforms.blocks import as_patterns
 
 __all__ = ["check_head", "check_timed", "check_tokens"]
@@ -13,10 +13,9 @@ def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
     """Refuse ``head`` beside ``include``, which names what is converted wherever it is.
 
     Raises:
-        TypeError: If ``head`` is no bool, or ``include`` no list of strings.
+        TypeError: If ``include`` is no list of strings.
         ValueError: If both are given, or ``include`` is empty.
     """
-    check_kind("head", head, bool, of=of, why="It is a switch.")
     names = None if include is None else as_patterns(include)
     check_some("include", names, of=of, why="It would convert nothing, since it names what is converted.")
     if head and include is not None:
@@ -45,7 +44,6 @@ def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path |
     """Refuse a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at beside another.
 
     Raises:
-        TypeError: If ``table`` is no path.
         ValueError: If either is given, or ``table`` is empty.
     """
     check_path("table", table, of=of, why="It is a file of times.")

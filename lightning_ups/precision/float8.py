@@ -29,7 +29,6 @@ from lightning_ups.insight.advise import (
 )
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Stage, Weights
-from lightning_ups.order.arguments import check_kind
 from lightning_ups.precision.arguments import check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
@@ -113,9 +112,6 @@ class Float8Precision(PolicyPrecision):
         in_float32: Sequence[str] = (),
     ) -> None:
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
-        why = "It says whether weights are gathered in float8."
-        check_kind("all_gather", all_gather, bool, of="Float8Precision", why=why, optional=True)
-        check_kind("emulate", emulate, bool, of="Float8Precision", why="It is a switch.")
         check_recipe(recipe, all_gather=bool(all_gather), number_format=number_format)
         self.recipe: str = recipe
         self.number_format: Format = number_format

@@ -142,8 +142,6 @@ class TEPrecision(PolicyPrecision):
         _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
         _check_known("fuse", fuse, get_args(Fuse))
         _check_known("filter", filter, get_args(Filter))
-        for name, value in (("norms", norms), ("evaluate", evaluate), ("fp8_attention", fp8_attention)):
-            check_kind(name, value, bool, of="TEPrecision", why="It is a switch.")
         check_kind("amax_history", amax_history, int, of="TEPrecision", why="It counts steps.", optional=True)
         check_kind("margin", margin, int, of="TEPrecision", why="It is a power of two.")
         check_head("TEPrecision", head=head, include=include)

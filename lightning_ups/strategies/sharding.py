@@ -253,17 +253,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         on_unreplayable: OnUnreplayable,
     ) -> None:
         of = type(self).__name__
-        for name, value in (
-            ("offload", offload),
-            ("meta_device", meta_device),
-            ("unused_parameters", unused_parameters),
-            ("high_priority_communication", high_priority_communication),
-            ("async_save", async_save),
-            ("weights_only", weights_only),
-        ):
-            check_kind(name, value, bool, of=of, why="It is a switch.")
         check_kind("timeout_minutes", timeout_minutes, float, of=of, why="It is a time.")
-        check_kind("process_group_backend", process_group_backend, str, of=of, why="It is a name.", optional=True)
         check_path("flight_recorder", flight_recorder, of=of, why="It is a folder.")
         if not 0 < timeout_minutes <= _LONGEST:
             raise ValueError(

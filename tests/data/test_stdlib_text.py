@@ -239,7 +239,6 @@ def test_text_there_and_back():
         ("num_val_crops", True, "Use a whole number."),
         ("hold_out_one_in", None, "Use a whole number."),
         ("seed", "x", "Use a whole number."),
-        ("root", 3, "Use a path, or None."),
     ],
 )
 def test_a_wrong_kind_is_named_with_its_cure(name, value, cure):

@@ -412,12 +412,9 @@ def test_an_unknown_size_is_refused():
     [
         ("vocab_size", "256", "Use a whole number."),
         ("max_seq_len", 2.5, "Use a whole number."),
-        ("qk_norm", "yes", "Use True or False."),
-        ("tie", 1, "Use True or False."),
         ("rope_theta", "1e4", "Use a number."),
         ("lr", None, "Use a number."),
         ("weight_decay", True, "Use a number."),
-        ("fused", "yes", "Use True or False, or None."),
         ("warmup_steps", 2.5, "Use a whole number."),
     ],
 )

@@ -55,14 +55,6 @@ def test_evaluation_in_float8_without_a_recipe_is_refused():
 @pytest.mark.parametrize(
     ("make", "given", "cure"),
     [
-        (lambda: Float8Precision(all_gather="no"), "Float8Precision(all_gather='no')", "Use True or False, or None."),
-        (lambda: Float8Precision(emulate="no"), "Float8Precision(emulate='no')", "Use True or False."),
-        (lambda: Float8Precision(head="no"), "Float8Precision(head='no')", "Use True or False."),
-        (lambda: Float8Precision(filter="auto", table=3), "Float8Precision(table=3)", "Use a path, or None."),
-        (lambda: TEPrecision(head="no"), "TEPrecision(head='no')", "Use True or False."),
-        (lambda: TEPrecision(norms="no"), "TEPrecision(norms='no')", "Use True or False."),
-        (lambda: TEPrecision(evaluate="no"), "TEPrecision(evaluate='no')", "Use True or False."),
-        (lambda: TEPrecision(fp8_attention="no"), "TEPrecision(fp8_attention='no')", "Use True or False."),
         (lambda: TEPrecision(recipe="delayed", amax_history="16"), "TEPrecision(amax_history='16')", "a whole number"),
         (lambda: TEPrecision(recipe="delayed", margin="1"), "TEPrecision(margin='1')", "Use a whole number."),
     ],

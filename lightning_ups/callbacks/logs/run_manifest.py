@@ -42,7 +42,6 @@ from lightning_ups.order import (
     finish_optimizers,
     refuse_second,
 )
-from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.flags import current_flags
 from lightning_ups.transforms.quoted import quoted
@@ -75,7 +74,6 @@ class RunManifest(Callback, OnlyOne):
     """
 
     def __init__(self, *, log_hyperparams: bool = True) -> None:
-        check_kind("log_hyperparams", log_hyperparams, bool, of="RunManifest", why="It is a switch.")
         self.log_hyperparams = log_hyperparams
         self.path: Path | None = None
         self.manifest: dict[str, Any] = {}

@@ -44,7 +44,6 @@ class TextSample(Callback):
         top_k: int | None = None,
         seed: int = 0,
     ) -> None:
-        check_kind("prompt", prompt, str, of="TextSample", why="It is what the text begins with.")
         check_least("num_tokens", num_tokens, 0, of="TextSample", why="It counts tokens.")
         check_kind("temperature", temperature, float, of="TextSample", why="It divides the logits.")
         if not 0 <= temperature <= sys.float_info.max:

@@ -19,7 +19,6 @@ from lightning_ups.callbacks.logs.run_manifest import RunManifest
 from lightning_ups.callbacks.logs.token_throughput import TokenThroughput
 from lightning_ups.insight.report import Content, History, can_draw, page, reserve, write_pictures
 from lightning_ups.insight.throughput import PHASE_NAMES, Summary, checks, first_change, rows
-from lightning_ups.order.arguments import check_kind
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import quoted
 
@@ -51,9 +50,6 @@ class TrainingReport(Callback):
     """
 
     def __init__(self, *, pictures: bool | None = None) -> None:
-        check_kind(
-            "pictures", pictures, bool, of="TrainingReport", why="It says whether PNGs are written.", optional=True
-        )
         if pictures:
             can_draw()
         self.pictures = has("matplotlib") if pictures is None else pictures

@@ -5,8 +5,6 @@ import math
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_ups.order.arguments import check_kind
-
 __all__ = ["UnigramBaseline"]
 
 
@@ -20,11 +18,10 @@ class UnigramBaseline(Callback):
         metric: The name under which the validation loss is logged, in nats a token.
 
     Raises:
-        TypeError: If ``metric`` is no string; when fitting starts, if the datamodule has no unigram entropy.
+        TypeError: When fitting starts, if the datamodule has no unigram entropy.
     """
 
     def __init__(self, *, metric: str = "val_loss") -> None:
-        check_kind("metric", metric, str, of="UnigramBaseline", why="It is the name of what is logged.")
         self.metric = metric
 
     @override

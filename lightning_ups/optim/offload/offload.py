@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.torch.optimizers import hooked_once, share_state_dict_hooks
-from lightning_ups.optim.master_weights import MasteredOptimizer
+from lightning_ups.optim.delegating import DelegatingOptimizer
+from lightning_ups.optim.mastered import MasteredOptimizer
 from lightning_ups.optim.offload.admission import Admission, admit
 from lightning_ups.optim.offload.host import HostSteps
 from lightning_ups.optim.offload.memory import Memory, memory_of
@@ -33,7 +34,7 @@ __all__ = ["OffloadedOptimizer", "Update"]
 Update = Literal["device", "host"]
 
 
-class OffloadedOptimizer(Optimizer):
+class OffloadedOptimizer(DelegatingOptimizer):
     """Keeps the state of an optimizer on the host, and steps it in chunks.
 
     Groups, options, gradients and the numbers of a state dict are those of the optimizer that it wraps. The state
@@ -206,29 +207,19 @@ class OffloadedOptimizer(Optimizer):
         """Return the gradients that the next step will use, before any clipping."""
         return self.source.gradients()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def delegate_step(self, loss: float | None, *, has_closure: bool) -> None:
         coefficient, self._coefficient = self._coefficient, None
         if isinstance(self._inner, MasteredOptimizer):
             self._inner.prepare_step()
         if self._has_other_state:
             self._has_other_state = False
-            with torch.no_grad():
-                self.steps.adopt()
+            self.steps.adopt()
         wanted = {parameter for group in self.param_groups for parameter in group["params"]}
         has_gradients = any(self.source.gradient(parameter) is not None for parameter in wanted)
-        with torch.no_grad(), hooked_once(self.stepper):
+        with hooked_once(self.stepper):
             self.steps.step(wanted, coefficient=coefficient)
         self.steps_made += has_gradients  # without any no state comes of it
-        return loss
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:

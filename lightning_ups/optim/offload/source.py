@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups.optim.master_weights import MasteredOptimizer, Writes
+from lightning_ups.optim.master_weights import Writes
+from lightning_ups.optim.mastered import MasteredOptimizer
 
 __all__ = ["Mastered", "Plain", "Source"]
 

@@ -1,9 +1,8 @@
 """torchao's CPUOffloadOptimizer, where it is valid, as an optimizer that schedulers and checkpoints can use."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -11,7 +10,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ups._compat.optional.packages import require
-from lightning_ups.optim.master_weights import MasteredOptimizer
+from lightning_ups.optim.delegating import DelegatingOptimizer
+from lightning_ups.optim.mastered import MasteredOptimizer
 from lightning_ups.optim.offload.chunks import nbytes_of
 
 __all__ = ["TorchAOOffloaded", "invalid_reasons"]
@@ -41,7 +41,7 @@ def invalid_reasons(optimizer: Optimizer, *, clips: bool) -> list[str]:
     return [reason for reason, holds in checks.items() if holds]
 
 
-class TorchAOOffloaded(Optimizer):
+class TorchAOOffloaded(DelegatingOptimizer):
     """Steps by torchao's CPUOffloadOptimizer, over the groups of the optimizer that it replaces.
 
     Gradients come down in backward, the CPU steps, parameters go up. Its state dict is torchao's.
@@ -116,20 +116,11 @@ class TorchAOOffloaded(Optimizer):
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Leave it where it is."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def delegate_step(self, loss: float | None, *, has_closure: bool) -> None:
         self._hand_over_options()
         self._offloaded.step()
         self.steps_made += 1
-        return loss
 
     def _hand_over_options(self) -> None:
         on_device = self._offloaded.d_opt

@@ -1,0 +1,512 @@
+"""An optimizer that steps the master weights behind a module."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any, NoReturn, SupportsIndex, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_ups._compat.torch.optimizers import (
+    closure_of,
+    flag_to_skip,
+    has_modes,
+    hooked_once,
+    needs_closure,
+    share_state_dict_hooks,
+)
+from lightning_ups._compat.torch.tensors.autograd import has_values
+from lightning_ups._compat.torch.tensors.tensors import count_writes
+from lightning_ups.optim.adamw_slots import gradient_column
+from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
+from lightning_ups.optim.delegating import DelegatingOptimizer
+from lightning_ups.optim.master_weights import MasterWeights, taken_over
+
+__all__ = ["MasteredOptimizer"]
+
+_LAYOUT = attrgetter("layout")
+
+
+class MasteredOptimizer(DelegatingOptimizer):
+    """Lets an optimizer step the masters, with the gradients of the low-precision parameters.
+
+    It has the parameter groups of the optimizer that it wraps, in the same order and over the parameters that
+    the module has, so that schedulers, clipping and names keep their meaning. Its state dict is that optimizer's own.
+
+    Args:
+        inner: An optimizer over the module's parameters. What state it has for them, it has for their masters from
+            here on, in their type.
+        masters: The masters of that module.
+        accumulate: Add the gradients of microbatches in the type of the masters, as soon as each is whole. The
+            parameters then have no ``.grad`` after a backward: the masters have it.
+        wrapper: The data-parallel wrapper around the module, if there is one. Its reduction is then made in the type
+            of the masters, and leaves the sum there.
+
+    Raises:
+        ValueError: If ``inner`` cannot step without a closure, has modes to train and to evaluate in, or lets another
+            optimizer step groups of its own.
+        RuntimeError: At its first step, if ``inner`` writes to no master.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        masters: MasterWeights,
+        *,
+        accumulate: bool = False,
+        wrapper: DistributedDataParallel | None = None,
+    ) -> None:
+        if needs_closure(inner):
+            raise ValueError(_evaluates_anew(inner))
+        _refuse_modes(inner)
+        _refuse_groups_inside(inner, masters)
+        self.inner, self.masters, self._wrapper = inner, masters, wrapper
+        groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
+        self._coefficient: Tensor | None = None
+        self._kernel, self._is_known_to_write = OneKernel(inner), False
+        self._late: set[nn.Parameter] = set()  # of those that the wrapper does not reduce, having found them frozen
+        if wrapper is not None:
+            self._late = {p for p in masters.of if not p.requires_grad}
+        self._late_done = self._are_aside = False
+        self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
+        self._followed: set[nn.Parameter] = set()
+        self._stepped: list[nn.Parameter] = []  # by the last step, which has taken their gradients
+        self._seen: set[nn.Parameter] = set()  # in whose gradients others may write now
+        self._shown: set[nn.Parameter] = set()  # of these, whose gradients are copies and not a wrapper's
+        super().__init__(groups, inner.defaults)
+        share_state_dict_hooks(self, inner)
+        for group in inner.param_groups:
+            group["params"] = [masters.of.get(p, p) for p in group["params"]]
+        self._adopt_state()
+        self._complete = True
+        self._follow(self._parameters())
+
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"A MasteredOptimizer over {type(self.inner).__name__} can be neither copied nor pickled."
+            " It steps the masters behind a module's weights, and a copy of the module has none."
+            " Make another optimizer over the copy's parameters and load this one's state_dict(), or copy undo()."
+        )
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._complete:
+            added = self.param_groups[-1]
+            self.inner.add_param_group(self._over_masters(added))
+            self._follow(added["params"])
+
+    @property
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Groups like those of the wrapped optimizer, over the parameters that the module has."""
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Put others in their place, as callbacks do that unfreeze parameters, when a run is resumed."""
+        self._groups = value
+        if self._complete:
+            self.inner.param_groups = [self._over_masters(group) for group in value]
+            self._follow(self._parameters())
+
+    def _over_masters(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self.masters.of.get(p, p) for p in group["params"]]}
+
+    def _adopt_state(self) -> None:
+        # Some make it when they are made, such as Adagrad; and an optimizer may have made steps before this run.
+        held: list[tuple[Any, Any]] = [*self.inner.state.items()]
+        self.inner.state.clear()
+        for parameter, state in held:  # in its own order, which its state dict has
+            master: Any = self.masters.of.get(parameter, parameter)
+            mastered = master is not parameter
+            self.inner.state[master] = {k: self._widened(v, master) for k, v in state.items()} if mastered else state
+
+    def _widened(self, value: Any, master: Tensor) -> Any:
+        low = isinstance(value, Tensor) and value.dtype is self.masters.dtype
+        return value.to(master.dtype) if low else value
+
+    def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._accumulates:
+            new = [p for p in parameters if p in self.masters.of and p.requires_grad and p not in self._followed]
+            self._handles += [p.register_post_accumulate_grad_hook(self._move_unless_reduced) for p in new]
+            self._followed.update(new)
+
+    def take_clip_coefficient(self, coefficient: Tensor) -> None:
+        """Multiply the gradients of the next step by ``coefficient``, in the pass that casts them."""
+        self._coefficient = coefficient
+
+    @override
+    def delegate_step(self, loss: float | None, *, has_closure: bool) -> None:
+        self.masters.take_over()
+        self.prepare_step()
+        parameters, masters = self._pairs()
+        if (settings := self._one_kernel(parameters)) is not None:
+            self._step_in_one_kernel(parameters, masters, settings)
+        else:
+            self._step_by_inner(_once(loss, self.inner) if has_closure else None)
+
+    def prepare_step(self) -> None:
+        """Let masters have the gradients, and the optimizer the options, that the next step uses."""
+        self.take_over_gradients()
+        self._hand_over_options()
+        self._complete_reduction()
+        self._late_done = self._are_aside = False
+        parameters = self._parameters()
+        if _are_dense(gradient_column(parameters)):  # which takes no hash: every step comes here
+            self._stepped = parameters
+        else:
+            self._stepped = [p for p in parameters if _is_dense(p.grad) or _is_dense(self._gradient(p))]
+
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether a step is one pass over the weights: `adamw_step.settings_of` says when."""
+        return self._one_kernel(self._pairs()[0]) is not None
+
+    def _one_kernel(self, copies: Iterable[nn.Parameter]) -> list[Settings] | None:
+        return one_kernel(self.inner) if all(map(Tensor.is_contiguous, copies)) else None
+
+    def _pairs(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that have masters, and those."""
+        parameters = self._parameters()
+        masters = [*map(self.masters.of.get, parameters)]
+        mastered = [p for p, master in zip(parameters, masters, strict=True) if master is not None]
+        return mastered, [master for master in masters if master is not None]
+
+    def _step_in_one_kernel(
+        self, parameters: Sequence[nn.Parameter], masters: Sequence[nn.Parameter], settings: Sequence[Settings]
+    ) -> None:
+        low = dict(zip(map(id, masters), parameters, strict=True))
+
+        def copies(weights: list[Tensor]) -> list[Tensor | None]:
+            return [*map(low.get, map(id, weights))]
+
+        def gradients(weights: list[Tensor]) -> list[Tensor | None]:
+            pairs = zip(gradient_column(weights), copies(weights), strict=True)
+            return [copy.grad if wide is None and copy is not None else wide for wide, copy in pairs]
+
+        with hooked_once(self.inner):
+            self._kernel.step(self.inner, settings, coefficient=self._coefficient, gradients=gradients, copies=copies)
+        self._coefficient = None
+        for each in masters if self._wrapper is not None else (*masters, *parameters):
+            each.grad = None
+        self.masters.note_writes(parameters)
+
+    def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
+        self._hand_over_gradients()
+        with nullcontext() if self._is_known_to_write else self._seen_to_write():
+            if closure is None or closure_of(self.inner) is None:
+                self.inner.step()
+            else:
+                self.inner.step(closure)
+        stepped = [p for p in self._mastered() if self.masters.of[p].grad is not None]
+        self.masters.write(stepped)
+        for parameter in stepped:
+            self.masters.of[parameter].grad = None
+
+    @contextmanager
+    def _seen_to_write(self) -> Iterator[None]:
+        given = [self.masters.of[p] for p in self._mastered() if self.masters.of[p].grad is not None]
+        stands = all(group.get("lr") == 0 for group in self.param_groups)
+        if stands or not given or not has_values(given[0]):
+            yield
+            return
+        # Writes through `.data` are not counted: then there is state that was not there, or another value.
+        counts, states = [count_writes(master) for master in given], len(self.inner.state)
+        least = min(given, key=Tensor.numel)
+        before = least.detach().clone()
+        yield
+        counted = counts != [count_writes(master) for master in given]
+        self._is_known_to_write = counted or len(self.inner.state) > states or not torch.equal(least, before)
+        if not self._is_known_to_write and not _is_left_out(self.inner):
+            raise RuntimeError(
+                f"{type(self.inner).__name__} stepped and wrote to none of {len(given)} weights that have gradients."
+                " They are masters, which stand in the groups in place of the module's parameters; it keeps the"
+                " parameters elsewhere, and these have no gradients."
+                " Set weights='autocast' in the precision."
+            )
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            self._stepped = []
+        elif self._wrapper is None:
+            self._give_zeros()
+        super().zero_grad(set_to_none)
+        self._are_aside = False
+        self._seen.clear()
+        self._shown.clear()
+        self._follow(self._parameters())  # of those that were frozen
+        self._late_done = False
+        if self.masters.reduced:
+            self.masters.reduced.difference_update(self._parameters())
+        for master in self._pairs()[1]:
+            master.grad = None
+
+    def _give_zeros(self) -> None:
+        # A gradient that a step has taken, or that a master has, is one to be set to zero: it decays its weight.
+        graded = [*self._stepped, *(p for p in self._mastered() if _is_dense(self.masters.of[p].grad))]
+        for parameter in graded:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self._hand_over_options()
+        return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+
+    @property
+    @override
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The state of the wrapped optimizer, by its master parameters."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Put other state in its place, as who begins anew does; what is given for a parameter is its master's."""
+        if self._complete and value is not self.inner.state:  # ``Optimizer.__init__`` sets it too
+            self.inner.state = defaultdict(dict, value)
+            self._adopt_state()
+
+    def undo(self) -> Optimizer:
+        """Return the wrapped optimizer, over the module's parameters again and with its state."""
+        for handle in self._handles:
+            handle.remove()
+        self._hand_over_options()
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for parameter, master in zip(group["params"], inner["params"], strict=True):
+                if master is not parameter and master in self.inner.state:
+                    self.inner.state[parameter] = self.inner.state.pop(master)
+            inner["params"] = [*group["params"]]
+        return self.inner
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Return the gradients that the next step will use, before any clipping."""
+        self.complete_gradients()
+        parameters, of = self._parameters(), self.masters.of
+        wide = gradient_column(map(of.get, parameters, parameters))
+        pairs = zip(wide, gradient_column(parameters), strict=True)
+        return [found for master, own in pairs if (found := own if master is None else master) is not None]
+
+    def complete_gradients(self) -> None:
+        """Let masters have the gradients of all ranks, with what was written into those that are looked at."""
+        looked_at = bool(self._seen)
+        self.take_over_gradients()
+        self._complete_reduction()
+        if looked_at:
+            self.show_gradients()
+
+    @torch.no_grad()
+    def show_gradients(self) -> None:
+        """Let each parameter whose master has a gradient have it too, rounded, for those who look and write there."""
+        self._seen.clear()
+        for parameter in self._mastered():
+            gradient = self.masters.of[parameter].grad
+            if not _is_dense(gradient):
+                continue
+            if parameter.grad is None and parameter not in self.masters.reduced:  # else no rank has used it
+                parameter.grad = gradient.to(parameter.dtype)
+                self._shown.add(parameter)
+            elif parameter.grad is not None and parameter not in self._late:
+                parameter.grad.copy_(gradient)
+            if parameter.grad is not None:
+                self._seen.add(parameter)
+
+    def show_gradients_again(self) -> None:
+        """Let parameters have what was made of the masters' gradients, if they are looked at."""
+        if self._seen:
+            self.show_gradients()
+
+    @torch.no_grad()
+    def take_over_gradients(self) -> None:
+        """Bring into the masters' gradients what others have written into those that are shown, and hide these."""
+        for parameter in self._seen:
+            master = self.masters.of[parameter]
+            if parameter.grad is None:
+                master.grad = None
+            elif master.grad is not None:
+                taken_over(master.grad, parameter.grad)
+        for parameter in self._shown:
+            parameter.grad = None
+        self._shown.clear()
+        self._seen.clear()
+
+    def set_gradients_aside(self) -> None:
+        """Let masters have what a backward has left in parameters: the next would add to it in low precision."""
+        self.take_over_gradients()
+        if self._wrapper is not None:
+            return
+        if left := [p for p in self._parameters() if _is_dense(p.grad) and p in self.masters.of]:
+            self._move_gradients(left)
+            self._are_aside = True
+
+    def add_to_those_aside(self) -> None:
+        """Add what the last backward has left in parameters to what `set_gradients_aside` has given to masters."""
+        if self._are_aside:
+            self._move_gradients([p for p in self._mastered() if self.masters.of[p].grad is not None])
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        master = self.masters.of.get(parameter)
+        return parameter.grad if master is None or master.grad is None else master.grad
+
+    def _hand_over_options(self) -> None:
+        # A scheduler writes into the groups it sees, which are these.
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+
+    def _complete_reduction(self) -> None:
+        for parameter in self.masters.reduced:
+            if parameter.grad is None:  # the wrapper has left it so: no rank has used it
+                self.masters.of[parameter].grad = None
+        self.masters.reduced.clear()
+        self._reduce_late()
+
+    @torch.no_grad()
+    def _reduce_late(self) -> None:
+        """Average, once a step, gradients of parameters that were frozen when the wrapper was made."""
+        late = [p for p in self._parameters() if p in self._late and p.requires_grad] if self._late else []
+        if self._late_done or not late:
+            return
+        group = self._wrapper.process_group if self._wrapper is not None else None
+        assert group is not None
+        for parameter in late:
+            master = self.masters.of[parameter]
+            if parameter.grad is not None:
+                self._move_gradient(parameter)
+            elif master.grad is None:  # of a rank that has not used it; the others wait for it
+                master.grad = torch.zeros_like(parameter, dtype=master.dtype)  # the master may be on the host
+        total = torch.cat([_gradient_of(self.masters.of[p]).flatten() for p in late])
+        dist.all_reduce(total.div_(group.size()), group=group)
+        for parameter, part in zip(late, total.split([p.numel() for p in late]), strict=True):
+            _gradient_of(self.masters.of[parameter]).copy_(part.view_as(parameter))
+        self._late_done = True
+
+    def _hand_over_gradients(self) -> None:
+        if self._wrapper is None:  # with a wrapper, the reduction has left its sums in the masters
+            self._move_gradients(self._mastered())
+        if self._coefficient is None:
+            return
+        gradients = [p.grad for group in self.inner.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, self._coefficient)
+        self._coefficient = None
+
+    def _move_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        # All in one kernel, where there is nothing to add to: one for each would keep a fast GPU waiting.
+        first: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter in parameters:
+            if (gradient := parameter.grad) is None:
+                continue
+            if self.masters.of[parameter].grad is None:
+                first.append((parameter, gradient))
+            else:
+                self._move_gradient(parameter)
+        if not first:
+            return
+        wide = [torch.empty_like(gradient, dtype=self.masters.of[parameter].dtype) for parameter, gradient in first]
+        torch._foreach_copy_(wide, [gradient for _, gradient in first])
+        for (parameter, _), gradient in zip(first, wide, strict=True):
+            self.masters.of[parameter].grad, parameter.grad = gradient, None
+
+    def _move_unless_reduced(self, parameter: nn.Parameter) -> None:
+        if self._wrapper is None or parameter in self._late or not self._wrapper.require_backward_grad_sync:
+            self._move_gradient(parameter)
+
+    def _move_gradient(self, parameter: nn.Parameter) -> None:
+        master, gradient = self.masters.of[parameter], parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)  # of the low precision: torch adds in the type of the sum
+
+    def _mastered(self) -> list[nn.Parameter]:
+        return self._pairs()[0]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*chain.from_iterable(group["params"] for group in self.param_groups)]
+
+
+def _is_left_out(optimizer: Optimizer) -> bool:
+    flag = flag_to_skip(optimizer)
+    return flag is not None and bool(flag)
+
+
+def _are_dense(gradients: Sequence[Tensor | None]) -> bool:
+    return not any(map(is_, gradients, repeat(None))) and all(map(is_, map(_LAYOUT, gradients), repeat(torch.strided)))
+
+
+def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    return gradient is not None and gradient.layout is torch.strided
+
+
+def _gradient_of(master: nn.Parameter) -> Tensor:
+    assert master.grad is not None
+    return master.grad
+
+
+def _refuse_modes(optimizer: Optimizer) -> None:
+    if has_modes(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} has other weights for evaluation, which its train() and eval() put in place."
+            " They would change the masters in its groups, and not the weights in which the module computes."
+            " Set weights='autocast' in the precision."
+        )
+
+
+def _refuse_groups_inside(optimizer: Optimizer, masters: MasterWeights) -> None:
+    known = {id(group) for group in optimizer.param_groups}  # a wrapper may show those of what it wraps
+    for inside in _optimizers_in(optimizer):
+        unknown = (group for group in inside.param_groups if id(group) not in known)
+        if any(p in masters.of for group in unknown for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} lets an optimizer inside it, {type(inside).__name__}, step the parameters."
+                " Masters are put into the groups of the outer one. The one inside has others, and would find no"
+                " gradients there."
+                " Set weights='autocast' in the precision."
+            )
+
+
+def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    found = [optimizer]
+    for outer in found:  # which grows
+        for value in vars(outer).values():
+            held = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else (value,)
+            found += [each for each in held if isinstance(each, Optimizer) and all(each is not one for one in found)]
+    return found[1:]
+
+
+def _once(loss: Any, optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a closure that gives ``loss``, which has been computed, and refuses to compute it again."""
+    left = [loss]
+
+    def closure() -> Any:
+        if not left:
+            raise ValueError(_evaluates_anew(optimizer))
+        return left.pop()
+
+    return closure
+
+
+def _evaluates_anew(optimizer: Optimizer) -> str:
+    return (
+        f"{type(optimizer).__name__} computes the loss again and again within one step."
+        " A step of masters has its gradients before it begins, and the weights that it tries out are theirs."
+        " Set weights='autocast' in the precision."
+    )
