@@ -254,7 +254,7 @@ def _round(rehearsal: Rehearsal, clock: Clock) -> _Round:
 
 
 def _device_time(rehearsal: Rehearsal, clock: Clock, launch: Sequence[float]) -> float | None:
-    """Return what the device takes for itself, or None if that cannot be told."""
+    """Return what the device takes for itself, or None if that is unknown."""
     for stretch in _STRETCHES:
         times: list[float] = []
         while len(times) < _HELD_ROUNDS:
