@@ -181,10 +181,6 @@ PATCHES = {
     f"{GROUP}.post_backward": Patch(
         "fsdp2", "test_what_is_summed_before_it_is_reduced_over_copies_is_each_parameters_own"
     ),
-    f"{GROUP}.unshard": Patch("fsdp2", "test_a_parameter_that_the_root_takes_over_is_the_same_and_reduced_once"),
-    f"{PARAM}.to_accumulated_grad_if_needed": Patch(
-        "fsdp2", "test_what_is_summed_before_it_is_reduced_over_copies_is_each_parameters_own"
-    ),
     f"{PARAM}.to_unsharded": Patch("fsdp2", "test_what_was_found"),
     f"{PARAM}.init_dtype_attrs": Patch("fsdp2", "test_shards_train_the_same", reads=("mp_policy",)),
     f"{PARAM}.init_unsharded_param": Patch("fsdp2", "test_shards_train_the_same"),

@@ -115,9 +115,6 @@ def initialise(root: FSDPModule) -> None:
         for group in _groups(state):
             _type_of_frozen(group)
             _reduce_rightly(group, context)
-            for held in group.fsdp_params:
-                accumulate = partial(_accumulate_if_gathered, held)
-                installed(f"{PARAM}.to_accumulated_grad_if_needed", held, lambda _, new=accumulate: new)
     context.stop_keeping = keep_for_derivatives(states, [group for state in states for group in _groups(state)])
 
 
@@ -149,11 +146,6 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
-def _accumulate_if_gathered(held: Any) -> None:
-    if hasattr(held, "_unsharded_param"):  # torch takes for granted that a block has run before the first backward ends
-        type(held).to_accumulated_grad_if_needed(held)
-
-
 def _reduce_rightly(group: Any, context: Any) -> None:
     reached: set[Any] = set()
 
@@ -161,12 +153,14 @@ def _reduce_rightly(group: Any, context: Any) -> None:
         if context.puts_off:
             _keep_whole(group)
             return
+        if group.fsdp_params and not hasattr(group.fsdp_params[0], "_unsharded_param"):
+            return  # has never run, and torch expects that each group runs before the first backward ends
         none_yet = _fill_up(group, reached)
         # Torch leaves in the type of the forward what only the last microbatch reached, and then reduces none of them.
         left = [held for held in group.fsdp_params if held.unsharded_accumulated_grad is None]
         if len(left) < len(group.fsdp_params):
             for held in left:
-                _accumulate_if_gathered(held)
+                held.to_accumulated_grad_if_needed()
         if context.note_reduced is not None and group.reduce_grads:
             context.note_reduced([_name(held) for held in group.fsdp_params if _has_gradient(held)])
         type(group).post_backward(group)
@@ -534,8 +528,7 @@ def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> 
     group.fsdp_params.remove(handle)
     if not group.fsdp_params:
         _groups(state).remove(group)
-        # It may have run already, and backward gathers ahead what has.
-        installed(f"{GROUP}.unshard", group, lambda _: _nothing_to_gather)
+        group.unshard_in_backward = False  # it may have run already, and backward gathers ahead what has
     if group.is_unsharded is False:
         alone = _empty_group(root, like=group)
         if group.is_sharded_post_forward:
@@ -548,10 +541,6 @@ def gather_with_root(root: FSDPModule, handle: Any, *, uncast: bool = False) -> 
     _type_of_frozen(target)
     target._sharded_state = type(target._sharded_state).UNSHARDED
     return handle._unsharded_param
-
-
-def _nothing_to_gather(async_op: bool = False) -> None:  # noqa: FBT001, FBT002  (as torch calls it)
-    pass
 
 
 def _group_of_root(root: FSDPModule, *, like: Any, handle: Any) -> Any:

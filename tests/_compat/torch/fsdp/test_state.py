@@ -106,6 +106,58 @@ def test_a_parameter_that_the_root_takes_over_is_the_same_and_reduced_once(ranks
     assert ranks(moved) == (True, True, [])
 
 
+class Bare(nn.Module):
+    """Blocks of one weight each, all of which the backward gathers again."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+
+def emptied():
+    model, expected, x = Bare(), Bare(), torch.ones(2, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    initialise(model)
+    begin_forward(model)
+    y = model.layers[1](model.layers[0](x))
+    handles = {name: handle for _, _, _, name, handle in held_parameters(model)}
+    weight = gather_with_root(model, handles["layers.0.weight"])
+    loss = (model.layers[2](y) @ weight).sum()
+    end_forward(model)
+    expect_backward(model, loss)
+    loss.backward()
+    right = (expected.layers[2](expected.layers[1](expected.layers[0](x))) @ expected.layers[0].weight).sum()
+    right.backward()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return [torch.allclose(p.grad.full_tensor(), e.grad) for p, e in pairs], unreduced(model)
+
+
+def test_a_group_whose_only_parameter_the_root_takes_over_is_not_gathered_ahead(ranks):
+    assert ranks(emptied) == ([True] * 3, [])
+
+
+def never_run():
+    """``b`` first runs in the second microbatch."""
+    model = pair(policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        begin_forward(model)
+        x = model.a(torch.ones(2, 4)) * model.own
+        loss = (model.b(x) if last else x).sum()
+        end_forward(model)
+        expect_backward(model, loss)
+        loss.backward()
+    return [module.weight.grad is not None for module in (model.a, model.b)], unreduced(model)
+
+
+def test_a_block_that_first_runs_in_a_later_microbatch_is_reduced(ranks):
+    assert ranks(never_run) == ([True, True], [])
+
+
 def from_meta():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
