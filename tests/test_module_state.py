@@ -37,7 +37,7 @@ OF_THE_PROCESS = {
     "kernels/attention/routing.py:_CALLED": "whether a replaced function of torch was called",
     "transforms/float8/recipes.py:RECIPES": "a table, filled where recipes are defined",
     "transforms/te/recipes.py:RECIPES": "a table, filled where recipes are defined",
-    "strategies/stalls.py:_numbers": "keys in the store of the process group",
+    "transforms/fsdp/stalls.py:_numbers": "keys in the store of the process group",
     "transforms/compile/frame.py:_NUMBERS": "names of code",
 }
 # Entries of an object that one run owns; they go with it, or when the run ends.

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.lightning.sharding import (
     averaged_copies,
+    destroy_at_exit,
     finetuning_by_identity,
     has_weak_references,
     keeping_attributes,
@@ -33,7 +34,7 @@ from lightning_ups._compat.lightning.sharding import (
     without_inference_mode,
 )
 from lightning_ups._compat.lightning.sigterm import SigtermPoll
-from lightning_ups._compat.torch.fsdp.process_groups import destroy_at_exit, prepare_nccl
+from lightning_ups._compat.torch.fsdp.process_groups import prepare_nccl
 from lightning_ups._compat.torch.fsdp.recording import Recording, recording
 from lightning_ups._compat.torch.fsdp.shard_data import IndexReads, shard_data_written
 from lightning_ups.order import (
@@ -54,13 +55,14 @@ from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Sa
 from lightning_ups.strategies.waiting import come_together
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.error_hints import note_shards
-from lightning_ups.transforms.fsdp import keeping_interrupt, shard_alike, unsharded
+from lightning_ups.transforms.fsdp import shard_alike, unsharded
 from lightning_ups.transforms.sharding import (
     DATA,
     TENSOR,
     BufferSync,
     Initialisation,
     MeshSizes,
+    StepState,
     average_gradients,
     build_mesh,
     check_one_batch,
@@ -293,8 +295,9 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._recording: Recording | None = None
         self._buffers: BufferSync | None = None
         self._compared: Counter[str] = Counter()  # batches, by the step that they are for
-        self._in_manual_step = self._accumulating = self._saw_backward = False
-        self._starts_accumulation = True
+        self._step: StepState | None = None  # of the optimizer step that has begun
+        self._steps_made = 0  # by optimizers, in this fit
+        self._saw_backward = False
         self.checkpoints = Checkpoints(
             self, save=save, async_save=async_save, weights_only=weights_only, on_unreplayable=on_unreplayable
         )
@@ -329,8 +332,8 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     def _after_sharding(self) -> None:
         """Do what remains before copies are sharded and optimizers are made."""
 
-    def _within_step(self, step: str) -> AbstractContextManager[None]:
-        """Return a context in which a step of that name reads parameters as the module has them."""
+    def _within_step(self, step: StepState) -> AbstractContextManager[None]:
+        """Return a context in which a step reads parameters as the module has them."""
         return nullcontext()
 
     def _within_backward(self) -> AbstractContextManager[None]:
@@ -492,8 +495,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         self._buffers = BufferSync(self.lightning_module, group=self._replicas)
         if self.tensor_parallel_size > 1:
             share_random_state(self.device_mesh[TENSOR].get_group())
-        self._in_manual_step = self._accumulating = self._saw_backward = False
-        self._starts_accumulation = True
+        self._step, self._steps_made, self._saw_backward = None, 0, False
 
     @override
     def model_to_device(self) -> None:
@@ -516,18 +518,34 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
 
     # Steps
 
+    def _open_step(self) -> StepState:
+        """Return the state of the present optimizer step, which begins here if there is none."""
+        if self._step is None:
+            self._step = StepState(self._steps_made)
+        return self._step
+
+    def _close_step(self) -> None:
+        """End the present optimizer step; what follows in a manual step belongs to the next."""
+        self._steps_made += 1
+        self._step = StepState(self._steps_made, is_manual=True) if self._in_manual_step else None
+
+    @property
+    def _in_manual_step(self) -> bool:
+        return self._step is not None and self._step.is_manual
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         assert self._buffers is not None
         self._index_reads.check()
         self._compare_batch("training_step", args)
-        if self._starts_accumulation:
+        step = self._open_step()
+        if not step.has_accumulated:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
-        self._in_manual_step = not self.lightning_module.automatic_optimization
-        with keeping_interrupt(), self._within_step("training_step"):
+        step.is_manual = not self.lightning_module.automatic_optimization
+        with self._within_step(step):
             output = super().training_step(*args, **kwargs)
-        self._in_manual_step = False
+        self._open_step().is_manual = False
         self._buffers.note_step()
         return output
 
@@ -570,7 +588,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
             self._poll.poll()
         self._index_reads.check()
         self._compare_batch(step, args)
-        with self._within_step(step):
+        with self._within_step(StepState(self._steps_made, step)):
             yield
         self._after_evaluation()
 
@@ -586,10 +604,11 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
-        with keeping_interrupt(), self._within_backward():
+        with self._within_backward():
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._saw_backward, self._starts_accumulation = True, not self._accumulating
-        if not self._accumulating:
+        step = self._open_step()
+        self._saw_backward, step.has_accumulated = True, step.accumulates
+        if not step.accumulates:
             if not self._unused:
                 self._note_reduced([name for name, p in self._replicated.items() if p.grad is not None])
             average_gradients(self._replicated.values(), group=self._replicas, unused=self._unused)
@@ -617,21 +636,24 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        self._accumulating = True
+        step = self._open_step()
+        step.accumulates = True
         yield
-        self._accumulating = False
+        step.accumulates = False
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         precision = self.precision_plugin
         assert isinstance(precision, PolicyPrecision)
-        if not self._in_manual_step:
-            precision.grad_norm = None
-        else:
+        is_manual = self._in_manual_step
+        if is_manual:
             self._refuse_backward_unseen()
+        else:
+            precision.grad_norm = None
         with explaining_shards(optimizer):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._in_manual_step:
+        self._close_step()
+        if is_manual:
             return result
         if precision.grad_norm is not None and self.lightning_module is not None:
             # A tensor on the device: it is read where the logger writes, and not before.

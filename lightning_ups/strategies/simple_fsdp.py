@@ -33,6 +33,7 @@ from lightning_ups.transforms.compile import (
 from lightning_ups.transforms.error_hints import explaining_shards_read, explaining_types, note_second_backward
 from lightning_ups.transforms.fsdp import Sync
 from lightning_ups.transforms.kv_cache import without_kv_cache
+from lightning_ups.transforms.sharding import StepState
 from lightning_ups.transforms.shards_in_steps import plain_from_shards, refusing_gradients_of_shards
 from lightning_ups.transforms.simple_fsdp import (
     Gathering,
@@ -360,15 +361,15 @@ class SimpleFSDPStrategy(ShardingStrategy):
 
     @override
     @contextmanager
-    def _within_step(self, step: str) -> Iterator[None]:
+    def _within_step(self, step: StepState) -> Iterator[None]:
         gathering = self._gathering
         with (
             gathering.reading(whole=True),
-            gathering.noting(training=step == "training_step"),
+            gathering.noting(training=step.is_training),
             advice_for_one_graph(_PART),
-            explaining_shards_read(step),
-            explaining_types(step, param_dtype=gathering.options.module_dtype),
-            refusing_gradients_of_shards(step),
+            explaining_shards_read(step.name),
+            explaining_types(step.name, param_dtype=gathering.options.module_dtype),
+            refusing_gradients_of_shards(step.name),
             plain_from_shards(),
         ):
             yield

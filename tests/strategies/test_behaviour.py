@@ -413,21 +413,6 @@ def test_a_buffer_of_a_class_that_first_runs_in_a_later_step_is_the_first_ranks(
     torch.testing.assert_close(ours, ddp)
 
 
-def told_of_layer_drop(tmp_path, rate):
-    model = cases.Case()
-    model.layers[0].layerdrop = rate
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer(tmp_path, strategy=FSDP2Strategy(), devices=2).fit(model, loader())
-    return [str(warning.message) for warning in told if "skipped at random" in str(warning.message)]
-
-
-def test_layers_that_are_skipped_at_random_are_told_of(ranks, tmp_path):
-    assert ranks(told_of_layer_drop, tmp_path, 0.0) == []
-    (told,) = ranks(told_of_layer_drop, tmp_path, 0.1)
-    assert told.startswith("layers.0.layerdrop=0.1 asks for layers that are skipped at random")
-
-
 class Assigning(Case):
     automatic_optimization = False
 

@@ -1,15 +1,17 @@
 """How Lightning evaluates, moves, averages, unfreezes and logs parameters, where sharded ones need another way."""
 
+import atexit
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from lightning_ups._compat.torch.tensors.tensors import whole_of
 
 __all__ = [
     "averaged_copies",
+    "destroy_at_exit",
     "finetuning_by_identity",
     "has_weak_references",
     "keeping_attributes",
@@ -31,6 +34,12 @@ __all__ = [
     "taken_whole",
     "without_inference_mode",
 ]
+
+
+@cache  # once for each process
+def destroy_at_exit() -> None:
+    """Close the process groups when the process ends; Lightning does where NCCL is the only backend."""
+    atexit.register(_destroy_dist_connection)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Accumulating gradients over microbatches: when they are reduced, and what stays gathered between them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,8 +9,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
-__all__ = ["Sync", "SyncChoice", "accumulating", "choose_sync", "free_memory", "unsharded_gradient_bytes"]
+from lightning_ups._compat.torch.fsdp.state import unreduced
+from lightning_ups.transforms.fsdp.step_check import StepCheck
+
+__all__ = [
+    "Accumulation",
+    "LateGradients",
+    "Sync",
+    "SyncChoice",
+    "accumulating",
+    "choose_sync",
+    "free_memory",
+    "unsharded_gradient_bytes",
+]
 
 Sync = Literal["auto", "last", "every"]
 
@@ -63,6 +76,58 @@ def choose_sync(
     compared = f"{gradient_bytes / 2**30:.2f} GiB of whole gradients {'fit' if fits else 'do not fit'}"
     reason = f"{compared} into a quarter of {free_bytes / 2**30:.2f} GiB"
     return SyncChoice(sync="last" if fits else "every", gradient_bytes=gradient_bytes, reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulation:
+    """How the optimizer steps of a run accumulate gradients.
+
+    Args:
+        choice: When gradients are reduced.
+        between: Hooks that run between microbatches, and may read or write weights.
+        see_gradients: Those of them that may read or write gradients.
+    """
+
+    choice: SyncChoice
+    between: Sequence[str]
+    see_gradients: Sequence[str]
+
+    def microbatch(
+        self, roots: Sequence[FSDPModule], *, replicated: bool, keeps_all: bool
+    ) -> AbstractContextManager[None]:
+        """Return a context for a microbatch that is not the last; see `accumulating`."""
+        return accumulating(
+            roots[0],
+            sync=self.choice.sync,
+            keep=() if self.between else roots,
+            replicated=replicated and not self.see_gradients,
+            keep_all=keeps_all and not self.between,
+        )
+
+
+class LateGradients(StepCheck):
+    """Finds, in the first optimizer step, gradients that came after their group was reduced.
+
+    Args:
+        root: The sharded model.
+
+    Raises:
+        RuntimeError: After the reduction, if there are any: they would count in the next step.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._root, self._looks = root, True
+
+    @override
+    def after_reduction(self) -> None:
+        looks, self._looks = self._looks, False
+        if looks and (left := unreduced(self._root)):
+            names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            raise RuntimeError(
+                f"The gradients of {names} came after their group was reduced, and would count in the next step."
+                " These parameters are read outside the forward of the module that gathers them."
+                f" Name them: FSDP2Strategy(outside={left[:3]})."
+            )
 
 
 def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | None, tensor_size: int = 1) -> int:

@@ -1,7 +1,7 @@
 """Parameters that are read outside the forward of the module that gathers them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -15,9 +15,10 @@ from lightning_ups._compat.torch.fsdp.state import gather_with_root, held_parame
 from lightning_ups._compat.torch.tensors.autograd import changing_function_inputs
 from lightning_ups.transforms.compile import is_compiled
 from lightning_ups.transforms.fsdp.gathered_together import sharded_in
-from lightning_ups.transforms.sharding import TENSOR
+from lightning_ups.transforms.fsdp.step_check import StepCheck
+from lightning_ups.transforms.sharding import TENSOR, StepState
 
-__all__ = ["OutsideReads"]
+__all__ = ["ExternalReads", "WatchedReads"]
 
 # What asks about a tensor, or gives a view that computes nothing yet, and does not read its values.
 # fmt: off
@@ -39,7 +40,57 @@ _VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # of all properties,
 _COPIES = frozenset(("clone", "zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "to"))
 
 
-class OutsideReads(TorchFunctionMode):
+class ExternalReads(StepCheck):
+    """Finds, the first time and when other parameters are trained, what a step reads of modules that do not run.
+
+    Args:
+        root: The sharded model.
+        tell: Called with the name of the step, and of the parameters that were found.
+        note_idle: Called with the sharded modules that a training step did not call.
+    """
+
+    def __init__(
+        self,
+        root: FSDPModule,
+        *,
+        tell: Callable[[str, list[str]], None],
+        note_idle: Callable[[set[Any]], None],
+    ) -> None:
+        self._root, self._tell, self._note_idle = root, tell, note_idle
+        self._searched: set[tuple[str, frozenset[str]]] = set()
+        self._reads: WatchedReads | None = None
+
+    @override
+    def begin(self, step: StepState, undo: ExitStack) -> None:
+        search = self._search(step)
+        self._reads = None
+        if search not in self._searched:
+            self._searched.add(search)
+            self._reads = WatchedReads(self._root)
+            undo.enter_context(self._reads.watching())
+
+    @override
+    def end(self, step: StepState) -> None:
+        reads, self._reads = self._reads, None
+        if reads is None:
+            return
+        if step.is_training:
+            self._note_idle(reads.idle)
+        if reads.found:
+            self._tell(step.name, reads.found)
+        if reads.translates:
+            self._searched.discard(self._search(step))  # it computes with shards each time, and needs them gathered
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Look away, in the backward or the optimizer step of a manual step."""
+        return nullcontext() if self._reads is None else self._reads.paused()
+
+    def _search(self, step: StepState) -> tuple[str, frozenset[str]]:
+        held = held_parameters(self._root)
+        return step.name, frozenset(name for _, shard, _, name, _ in held if shard.requires_grad)
+
+
+class WatchedReads(TorchFunctionMode):
     """Finds, while it is open, reads of parameters outside their module, and lets the model gather these instead.
 
     A group is gathered when its module is called and reduced when that call's backward is done. A weight that something

@@ -1,7 +1,7 @@
 """Manual writes to gathered parameters, which would be lost, as of codebooks that follow their inputs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -9,53 +9,77 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from lightning_ups._compat.torch.fsdp.state import held_parameters, replaced, written_to
 from lightning_ups.transforms.fsdp.gathered_together import gathered_when_called
+from lightning_ups.transforms.fsdp.step_check import StepCheck
+from lightning_ups.transforms.sharding import StepState
 
-__all__ = ["HandWrites", "refuse_replaced"]
+__all__ = ["ManualWrites", "refuse_replaced"]
+
+# A copy of a layer that follows it, as a teacher its student, is written other values once that was stepped, and the
+# first learning rate of a warm-up may be 0.
+_STEPS = 3
 
 
-class HandWrites:
-    """Finds what is written into gathered parameters, which is lost when these are freed.
+class ManualWrites(StepCheck):
+    """Finds what the first steps write into gathered parameters, which is lost when these are freed.
 
     Each device compares its shard with its part of what was gathered. No counter of versions would do: a write through
     ``.data`` counts nowhere.
 
     Args:
-        root: The sharded model, within a step.
+        root: The sharded model.
+        device: Of this rank.
+
+    Raises:
+        RuntimeError: At the end of a step or before its backward, if what was written would be lost.
     """
 
-    def __init__(self, root: FSDPModule) -> None:
-        self._root = root
+    def __init__(self, root: FSDPModule, *, device: torch.device) -> None:
+        self._root, self._device = root, device
+        self._looks = False
+        self._looked_at: set[int] = set()  # by the numbers of optimizer steps
         self._written: dict[int, Tensor] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look at what each module inside the model gathered, after its forward, until the end of the context."""
-        with ExitStack() as hooks:
-            for module, gathered in gathered_when_called(self._root).items():
-                look = partial(self._after_forward, gathered)  # before torch's own hook, which frees them
-                hooks.callback(module.register_forward_hook(look, prepend=True).remove)
-            yield
+    @override
+    def begin(self, step: StepState, undo: ExitStack) -> None:
+        self._looks = step.is_training and step.number not in self._looked_at and len(self._looked_at) < _STEPS
+        if not self._looks:
+            return
+        self._looked_at.add(step.number)
+        self._written.clear()
+        for module, gathered in gathered_when_called(self._root).items():
+            look = partial(self._after_forward, gathered)  # before torch's own hook, which frees them
+            undo.callback(module.register_forward_hook(look, prepend=True).remove)
 
-    def look(self) -> None:
-        """Look at what is gathered now: what the model itself holds, and what modules keep after their forward."""
-        for module in self._root.modules():  # type: ignore[attr-defined]
+    @override
+    def end(self, step: StepState) -> None:
+        if self._looks:
+            self.before_free()
+            self._refuse()
+            self._looks = not step.is_manual
+
+    @override
+    def before_free(self) -> None:
+        for module in self._root.modules() if self._looks else ():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 self._look_at(module)
 
-    def refuse(self, *, device: torch.device) -> None:
-        """Say so if any device found a write. Every rank must call it.
+    @override
+    def before_backward(self, step: StepState) -> None:
+        if self._looks and not step.is_manual:
+            self.before_free()  # what hooks wrote, since the step
+            self._refuse()
+            self._looks = False
 
-        Raises:
-            RuntimeError: If what was written would be lost.
-        """
+    def _refuse(self) -> None:
         held = [(name, handle) for _, _, _, name, handle in held_parameters(self._root)]
         if not held:
             return
-        no = torch.zeros((), dtype=torch.bool, device=device)
-        found = torch.stack([self._written.get(id(handle), no).to(device) for _, handle in held]).int()
+        no = torch.zeros((), dtype=torch.bool, device=self._device)
+        found = torch.stack([self._written.get(id(handle), no).to(self._device) for _, handle in held]).int()
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         if names := sorted(name for (name, _), yes in zip(held, found.tolist(), strict=True) if yes):
             raise RuntimeError(

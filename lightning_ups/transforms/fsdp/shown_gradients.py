@@ -1,12 +1,14 @@
 """Gradients of parameters that are gathered between the backwards of a step, as the code of that step sees them."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_ups._compat.torch.fsdp.state import held_parameters
-from lightning_ups._compat.torch.tensors.autograd import in_backward
+from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo, in_backward
 
 __all__ = ["ShownGradients"]
 
@@ -39,12 +41,27 @@ class ShownGradients:
 
     Args:
         root: The sharded model.
+        when: Whether what a module gathers shows them after its forward; else a backward recomputes.
+        undo: Ends it.
     """
 
-    def __init__(self, root: FSDPModule) -> None:
+    def __init__(self, root: FSDPModule, *, when: Callable[[], bool], undo: ExitStack) -> None:
         self._held: dict[nn.Module, list[Any]] = {}
         for home, *_, handle in held_parameters(root):
             self._held.setdefault(home, []).append(handle)
+
+        def before(module: nn.Module, *_: Any) -> None:
+            self.hide(module)
+
+        def after(module: nn.Module, *_: Any) -> None:
+            if when():
+                self.show(module)
+
+        undo.callback(self.hide_all)
+        for module in root.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule) and module is not root:
+                undo.callback(module.register_forward_pre_hook(hidden_from_dynamo(before)).remove)  # type: ignore[attr-defined]
+                undo.callback(module.register_forward_hook(hidden_from_dynamo(after)).remove)  # type: ignore[attr-defined]
 
     def show(self, module: nn.Module) -> None:
         """Begin with what ``module`` itself gathers."""

@@ -25,6 +25,7 @@ from lightning_ups.transforms.sharding.sharded_before import (
     remember,
 )
 from lightning_ups.transforms.sharding.sharded_step import explaining_shards
+from lightning_ups.transforms.sharding.step_state import StepState
 
 __all__ = [
     "DATA",
@@ -32,6 +33,7 @@ __all__ = [
     "BufferSync",
     "Initialisation",
     "MeshSizes",
+    "StepState",
     "average_gradients",
     "build_mesh",
     "check_one_batch",

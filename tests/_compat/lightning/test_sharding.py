@@ -173,3 +173,13 @@ def test_norms_of_shards_are_logged_as_those_of_whole_tensors(ranks, tmp_path, k
     assert types == {torch.Tensor}
     assert score is torch.Tensor
     assert kept == (True, True), "Lightning has its own again"
+
+
+def test_groups_are_closed_once(monkeypatch):
+    registered = []
+    monkeypatch.setattr(sharding.atexit, "register", registered.append)
+    sharding.destroy_at_exit.cache_clear()
+    sharding.destroy_at_exit()
+    sharding.destroy_at_exit()
+    assert len(registered) == 1
+    sharding.destroy_at_exit.cache_clear()

@@ -3,7 +3,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from lightning_ups._compat.torch.fsdp.state import begin_forward, end_forward, expect_backward, initialise, unreduced
-from lightning_ups.transforms.fsdp.external_reads import OutsideReads
+from lightning_ups.transforms.fsdp.external_reads import WatchedReads
 from tests.transforms.fsdp.test_sharding import sharded_model
 
 
@@ -32,7 +32,7 @@ def stepped(*, grad=True):
         begin_forward(root)
         with torch.set_grad_enabled(grad):
             if watch:
-                reads = OutsideReads(root)
+                reads = WatchedReads(root)
                 with reads.watching():
                     loss = model.step(x)
                 found = reads.found
@@ -83,7 +83,7 @@ def hidden_in_blocks():
     forward = model.layers[0][1].forward
     model.layers[0][1].forward = lambda x: modes.append(torch.overrides._get_current_function_mode()) or forward(x)
     begin_forward(root)
-    reads = OutsideReads(root)
+    reads = WatchedReads(root)
     with reads.watching():
         model.layers[0](torch.randn(2, 4))
         modes.append(torch.overrides._get_current_function_mode() is reads)
@@ -101,7 +101,7 @@ def in_hand():
     root = sharded_model(model).root
     initialise(root)
     begin_forward(root)
-    reads = OutsideReads(root)
+    reads = WatchedReads(root)
     weight = model.layers[0][0].weight
     with reads.watching():
         with torch.no_grad():

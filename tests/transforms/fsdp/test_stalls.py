@@ -4,8 +4,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lightning_ups.strategies import FSDP2Strategy, stalls
-from lightning_ups.strategies.stalls import StallWatch
+from lightning_ups.strategies import FSDP2Strategy
+from lightning_ups.transforms.fsdp import stalls
+from lightning_ups.transforms.fsdp.stalls import StallWatch
 from tests.toys import Net, loader, trainer
 
 RUNS = {  # what each rank has run in its steps

@@ -1,14 +1,11 @@
 """Process groups: what NCCL reads from the environment and the store of the world."""
 
-import atexit
 import os
-from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 
-__all__ = ["destroy_at_exit", "prepare_nccl", "shared_store"]
+__all__ = ["prepare_nccl", "shared_store"]
 
 _MULTIPROCESSORS = "NCCL_MAX_CTAS"
 _SET_HERE: dict[str, str] = {}  # by an earlier strategy of this process, and not by the user
@@ -67,12 +64,6 @@ def _check_effect(name: str, value: str) -> None:
         " It reads it once, when the first group of a process is made."
         f" Start a process for it, or set {name}={value} in the environment of this one."
     )
-
-
-@cache  # once for each process
-def destroy_at_exit() -> None:
-    """Close the process groups when the process ends; Lightning does where NCCL is the only backend."""
-    atexit.register(_destroy_dist_connection)
 
 
 def shared_store(prefix: str) -> dist.Store:

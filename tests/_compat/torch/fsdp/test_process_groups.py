@@ -65,16 +65,6 @@ def test_this_torch_reads_the_names():
     assert b"TORCH_FR_BUFFER_SIZE" in library.read_bytes()
 
 
-def test_groups_are_closed_once(monkeypatch):
-    registered = []
-    monkeypatch.setattr(process_groups.atexit, "register", registered.append)
-    process_groups.destroy_at_exit.cache_clear()
-    process_groups.destroy_at_exit()
-    process_groups.destroy_at_exit()
-    assert len(registered) == 1
-    process_groups.destroy_at_exit.cache_clear()
-
-
 def exchanged(prefix):
     store = shared_store(prefix)
     store.set(str(dist.get_rank()), f"from {dist.get_rank()}")

@@ -1,0 +1,56 @@
+"""The forward of the sharded model, in whose place a step runs."""
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_ups._compat.torch.fsdp.state import begin_forward, end_forward, expect_backward, settle
+from lightning_ups.transforms.fsdp.shown_gradients import ShownGradients
+
+__all__ = ["ModelForward"]
+
+
+class ModelForward:
+    """Gathers what the model itself holds, and no block, from the start of a step to the end of its backward.
+
+    Args:
+        root: The sharded model.
+
+    Attributes:
+        is_gathered: The forward has begun, and not ended.
+        shown: Shows gradients to the code of manual steps, if there are any.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._root = root
+        self.is_gathered = self._awaits_backward = False
+        self.shown: ShownGradients | None = None
+
+    def begin(self, *, shows_gradients: bool) -> None:
+        """Gather."""
+        if self._awaits_backward:
+            self.settle()  # the last forward had no backward
+        begin_forward(self._root)
+        self.is_gathered = self._awaits_backward = True
+        if shows_gradients and self.shown is not None:
+            self.shown.show(self._root)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        """End the forward, as a call of the model would."""
+        if self.shown is not None:
+            self.shown.hide_all()
+        if self.is_gathered:
+            end_forward(self._root)
+            self.is_gathered = False
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Let the backward from ``loss`` reduce what the model holds."""
+        expect_backward(self._root, loss)
+
+    def end_backward(self) -> None:
+        """Note that a backward has freed what was gathered."""
+        self._awaits_backward = False
+
+    def settle(self) -> None:
+        """Bring all groups back to shards, where no backward does so."""
+        settle(self._root)
+        self.is_gathered = self._awaits_backward = False
