@@ -24,7 +24,7 @@ class CollectiveOrder(StepCheck):
 
     Args:
         names: The modules whose calls gather, by name.
-        stalls: Is told the same, to find ranks that wait for each other.
+        stalls: Gets the same notes, to find ranks that wait for each other.
         undo: Removes the hooks.
 
     Attributes:

@@ -83,7 +83,7 @@ class ManualWrites(StepCheck):
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         if names := sorted(name for (name, _), yes in zip(held, found.tolist(), strict=True) if yes):
             raise RuntimeError(
-                f"{', '.join(names[:3])} {'is' if len(names) == 1 else 'are'} written to by hand within training_step,"
+                f"{', '.join(names[:3])} {'is' if len(names) == 1 else 'are'} written to within training_step,"
                 " or by a hook between it and its backward."
                 " There a sharded parameter is a gathered copy that is freed after use, and what was written would be"
                 " lost."

@@ -148,5 +148,5 @@ def write_within(path):
 
 
 def test_a_write_into_such_a_part_is_seen(ranks, tmp_path):
-    with pytest.raises(AssertionError, match=r"layers\.1\.spectral\.modes is written to by hand"):
+    with pytest.raises(AssertionError, match=r"layers\.1\.spectral\.modes is written to"):
         ranks(write_within, tmp_path)

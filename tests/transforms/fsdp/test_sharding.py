@@ -108,7 +108,7 @@ def test_another_way_says_what_to_do(ranks, options, cure):
         ranks(shard_twice, options)
 
 
-def sharded_by_hand():
+def sharded_by_the_user():
     model = two_blocks()
     fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (2,)))
     sharded_model(model)
@@ -118,7 +118,7 @@ def test_what_the_user_sharded_is_refused(ranks):
     with pytest.raises(
         AssertionError, match=r"(?s)layers.0 was given to fully_shard.*Take the calls of fully_shard out"
     ):
-        ranks(sharded_by_hand)
+        ranks(sharded_by_the_user)
 
 
 def lazy():

@@ -46,7 +46,7 @@ def watched(runs, expected):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_ranks_that_stand_at_other_places_are_told_and_slow_ones_are_not(ranks, kind):
+def test_ranks_that_run_other_modules_are_named_and_slow_ones_are_not(ranks, kind):
     texts, notes = ranks(watched, RUNS[kind], kind in APART)
     if kind in APART:
         [text] = texts
