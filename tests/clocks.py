@@ -83,6 +83,9 @@ class Machine:
     def room(self):
         return self.free
 
+    def peak(self):
+        return 2**30
+
 
 class FixedClock:
     """Says that each forward and backward together are launched in ``launch`` ms and computed in ``device`` ms."""
@@ -123,6 +126,9 @@ class FixedClock:
 
     def room(self):
         return self.free
+
+    def peak(self):
+        return 2**30
 
 
 class HostClock(FixedClock):

@@ -15,6 +15,7 @@ from lightning_ups._compat.torch.compile.cudagraph_trees import Recording
 from lightning_ups.callbacks import Compile, OptimizerOffload
 from lightning_ups.order import applied
 from lightning_ups.precision import BF16Precision
+from lightning_ups.transforms.compile.compiler import Compiled
 from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, Slot
 from tests import backends
 from tests.clocks import FixedClock, HostClock
@@ -33,8 +34,12 @@ def own_backends(monkeypatch):
         "lightning_ups.callbacks.compile._RECORDING", ("ups_modes", "ups_modes_watched", *backends.FAIL_TO_RECORD)
     )
     monkeypatch.setattr(Recording, "count", property(lambda recording: len(recording.parts)))
+    monkeypatch.setattr(Compiled, "ways", lambda compiled: ["compiled"])  # nothing is compared as a whole
     torch.compiler.reset()
     backends.forget()
+
+
+WAYS = Compiled.ways
 
 
 class Core(nn.Module):
@@ -588,6 +593,69 @@ def test_inductor_compiles_for_the_recording_what_it_compiles_without(tmp_path, 
     actual = run(tmp_path, monkeypatch, auto(backend="inductor"), clock=FixedClock(6.1, 5.2))
     assert lines(reports[0])[-1].startswith("mode auto: CUDA graphs")
     assert actual == expected
+
+
+class Costly(FixedClock):
+    """Says that steps in which something was replayed take longer, or less long, than others."""
+
+    def __init__(self, launch, device, *, replayed, launched):
+        super().__init__(launch, device)
+        self.costs, self.seen, self.paid = (launched, replayed), 0, 0.0
+
+    def wait(self):
+        self.paid += self.costs[len(backends.RECORDED) > self.seen]
+        self.seen = len(backends.RECORDED)
+
+    def now(self):
+        return super().now() + self.paid
+
+
+@pytest.mark.parametrize(("replayed", "launched", "mode"), [(9.0, 3.0, "default"), (3.0, 9.0, "reduce-overhead")])
+def test_graphs_stay_only_if_whole_steps_are_faster(tmp_path, monkeypatch, reports, replayed, launched, mode):
+    monkeypatch.setattr(Compiled, "ways", WAYS)
+    options = {"batches": rows(40 * 4, 4), "epochs": 1, "val_check_interval": 1.0, "accumulate_grad_batches": 1}
+    expected = plain(tmp_path, monkeypatch, **options)
+    clock = Costly(6.1, 5.2, replayed=replayed, launched=launched)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*CUDA graphs.*")
+        actual = run(tmp_path, monkeypatch, auto(), clock=clock, **options)
+    assert actual == expected
+    facts = reports[0].parts["Compile"]
+    assert facts["chosen"]["mode"] == mode
+    assert "ms with CUDA graphs" in facts["steps"]
+    if mode == "default":
+        assert "a step takes" in lines(reports[0])[-1]
+
+
+class Parts(Layers):
+    """Has a graph break."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = nn.Sequential(nn.Linear(4, 8), Break(), nn.Linear(8, 2))
+
+
+class Break(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()  # noqa: TID251
+        return x
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_model_in_parts_stays_compiled_only_if_whole_steps_are_faster(tmp_path, monkeypatch, slow):
+    monkeypatch.setattr(Compiled, "ways", WAYS)
+    monkeypatch.setattr("lightning_ups.transforms.compile.compiler.gain_of", lambda *_, **__: None)
+    backend = "ups_slow" if slow else "ups_aot_as_it_is"
+    clock = HostClock() if slow else Costly(6.1, 5.2, replayed=1.0, launched=1.0)
+    model = Parts()
+    monkeypatch.setattr("lightning_ups.callbacks.compile._clock", lambda device: clock)
+    compile_, found = Compile(scope="auto", backend=backend), []
+    model.on_train_batch_end = lambda *_: found.append(applied(model.trainer.strategy).report.parts["Compile"])
+    trainer(tmp_path, callbacks=[compile_], epochs=3, val_check_interval=1.0).fit(model, rows(50 * 4, 4))
+    assert "ms uncompiled" in found[-1]["steps"]
+    assert found[-1]["eager"] == (["core"] if slow else [])
+    assert any("nothing stays compiled" in line for line in found[-1]["lines"]) == slow
+    assert len(model.core(torch.ones(3, 4))) == 3
 
 
 def test_cli_takes_it_and_refuses_others(tmp_path):

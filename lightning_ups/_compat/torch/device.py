@@ -130,15 +130,19 @@ class CudaClock:
         if is_profiled():
             return None
         waits, profiler = Counter[str](), Kernels()
-        with watched_waits(waits):
-            profiler.start()
-            try:
+        profiler.start()
+        try:
+            with watched_waits(waits):
                 run()
-            finally:
-                kernels = profiler.stop()
+        finally:
+            kernels = profiler.stop()
         if waits:
             return None
         return len(kernels), sum(end - start for _, start, end in kernels) / 1e3
+
+    def peak(self) -> int:
+        """Return the most bytes that all tensors have had at once."""
+        return torch.cuda.max_memory_allocated(self._device)
 
     def _time_of_spin(self) -> float:
         start = self.mark()

@@ -13,6 +13,7 @@ from lightning_ups.transforms.compile.compiler import (
     is_compiled,
     refuse_compiled,
 )
+from lightning_ups.transforms.compile.contest import Contest
 from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, begin_step
 from lightning_ups.transforms.compile.frame import hearing, prepared
 from lightning_ups.transforms.compile.mode import Choice, Clock
@@ -25,6 +26,7 @@ __all__ = [
     "Clock",
     "Compiled",
     "Compiler",
+    "Contest",
     "Mode",
     "OnFailure",
     "OwnGradients",

@@ -20,6 +20,7 @@ from lightning_ups._compat.torch.tensors.autograd import saved_at_any_version
 from lightning_ups._compat.torch.tensors.tensors import arrived
 from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.blocks import is_loss, roots
+from lightning_ups.transforms.compile.contest import Contest
 from lightning_ups.transforms.compile.cuda_graphs import COPIED_BYTES, Backwards, OwnGradients, Slot, copied, size
 from lightning_ups.transforms.compile.frame import Compiler, Frame, Mode, calling, frame_of
 from lightning_ups.transforms.compile.gain import gain_of
@@ -185,6 +186,7 @@ class Compiled:
         self._replaced: dict[str, tuple[nn.Module, Callable[..., Any], ExitStack]] = {}
         self._any_ran = False
         self.unchecked = True  # something ran for the first time, or was compiled, since the last check
+        self.paused = False  # all blocks run uncompiled for now
         self.on_news: Callable[[], None] = _ignore
 
     @property
@@ -294,6 +296,38 @@ class Compiled:
         if (self.clock is not None and group.is_unmeasured) or (self.replay is not None and not self.replay.is_over):
             return False
         return not (torch.distributed.is_available() and torch.distributed.is_initialized())  # inputs may be late
+
+    def ways(self) -> list[str] | None:
+        """Return the ways to run a step that are to be compared as a whole, or None if it is too early to tell."""
+        if self.trial or self.unchecked or (self.replay is not None and self.replay.choice is None):
+            return None
+        compiled = [group for group in self.groups if "training" in group.ran and "training" not in group.eager]
+        if self.replay is not None and self.replay.active:
+            ways = ["with CUDA graphs", "compiled"]
+            if not self.replay.is_recorded:
+                return None
+        elif any(group.is_unmeasured for group in compiled) and self.clock is not None:
+            return None
+        else:
+            ways = ["compiled"]
+        # Whether a model gains by compilation is in doubt if it breaks into parts. Uncompiled it may need more memory.
+        in_doubt = [group for group in compiled if any(frame.breaks for frame in group.frames) or group.gains_little]
+        if in_doubt and self.clock is not None and not self.recomputed and self.clock.room() > 2 * self.clock.peak():
+            ways.append("uncompiled")
+        return ways
+
+    def settle(self, contest: Contest) -> None:
+        """Run steps in the way that has won from now on."""
+        self.paused = False
+        if self.replay is not None:
+            self.replay.paused = False
+            if self.replay.active and contest.winner != "with CUDA graphs":
+                self.replay.leave(f"a step takes {contest}")
+        if contest.winner == "uncompiled":
+            for group in self.groups:
+                group.eager = dict.fromkeys(get_args(Phase), f"a step takes {contest}")
+            self.note(f"nothing stays compiled, since a step takes {contest}")
+            self.tell_news()
 
     def leave_if_slower(
         self, block: "_Block", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -417,6 +451,8 @@ class _Block:
         self._norms = [m for m in module.modules() if isinstance(m, NormWithStatistics)] if self._recomputed else []
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._run.paused:
+            return self.inner(module, *args, **kwargs)
         # Small modules feel each call of Python here.
         is_settled = self.is_settled and not self.group.eager and torch.is_grad_enabled()
         if not is_settled or torch.compiler.is_compiling():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ups._compat.torch.compile import dynamo
-from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, Recording, lent
+from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, Recording
 from lightning_ups._compat.torch.tensors.autograd import keeps_graph
 
 __all__ = [
@@ -22,12 +22,10 @@ __all__ = [
     "Slot",
     "begin_step",
     "copied",
-    "is_lent",
     "owned",
     "size",
 ]
 
-LENT_BYTES = 16 * 2**20  # of an output
 COPIED_BYTES = 64 * 2**20  # of what a graph returns: a copy that takes a device some microseconds, and no more
 
 
@@ -119,58 +117,46 @@ class Backwards:
         self._waiting.clear()
 
 
-class _Own(torch.autograd.Function):
-    """A copy of an output, or the output in a tensor of its own, that knows when its backward runs."""
+class _Copy(torch.autograd.Function):
+    """A copy that keeps its forward alive, and knows when its backward runs."""
 
     @staticmethod
     @override
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, output: Tensor, forward: Forward, own: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.of = forward  # which is alive as long as autograd keeps this
-        return own(output)
+    def forward(ctx: Any, tensor: Tensor, forward: Forward) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.of = forward
+        return tensor.clone()
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.of.begin_backward()
-        return grad, None, None
+        return grad, None
 
 
 class Slot:
     """A recording of a graph for one of the calls of a step, which is free again when its backward has been.
 
-    What the graph returns is copied, since the next call writes over it. What is large is not: its memory is lent, and
-    the slot is not free while something refers to it. What the model puts aside in attributes or lists is an output of
-    the graph too. An output that lies in memory of an input is returned as it is.
+    What the graph returns is copied, since the next call writes over it. What the model puts aside in attributes or
+    lists is an output of the graph too. An output that lies in memory of an input is returned as it is.
 
     Args:
         demand: The compiled graph.
-        lends: Whether large outputs are lent.
     """
 
-    def __init__(self, demand: Demand, *, lends: bool = True) -> None:
-        self.recording, self._demand, self._lends = Recording(), demand, lends
+    def __init__(self, demand: Demand) -> None:
+        self.recording, self._demand = Recording(), demand
         self.tried, self.recorded = False, 0  # CUDA graphs that its trial has recorded
         self._last: Callable[[], Forward | None] = lambda: None
-        self._kept: list[Tensor] = []  # outputs that are lent, so that the backward's graph does not write to them
-        self._loans: list[Callable[[], bool]] = []  # whether they are alive
         self._positions: list[int] | None = None  # of the outputs in memory of the graph
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether something refers to an output whose memory was lent."""
-        return any(is_alive() for is_alive in self._loans)
 
     @property
     def is_free(self) -> bool:
         """Whether a forward may write to its memory."""
         last = self._last()
-        return (last is None or last.over) and not self.is_lent
+        return last is None or last.over
 
     def run(self, run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
         """Return what the graph ``run`` returns for ``args``, in memory that the next call leaves alone."""
-        self._forget()
         with self._demand.using(self.recording):
             outputs = run(*args)
         outputs = [*outputs] if isinstance(outputs, (tuple, list)) else [outputs]
@@ -180,22 +166,10 @@ class Slot:
         forward = Forward()
         for index in self._positions:
             output = outputs[index]
-            own = Tensor.clone
-            if self._lends and is_lent(output):
-                own = self._lend
-                self._kept.append(output)
-            outputs[index] = _Own.apply(output, forward, own) if output.requires_grad else own(output)
+            outputs[index] = _Copy.apply(output, forward) if output.requires_grad else output.clone()
+        # Torch does not see that autograd holds on to what a replayed forward has saved, and would write over it.
         self._last = ref(forward)
         return tuple(outputs)
-
-    def _lend(self, output: Tensor) -> Tensor:
-        loan, is_alive = lent(output)
-        self._loans.append(is_alive)
-        return loan
-
-    def _forget(self) -> None:
-        self._kept.clear()
-        self._loans.clear()
 
     def retire(self) -> None:
         """Replay nothing more than a backward that may still come."""
@@ -204,14 +178,8 @@ class Slot:
 
     def close(self) -> None:
         """Free its memory; it must be free, and no gradient may lie in it."""
-        self._forget()
         self._demand.forget(self.recording)
         self.recording.close()
-
-
-def is_lent(output: Tensor) -> bool:
-    """Return whether ``output`` of a graph is too large to be copied in each step."""
-    return output.numel() * output.element_size() >= LENT_BYTES and output.layout is torch.strided
 
 
 def _memory(tensor: Tensor) -> int | None:

@@ -13,6 +13,7 @@ __all__ = ["Group", "Phase", "cure_of", "worth_telling"]
 
 Phase = Literal["training", "evaluation"]  # with gradients, and without
 
+LITTLE = 1.1  # times as fast
 MOST_MEASUREMENTS = 5  # that may fail, as where a call needs another graph
 
 
@@ -72,6 +73,11 @@ class Group:
     def is_unmeasured(self) -> bool:
         """Whether it is still to be measured what compiling gains."""
         return self.gain is None and self.measurements < MOST_MEASUREMENTS and "training" in self.proven
+
+    @property
+    def gains_little(self) -> bool:
+        """Whether compiling a block was measured to gain next to nothing."""
+        return self.gain is not None and self.gain.eager_ms < LITTLE * self.gain.compiled_ms
 
     def new_graphs(self, frame: Frame) -> int:
         """Return how many graphs were made of ``frame`` in this run."""

@@ -11,16 +11,17 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from lightning_ups.transforms.compile.cuda_graphs import is_lent, owned, size
+from lightning_ups.transforms.compile.cuda_graphs import owned, size
 from lightning_ups.transforms.compile.trial import Rehearsal
 
-__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", "together"]
+__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", "together", "unfit"]
 
 # Of the device's time. Above the one, the host is certainly too slow, since a loop does more than launch; below the
 # other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
 LAUNCH_SHARE, HIDDEN_SHARE = 0.75, 0.25
 LEAST_GAIN = 0.03  # of a step, so that it is worth recording
 COPY_MS = 2.0 / 2**30  # for each byte that is copied out of a graph's memory: a GPU that moves 1 TB/s
+OUTPUT_SHARE, LEAST_OUTPUT = 0.05, 32 * 2**20  # of the peak of memory, and bytes: what copies of outputs may take
 PACED_STEPS = 5
 SAVED_SHARE = 0.25  # of the memory that is left: a recording keeps what it saves, and its peak, to itself
 
@@ -69,6 +70,10 @@ class Clock(Protocol):
         """Return the bytes that tensors could still have."""
         ...
 
+    def peak(self) -> int:
+        """Return the most bytes that all tensors have had at once."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
@@ -80,6 +85,7 @@ class Timing:
         saved_bytes: What lies between forward and backward.
         output_bytes: What is copied of what the graph returns.
         room: The bytes that tensors could still have.
+        peak: The most bytes that tensors have had.
         step_ms: How long the host takes for a whole step, if that was timed.
     """
 
@@ -88,6 +94,7 @@ class Timing:
     saved_bytes: int
     output_bytes: int
     room: int
+    peak: int
     step_ms: float | None = None
 
     @property
@@ -137,6 +144,7 @@ def together(timings: Sequence[Timing]) -> Timing:
         saved_bytes=sum(timing.saved_bytes for timing in timings),
         output_bytes=sum(timing.output_bytes for timing in timings),
         room=min(timing.room for timing in timings),
+        peak=max(timing.peak for timing in timings),
     )
 
 
@@ -153,11 +161,21 @@ def is_open(timing: Timing) -> bool:
     return is_likely and not _is_certain(timing, timing.device_ms) and _forbidden(timing) is None
 
 
+def unfit(timing: Timing) -> str | None:
+    """Return why a graph that takes ``timing`` is not recorded, whatever else runs in the step, or None."""
+    if timing.device_ms is None:
+        launched = f"{timing.launch_ms:.3g} ms of work were launched"
+        return f"the device did not wait while {launched}, and its own time is not known"
+    copies = 2 * timing.output_bytes  # of outputs, and of the gradients that come back
+    if copies > max(OUTPUT_SHARE * timing.peak, LEAST_OUTPUT):
+        return f"copies of what it returns would take {_mib(copies)} MiB beside {_mib(timing.peak)}"
+    return None
+
+
 def _refusal(timing: Timing) -> str | None:
-    launch, device = timing.launch_ms, timing.device_ms
-    if device is None:
-        return f"the device did not wait while {launch:.3g} ms of work were launched, and its own time is not known"
-    return _forbidden(timing) if _pays(timing, device) else _compared(timing)
+    if timing.device_ms is None:
+        return unfit(timing)
+    return _forbidden(timing) if _pays(timing, timing.device_ms) else _compared(timing)
 
 
 def _pays(timing: Timing, device: float) -> bool:
@@ -223,7 +241,7 @@ def measure(rehearsal: Rehearsal, clock: Clock) -> Timing:
     before = clock.allocated()
     outputs = rehearsal.forward()
     saved = clock.allocated() - before
-    returned = size([output for output in owned(outputs, rehearsal.inputs) if not is_lent(output)])
+    returned = size(owned(outputs, rehearsal.inputs))
     rehearsal.backward(outputs)
     del outputs
     rounds = [_round(rehearsal, clock)]  # the first is thrown away, unless it says enough
@@ -231,7 +249,14 @@ def measure(rehearsal: Rehearsal, clock: Clock) -> Timing:
         rounds = [_round(rehearsal, clock) for _ in range(_ROUNDS)]
     launch = [median(halves) for halves in zip(*(r.launch for r in rounds), strict=True)]
     device = _device_time(rehearsal, clock, launch) if len(rounds) > 1 else rounds[0].elapsed
-    return Timing(launch_ms=sum(launch), device_ms=device, saved_bytes=saved, output_bytes=returned, room=clock.room())
+    return Timing(
+        launch_ms=sum(launch),
+        device_ms=device,
+        saved_bytes=saved,
+        output_bytes=returned,
+        room=clock.room(),
+        peak=clock.peak(),
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Nobody has asked for CUDA graphs here, so nothing may come of them but speed. He
 compiled anyway, and takes only the calls that it was made for: in training, with gradients, of the very sizes that were
 measured, and when the backward of the last has been, or can no longer come. All other calls, such as those of an
 evaluation or of the last batch, run as without it. Each recording has memory of its own, so that calls whose backwards
-come later do not meet. What the model returns is copied out of that memory or lent, and gradients are moved out; who
+come later do not meet. What the model returns is copied out of that memory, and gradients are moved out; who
 keeps something else makes torch record anew, since that memory is written to again only when no tensor lies there.
 After a few such recordings or a failure, CUDA graphs are given up; after another compilation, they are chosen anew.
 """
@@ -22,7 +22,7 @@ from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
 from lightning_ups.transforms.compile.cuda_graphs import Slot, begin_step
 from lightning_ups.transforms.compile.frame import Frame, calling
-from lightning_ups.transforms.compile.mode import Choice, Clock, Pace, Timing, choose, is_open, measure, together
+from lightning_ups.transforms.compile.mode import Choice, Clock, Pace, Timing, choose, is_open, measure, together, unfit
 from lightning_ups.transforms.compile.trial import GraphError, Rehearsal, State
 from lightning_ups.transforms.quoted import first_line
 
@@ -94,9 +94,10 @@ class Replay:
     """
 
     def __init__(self, clock: Clock, *, tell: Callable[[str], None]) -> None:
-        self._clock, self._tell = clock, tell
+        self.clock, self._tell = clock, tell
         self.choice: Choice | None = None
         self.gradients = False  # may lie in memory of a recording
+        self.paused = False  # nothing is replayed for now
         self._now: Call | None = None  # of the model, that runs
         # The first step.
         self._step: list[_Key] = []  # for each graph that has run in this step
@@ -112,7 +113,7 @@ class Replay:
         self._tries = False  # in the present call
         self._proven: set[Call] = set()
         self._waits: Counter[_Key] = Counter()  # calls in a row that found no slot free
-        self._lends, self._choices, self._recorded = True, 1, 0
+        self._choices, self._recorded = 1, 0
 
     @property
     def active(self) -> bool:
@@ -123,6 +124,11 @@ class Replay:
     def idle(self) -> bool:
         """Whether CUDA graphs are not chosen, or given up."""
         return self.choice is not None and not self.choice.graphs
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether CUDA graphs are chosen, and all calls of a step have been replayed."""
+        return self.active and bool(self._chosen) and self._proven >= {key.call for key in self._chosen}
 
     @property
     def is_over(self) -> bool:
@@ -159,7 +165,7 @@ class Replay:
     def time(self, graph: fx.GraphModule, rehearsal: Rehearsal) -> None:
         """Measure ``graph`` in this call."""
         assert self._now is not None
-        self._timings[_Key(self._now, graph)] = measure(rehearsal, self._clock)
+        self._timings[_Key(self._now, graph)] = measure(rehearsal, self.clock)
 
     def untimed(self, graph: fx.GraphModule, reason: str) -> None:
         """Record why ``graph`` cannot be measured in this call."""
@@ -172,7 +178,7 @@ class Replay:
             return
         choice = self._choose()
         if choice.timing is not None and is_open(choice.timing):
-            self._pace = Pace(self._clock)
+            self._pace = Pace(self.clock)
         else:
             self._settle(choice)
 
@@ -201,6 +207,8 @@ class Replay:
                 whys.append(f"the model is called with a {unknown}, which does not say what sizes it has")
             elif isinstance(timing, str):
                 whys.append(f"the model could not be measured: {timing}")
+            elif (why := unfit(timing)) is not None:
+                whys.append(why)
             else:
                 self._chosen[key] = count
                 found += [timing] * count
@@ -216,11 +224,13 @@ class Replay:
 
         In the same frame, Dynamo would compile for sizes that vary, and use that graph from then on for all sizes.
         """
-        return self.active and not self.takes(call) and any(key.call.block == call.block for key in self._chosen)
+        if not self.active or self.paused or self.takes(call):
+            return False
+        return any(key.call.block == call.block for key in self._chosen)
 
     def takes(self, call: Call) -> bool:
         """Return whether graphs of ``call`` are to be replayed."""
-        return self.active and any(key.call == call for key in self._chosen)
+        return self.active and not self.paused and any(key.call == call for key in self._chosen)
 
     def run(self, call: Call, frame: Frame, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
         """Return whether ``call`` has run, and what it returned; if it has not, CUDA graphs are given up."""
@@ -285,23 +295,15 @@ class Replay:
                 "they are recorded anew in one step after another, since something keeps what a graph returned, or"
                 " brings weights and buffers to other memory"
             )
-        elif max(self._waits.values(), default=0) <= MOST_WAITS:
-            return
-        elif self._lends and any(slot.is_lent for slot in slots):
-            self._retire(forget=False)  # from now on large outputs are copied
-            self._lends = False
-        else:
+        elif max(self._waits.values(), default=0) > MOST_WAITS:
             self.give_up("something keeps what the model returned in a step that had no backward, which may still come")
 
-    def _retire(self, *, forget: bool = True) -> None:
+    def _retire(self) -> None:
         for slot in [slot for slots in self._slots.values() for slot in slots]:
             slot.retire()
             self._retired.append(slot)
-        self._slots.clear()
-        self._waits.clear()
-        self._proven.clear()
-        if forget:
-            self._chosen.clear()
+        for known in (self._slots, self._waits, self._proven, self._chosen):
+            known.clear()
 
     def free(self, *, everything: bool = False) -> None:
         """Free memory of recordings that are not used any more; call it when no gradient is in any."""
@@ -311,11 +313,15 @@ class Replay:
             self._retired.remove(slot)
             slot.close()
 
-    def give_up(self, reason: str) -> None:
-        """Go on without CUDA graphs."""
+    def leave(self, reason: str) -> None:
+        """Go on without CUDA graphs, as the better choice."""
         assert self.choice is not None
         self._retire()
-        self.choice = replace(self.choice, graphs=False, why=f"CUDA graphs were given up: {reason}")
+        self.choice = replace(self.choice, graphs=False, why=reason)
+
+    def give_up(self, reason: str) -> None:
+        """Go on without CUDA graphs, and say so."""
+        self.leave(f"CUDA graphs were given up: {reason}")
         self._tell(
             f"Compile gives up CUDA graphs, which mode='auto' had chosen: {reason}."
             " The run goes on as with mode='default', which is slower where launching takes most of a step."
@@ -335,7 +341,7 @@ class Replay:
             slots = self._slots.setdefault(key, [])
             self.slot = next((slot for slot in slots if slot.is_free), None)
             if self.slot is None and len(slots) < self._chosen[key]:
-                self.slot = Slot(demand, lends=self._lends)
+                self.slot = Slot(demand)
                 slots.append(self.slot)
             self._waits[key] = 0 if self.slot is not None else self._waits[key] + 1
         return self.slot is not None

@@ -4,9 +4,20 @@ import re
 import pytest
 import torch
 
-from lightning_ups.transforms.compile.cuda_graphs import LENT_BYTES
-from lightning_ups.transforms.compile.mode import PACED_STEPS, Pace, Timing, choose, is_open, measure, together
+from lightning_ups.transforms.compile.mode import PACED_STEPS, Pace, Timing, choose, is_open, measure, together, unfit
 from tests.clocks import Machine
+
+
+def timing(launch, device, *, saved=0, output=0, room=2**33, peak=2**34, step=None):
+    return Timing(
+        launch_ms=launch,
+        device_ms=device,
+        saved_bytes=saved,
+        output_bytes=output,
+        room=room,
+        peak=peak,
+        step_ms=step,
+    )
 
 
 def test_the_devices_own_time_is_told_from_the_time_it_waits():
@@ -56,6 +67,21 @@ def test_what_waits_for_the_device_is_not_recorded(machine):
     assert "its own time is not known" in str(choice)
 
 
+@pytest.mark.parametrize(
+    ("timing", "why"),
+    [
+        (timing(4.0, 2.0), None),
+        (timing(4.0, None), "its own time is not known"),
+        (timing(4.0, 2.0, output=2**29), "copies of what it returns would take 1024 MiB beside 16384"),
+        (timing(4.0, 2.0, output=2**28), None),
+        (timing(4.0, 2.0, output=2**24, peak=2**20), None),  # next to nothing
+    ],
+)
+def test_some_graphs_are_not_recorded_whatever_else_runs(timing, why):
+    said = unfit(timing)
+    assert said == why or why in said
+
+
 def test_graphs_of_one_step_are_timed_together():
     one, other = timing(4.0, 2.0, saved=3, output=5, room=90), timing(1.0, 0.5, saved=2, output=1, room=80)
     assert together([one, other, other]) == timing(6.0, 3.0, saved=7, output=7, room=80)
@@ -66,15 +92,9 @@ def test_memory_is_counted_but_for_what_is_the_inputs():
     inputs = torch.zeros(2**10)
     machine = Machine(inputs=(inputs,), returned=torch.zeros(2**12))
     assert measure(machine, machine).output_bytes == 2**14
-    machine = Machine(returned=torch.zeros(LENT_BYTES // 4))  # lent, and not copied
-    assert measure(machine, machine).output_bytes == 0
     timing = measure(same := Machine(inputs=(inputs,), returned=inputs[:3]), same)
     assert timing.output_bytes == 0
     assert (timing.saved_bytes, timing.room) == (3 * 2**20, 2**33)
-
-
-def timing(launch, device, *, saved=0, output=0, room=2**33, step=None):
-    return Timing(launch_ms=launch, device_ms=device, saved_bytes=saved, output_bytes=output, room=room, step_ms=step)
 
 
 @pytest.mark.parametrize(

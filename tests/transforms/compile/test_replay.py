@@ -8,10 +8,10 @@ from torch import nn
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Recording
 from lightning_ups.transforms.compile.compiler import compiled
-from lightning_ups.transforms.compile.cuda_graphs import LENT_BYTES, OwnGradients
+from lightning_ups.transforms.compile.cuda_graphs import OwnGradients
 from lightning_ups.transforms.compile.frame import Compiler
 from lightning_ups.transforms.compile.mode import PACED_STEPS
-from lightning_ups.transforms.compile.replay import MOST_GRAPHS, MOST_RECORDINGS, MOST_WAITS, Replay, call_of
+from lightning_ups.transforms.compile.replay import MOST_GRAPHS, MOST_RECORDINGS, Replay, call_of
 from tests import backends
 from tests.clocks import FixedClock
 
@@ -396,45 +396,6 @@ def test_a_model_that_is_compiled_again_and_again_is_not_recorded_for_ever():
                 loop.step(x)
     assert loop.replay.idle
     assert "the model was compiled again" in str(loop.replay.choice)
-
-
-LENT = 2 * LENT_BYTES // 4 // 64
-
-
-def test_a_large_output_is_lent_and_not_copied_while_nobody_keeps_it():
-    torch.manual_seed(0)
-    model, x = nn.Linear(8, 64), torch.randn(LENT, 8)
-    loop = Loop(model, FixedClock(2.0, 1.0))
-    with loop.context:
-        for step in range(4):
-            output = loop.step(x)
-            torch.testing.assert_close(output, x @ model.weight.T + model.bias)
-            of_graph = [m.data_ptr() for graph in backends.RECORDED[-2:] for m in graph._memory if m is not None]
-            assert (output.data_ptr() in of_graph) == (step > 0)
-            del output
-    assert loop.replay.active
-
-
-def test_who_keeps_large_outputs_gets_copies_in_time():
-    torch.manual_seed(0)
-    model, x, kept = nn.Linear(8, 64), torch.randn(LENT, 8), []
-    loop = Loop(model, FixedClock(2.0, 1.0))
-    with loop.context:
-        kept += [loop.step(x * factor).detach() for factor in range(1, 4)]
-        assert loop.replay.active
-        for _ in range(MOST_WAITS + 3):
-            loop.step(x)
-        ran = len(backends.RECORDED)
-        again = [loop.step(x * factor) for factor in (5, 6)]
-        assert len(backends.RECORDED) == ran + 4
-        assert loop.replay.active
-        expected = [x * factor @ model.weight.T + model.bias for factor in (1, 2, 3, 5, 6)]
-        torch.testing.assert_close([*kept, *again], expected)
-        (old,) = loop.replay._retired
-        del kept
-        loop.step(x)
-        assert loop.replay._retired == []
-        assert old.recording.parts == {}
 
 
 def test_the_recording_is_of_what_is_compiled_and_other_sizes_leave_it_alone():

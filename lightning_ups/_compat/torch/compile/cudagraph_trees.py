@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from threading import local
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_ups._compat.patches import applied, why_not
 
-__all__ = ["Demand", "Recording", "lent", "marked_steps", "recorded_on_demand", "why_not_on_demand"]
+__all__ = ["Demand", "Recording", "marked_steps", "recorded_on_demand", "why_not_on_demand"]
 
 _TREES = "torch._inductor.cudagraph_trees"  # imported by the first recording, and by the first step that is marked
 _LAST_MARK = 0
@@ -223,18 +222,3 @@ def _aligned(model: Callable[..., Any], static: Sequence[int], mutated: Sequence
         return aligned(inputs)
 
     return run
-
-
-def lent(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Return a tensor in the memory of ``tensor``, and what tells whether anything still refers to it.
-
-    Autograd counts as well: the tensor has a storage of its own, which does not own the memory.
-    """
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    whole, bindings = tensor.untyped_storage(), torch._C
-    storage = bindings._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())  # type: ignore[attr-defined]
-    loan = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    loan.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    reference = StorageWeakRef(storage)
-    return loan, lambda: not reference.expired()

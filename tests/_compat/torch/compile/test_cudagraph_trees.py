@@ -13,7 +13,6 @@ from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import (
     Demand,
     Recording,
-    lent,
     marked_steps,
     recorded_on_demand,
 )
@@ -199,24 +198,6 @@ def test_a_recording_runs_beside_torchs_own(recorder):
     containers.clear()
     assert seen[0] is seen[2]
     assert len({*map(id, seen), id(of_torch)}) == 3
-
-
-@pytest.mark.parametrize("make", [torch.zeros, lambda size: torch.zeros(2, size)[1]], ids=["whole", "a part"])
-def test_what_is_lent_is_in_the_same_memory_and_known_to_be_alive(make):
-    owner = make(8)
-    loan, is_alive = lent(owner)
-    loan.fill_(1)
-    assert owner.tolist() == [1] * 8
-    assert loan.data_ptr() == owner.data_ptr()
-    saved = (loan.requires_grad_() * torch.ones(8)).square().sum()
-    part = loan.detach()[2:]
-    del loan
-    assert is_alive()
-    del part
-    assert is_alive()  # for autograd
-    del saved
-    assert not is_alive()
-    assert owner.tolist() == [1] * 8
 
 
 def test_inputs_that_are_not_aligned_are_copied_as_without_cuda_graphs(recorder):

@@ -1,0 +1,60 @@
+import pytest
+
+from lightning_ups.transforms.compile.contest import ROUNDS, TIMED_STEPS, Contest
+
+
+class Clock:
+    """A host that takes as long for each step as it is told, and a device that takes longer by ``behind``."""
+
+    def __init__(self):
+        self.time, self.behind = 0.0, 0.0
+
+    def now(self):
+        return self.time
+
+    def wait(self):
+        self.time, self.behind = self.time + self.behind, 0.0
+
+
+def run(costs, *, length=1, stalls=()):
+    """Return the contest between ways that cost so many milliseconds, and the way of each step."""
+    clock = Clock()
+    contest, ran = Contest(clock, [*costs], length=length), []
+    while contest.winner is None:
+        way = contest.begin_step()
+        ran.append(way)
+        clock.time += 0.1
+        clock.behind += costs[way] - 0.1 + (50 if len(ran) in stalls else 0)
+    assert contest.begin_step() == contest.winner
+    return contest, ran[:-1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "winner"),
+    [
+        ({"graphs": 5.0, "compiled": 4.0}, "compiled"),
+        ({"graphs": 4.0, "compiled": 5.0}, "graphs"),
+        ({"graphs": 4.0, "compiled": 3.96}, "graphs"),  # not clearly
+        ({"graphs": 5.0, "compiled": 4.0, "uncompiled": 3.0}, "uncompiled"),
+        ({"graphs": 5.0, "compiled": 4.0, "uncompiled": 6.0}, "compiled"),
+    ],
+)
+def test_the_fastest_wins_by_the_time_of_the_device(costs, winner):
+    contest, ran = run(costs)
+    assert contest.winner == winner
+    assert {way: contest.ms(way) for way in costs} == pytest.approx(costs)
+    assert ran == [way for _ in range(ROUNDS) for way in costs for _ in range(1 + TIMED_STEPS)]
+    assert "5 ms graphs" in str(contest) or costs["graphs"] == 4.0
+
+
+def test_one_stall_decides_nothing():
+    contest, _ = run({"graphs": 4.0, "compiled": 5.0}, stalls=(3,))
+    assert contest.winner == "graphs"
+    assert contest.ms("graphs") == pytest.approx(4.0)
+
+
+def test_accumulated_batches_stay_together():
+    contest, ran = run({"graphs": 4.0, "compiled": 3.0}, length=3)
+    assert contest.winner == "compiled"
+    assert len(ran) == 2 * ROUNDS * 3 * (1 + TIMED_STEPS)
+    assert all(len({*ran[start : start + 3]}) == 1 for start in range(0, len(ran), 3))
