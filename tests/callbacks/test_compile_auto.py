@@ -632,19 +632,25 @@ class Parts(Layers):
 
     def __init__(self):
         super().__init__()
-        self.core = nn.Sequential(nn.Linear(4, 8), Break(), nn.Linear(8, 2))
+        self.core = Broken()
 
 
-class Break(nn.Module):
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
     def forward(self, x):
+        hidden = self.first(x).tanh()
         torch._dynamo.graph_break()  # noqa: TID251
-        return x
+        return self.second(hidden)
 
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_model_in_parts_stays_compiled_only_if_whole_steps_are_faster(tmp_path, monkeypatch, slow):
     monkeypatch.setattr(Compiled, "ways", WAYS)
     monkeypatch.setattr("lightning_ups.transforms.compile.compiler.gain_of", lambda *_, **__: None)
+    monkeypatch.setattr("lightning_ups.transforms.compile.frame.is_small", lambda graph: False)
     backend = "ups_slow" if slow else "ups_aot_as_it_is"
     clock = HostClock() if slow else Costly(6.1, 5.2, replayed=1.0, launched=1.0)
     model = Parts()
