@@ -3,16 +3,13 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, repeat
-from operator import attrgetter, is_
-from typing import Any, NoReturn, SupportsIndex, TypeGuard
+from itertools import chain
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_ups._compat.torch.optimizers import (
@@ -28,11 +25,10 @@ from lightning_ups._compat.torch.tensors.tensors import count_writes
 from lightning_ups.optim.adamw_slots import gradient_column
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 from lightning_ups.optim.delegating import DelegatingOptimizer
-from lightning_ups.optim.master_weights import MasterWeights, taken_over
+from lightning_ups.optim.master_gradients import MasterGradients
+from lightning_ups.optim.master_weights import MasterWeights
 
 __all__ = ["MasteredOptimizer"]
-
-_LAYOUT = attrgetter("layout")
 
 
 class MasteredOptimizer(DelegatingOptimizer):
@@ -68,26 +64,21 @@ class MasteredOptimizer(DelegatingOptimizer):
             raise ValueError(_evaluates_anew(inner))
         _refuse_modes(inner)
         _refuse_groups_inside(inner, masters)
-        self.inner, self.masters, self._wrapper = inner, masters, wrapper
+        self.inner, self.masters = inner, masters
+        self.master_gradients = MasterGradients(
+            masters, parameters=self._parameters, accumulate=accumulate, wrapper=wrapper
+        )
         groups = [{**group, "params": [*group["params"]]} for group in inner.param_groups]
         self._coefficient: Tensor | None = None
         self._kernel, self._is_known_to_write = OneKernel(inner), False
-        self._late: set[nn.Parameter] = set()  # of those that the wrapper does not reduce, having found them frozen
-        if wrapper is not None:
-            self._late = {p for p in masters.of if not p.requires_grad}
-        self._late_done = self._are_aside = False
-        self._accumulates, self._handles, self._complete = accumulate, list[RemovableHandle](), False
-        self._followed: set[nn.Parameter] = set()
-        self._stepped: list[nn.Parameter] = []  # by the last step, which has taken their gradients
-        self._seen: set[nn.Parameter] = set()  # in whose gradients others may write now
-        self._shown: set[nn.Parameter] = set()  # of these, whose gradients are copies and not a wrapper's
+        self._complete = False
         super().__init__(groups, inner.defaults)
         share_state_dict_hooks(self, inner)
         for group in inner.param_groups:
             group["params"] = [masters.of.get(p, p) for p in group["params"]]
         self._adopt_state()
         self._complete = True
-        self._follow(self._parameters())
+        self.master_gradients.follow()
 
     @override
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -103,7 +94,7 @@ class MasteredOptimizer(DelegatingOptimizer):
         if self._complete:
             added = self.param_groups[-1]
             self.inner.add_param_group(self._over_masters(added))
-            self._follow(added["params"])
+            self.master_gradients.follow()
 
     @property
     @override
@@ -117,7 +108,7 @@ class MasteredOptimizer(DelegatingOptimizer):
         self._groups = value
         if self._complete:
             self.inner.param_groups = [self._over_masters(group) for group in value]
-            self._follow(self._parameters())
+            self.master_gradients.follow()
 
     def _over_masters(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self.masters.of.get(p, p) for p in group["params"]]}
@@ -135,12 +126,6 @@ class MasteredOptimizer(DelegatingOptimizer):
         low = isinstance(value, Tensor) and value.dtype is self.masters.dtype
         return value.to(master.dtype) if low else value
 
-    def _follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        if self._accumulates:
-            new = [p for p in parameters if p in self.masters.of and p.requires_grad and p not in self._followed]
-            self._handles += [p.register_post_accumulate_grad_hook(self._move_unless_reduced) for p in new]
-            self._followed.update(new)
-
     def take_clip_coefficient(self, coefficient: Tensor) -> None:
         """Multiply the gradients of the next step by ``coefficient``, in the pass that casts them."""
         self._coefficient = coefficient
@@ -157,15 +142,8 @@ class MasteredOptimizer(DelegatingOptimizer):
 
     def prepare_step(self) -> None:
         """Let masters have the gradients, and the optimizer the options, that the next step uses."""
-        self.take_over_gradients()
         self._hand_over_options()
-        self._complete_reduction()
-        self._late_done = self._are_aside = False
-        parameters = self._parameters()
-        if _are_dense(gradient_column(parameters)):  # which takes no hash: every step comes here
-            self._stepped = parameters
-        else:
-            self._stepped = [p for p in parameters if _is_dense(p.grad) or _is_dense(self._gradient(p))]
+        self.master_gradients.prepare_step()
 
     @property
     def in_one_kernel(self) -> bool:
@@ -197,12 +175,12 @@ class MasteredOptimizer(DelegatingOptimizer):
         with hooked_once(self.inner):
             self._kernel.step(self.inner, settings, coefficient=self._coefficient, gradients=gradients, copies=copies)
         self._coefficient = None
-        for each in masters if self._wrapper is not None else (*masters, *parameters):
-            each.grad = None
+        self.master_gradients.spend(parameters, masters)
         self.masters.note_writes(parameters)
 
     def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
-        self._hand_over_gradients()
+        self.master_gradients.hand_over()
+        self._scale_gradients()
         with nullcontext() if self._is_known_to_write else self._seen_to_write():
             if closure is None or closure_of(self.inner) is None:
                 self.inner.step()
@@ -237,27 +215,8 @@ class MasteredOptimizer(DelegatingOptimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if set_to_none:
-            self._stepped = []
-        elif self._wrapper is None:
-            self._give_zeros()
+        self.master_gradients.clear(to_none=set_to_none)
         super().zero_grad(set_to_none)
-        self._are_aside = False
-        self._seen.clear()
-        self._shown.clear()
-        self._follow(self._parameters())  # of those that were frozen
-        self._late_done = False
-        if self.masters.reduced:
-            self.masters.reduced.difference_update(self._parameters())
-        for master in self._pairs()[1]:
-            master.grad = None
-
-    def _give_zeros(self) -> None:
-        # A gradient that a step has taken, or that a master has, is one to be set to zero: it decays its weight.
-        graded = [*self._stepped, *(p for p in self._mastered() if _is_dense(self.masters.of[p].grad))]
-        for parameter in graded:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -285,8 +244,7 @@ class MasteredOptimizer(DelegatingOptimizer):
 
     def undo(self) -> Optimizer:
         """Return the wrapped optimizer, over the module's parameters again and with its state."""
-        for handle in self._handles:
-            handle.remove()
+        self.master_gradients.stop()
         self._hand_over_options()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for parameter, master in zip(group["params"], inner["params"], strict=True):
@@ -297,144 +255,20 @@ class MasteredOptimizer(DelegatingOptimizer):
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that the next step will use, before any clipping."""
-        self.complete_gradients()
-        parameters, of = self._parameters(), self.masters.of
-        wide = gradient_column(map(of.get, parameters, parameters))
-        pairs = zip(wide, gradient_column(parameters), strict=True)
-        return [found for master, own in pairs if (found := own if master is None else master) is not None]
-
-    def complete_gradients(self) -> None:
-        """Let masters have the gradients of all ranks, with what was written into those that are looked at."""
-        looked_at = bool(self._seen)
-        self.take_over_gradients()
-        self._complete_reduction()
-        if looked_at:
-            self.show_gradients()
-
-    @torch.no_grad()
-    def show_gradients(self) -> None:
-        """Let each parameter whose master has a gradient have it too, rounded, for those who look and write there."""
-        self._seen.clear()
-        for parameter in self._mastered():
-            gradient = self.masters.of[parameter].grad
-            if not _is_dense(gradient):
-                continue
-            if parameter.grad is None and parameter not in self.masters.reduced:  # else no rank has used it
-                parameter.grad = gradient.to(parameter.dtype)
-                self._shown.add(parameter)
-            elif parameter.grad is not None and parameter not in self._late:
-                parameter.grad.copy_(gradient)
-            if parameter.grad is not None:
-                self._seen.add(parameter)
-
-    def show_gradients_again(self) -> None:
-        """Let parameters have what was made of the masters' gradients, if they are looked at."""
-        if self._seen:
-            self.show_gradients()
-
-    @torch.no_grad()
-    def take_over_gradients(self) -> None:
-        """Bring into the masters' gradients what others have written into those that are shown, and hide these."""
-        for parameter in self._seen:
-            master = self.masters.of[parameter]
-            if parameter.grad is None:
-                master.grad = None
-            elif master.grad is not None:
-                taken_over(master.grad, parameter.grad)
-        for parameter in self._shown:
-            parameter.grad = None
-        self._shown.clear()
-        self._seen.clear()
-
-    def set_gradients_aside(self) -> None:
-        """Let masters have what a backward has left in parameters: the next would add to it in low precision."""
-        self.take_over_gradients()
-        if self._wrapper is not None:
-            return
-        if left := [p for p in self._parameters() if _is_dense(p.grad) and p in self.masters.of]:
-            self._move_gradients(left)
-            self._are_aside = True
-
-    def add_to_those_aside(self) -> None:
-        """Add what the last backward has left in parameters to what `set_gradients_aside` has given to masters."""
-        if self._are_aside:
-            self._move_gradients([p for p in self._mastered() if self.masters.of[p].grad is not None])
-
-    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        master = self.masters.of.get(parameter)
-        return parameter.grad if master is None or master.grad is None else master.grad
+        return self.master_gradients.all()
 
     def _hand_over_options(self) -> None:
         # A scheduler writes into the groups it sees, which are these.
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
 
-    def _complete_reduction(self) -> None:
-        for parameter in self.masters.reduced:
-            if parameter.grad is None:  # the wrapper has left it so: no rank has used it
-                self.masters.of[parameter].grad = None
-        self.masters.reduced.clear()
-        self._reduce_late()
-
-    @torch.no_grad()
-    def _reduce_late(self) -> None:
-        """Average, once a step, gradients of parameters that were frozen when the wrapper was made."""
-        late = [p for p in self._parameters() if p in self._late and p.requires_grad] if self._late else []
-        if self._late_done or not late:
-            return
-        group = self._wrapper.process_group if self._wrapper is not None else None
-        assert group is not None
-        for parameter in late:
-            master = self.masters.of[parameter]
-            if parameter.grad is not None:
-                self._move_gradient(parameter)
-            elif master.grad is None:  # of a rank that has not used it; the others wait for it
-                master.grad = torch.zeros_like(parameter, dtype=master.dtype)  # the master may be on the host
-        total = torch.cat([_gradient_of(self.masters.of[p]).flatten() for p in late])
-        dist.all_reduce(total.div_(group.size()), group=group)
-        for parameter, part in zip(late, total.split([p.numel() for p in late]), strict=True):
-            _gradient_of(self.masters.of[parameter]).copy_(part.view_as(parameter))
-        self._late_done = True
-
-    def _hand_over_gradients(self) -> None:
-        if self._wrapper is None:  # with a wrapper, the reduction has left its sums in the masters
-            self._move_gradients(self._mastered())
-        if self._coefficient is None:
+    def _scale_gradients(self) -> None:
+        coefficient, self._coefficient = self._coefficient, None
+        if coefficient is None:
             return
         gradients = [p.grad for group in self.inner.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, self._coefficient)
-        self._coefficient = None
-
-    def _move_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        # All in one kernel, where there is nothing to add to: one for each would keep a fast GPU waiting.
-        first: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter in parameters:
-            if (gradient := parameter.grad) is None:
-                continue
-            if self.masters.of[parameter].grad is None:
-                first.append((parameter, gradient))
-            else:
-                self._move_gradient(parameter)
-        if not first:
-            return
-        wide = [torch.empty_like(gradient, dtype=self.masters.of[parameter].dtype) for parameter, gradient in first]
-        torch._foreach_copy_(wide, [gradient for _, gradient in first])
-        for (parameter, _), gradient in zip(first, wide, strict=True):
-            self.masters.of[parameter].grad, parameter.grad = gradient, None
-
-    def _move_unless_reduced(self, parameter: nn.Parameter) -> None:
-        if self._wrapper is None or parameter in self._late or not self._wrapper.require_backward_grad_sync:
-            self._move_gradient(parameter)
-
-    def _move_gradient(self, parameter: nn.Parameter) -> None:
-        master, gradient = self.masters.of[parameter], parameter.grad
-        assert gradient is not None
-        parameter.grad = None
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
-        else:
-            master.grad.add_(gradient)  # of the low precision: torch adds in the type of the sum
+            torch._foreach_mul_(gradients, coefficient)
 
     def _mastered(self) -> list[nn.Parameter]:
         return self._pairs()[0]
@@ -446,19 +280,6 @@ class MasteredOptimizer(DelegatingOptimizer):
 def _is_left_out(optimizer: Optimizer) -> bool:
     flag = flag_to_skip(optimizer)
     return flag is not None and bool(flag)
-
-
-def _are_dense(gradients: Sequence[Tensor | None]) -> bool:
-    return not any(map(is_, gradients, repeat(None))) and all(map(is_, map(_LAYOUT, gradients), repeat(torch.strided)))
-
-
-def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    return gradient is not None and gradient.layout is torch.strided
-
-
-def _gradient_of(master: nn.Parameter) -> Tensor:
-    assert master.grad is not None
-    return master.grad
 
 
 def _refuse_modes(optimizer: Optimizer) -> None:

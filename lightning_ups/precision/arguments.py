@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from lightning_ups.order.arguments import check_path, check_some
 from lightning_ups.transforms.blocks import as_patterns
 
-__all__ = ["check_head", "check_timed", "check_tokens"]
+__all__ = ["Filter", "check_head", "check_timed", "check_tokens"]
+
+Filter = Literal["all", "auto"]
 
 
 def check_head(of: str, *, head: bool, include: Sequence[str] | None) -> None:
@@ -41,11 +44,17 @@ def check_tokens(tokens: int | None, *, said: str) -> None:
 
 
 def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path | None) -> None:
-    """Refuse a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at beside another.
+    """Refuse an unknown ``filter``, a number of ``tokens`` that is none, and what only ``filter="auto"`` looks at.
 
     Raises:
         ValueError: If either is given, or ``table`` is empty.
     """
+    if filter not in get_args(Filter):
+        raise ValueError(
+            f"{of}(filter={filter!r}) is not a known choice."
+            " It says whether all layers are converted that can be, or only those that are faster in float8."
+            f" Use one of {get_args(Filter)}."
+        )
     check_path("table", table, of=of, why="It is a file of times.")
     check_tokens(tokens, said=f"{of}(tokens={tokens!r})")
     given = {name: value for name, value in (("tokens", tokens), ("table", table)) if value is not None}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,7 +29,7 @@ from lightning_ups.insight.advise import (
 )
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
 from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Stage, Weights
-from lightning_ups.precision.arguments import check_head, check_timed
+from lightning_ups.precision.arguments import Filter, check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns
 from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
 from lightning_ups.transforms.float8 import (
@@ -51,7 +51,6 @@ from lightning_ups.transforms.sharding import TENSOR
 
 __all__ = ["Float8Precision"]
 
-Filter = Literal["all", "auto"]
 if TYPE_CHECKING:
     RecipeName = str
 else:
@@ -118,12 +117,6 @@ class Float8Precision(PolicyPrecision):
         self.include = None if include is None else as_patterns(include)
         self.exclude, self.head = as_patterns(exclude), head
         self.all_gather, self.emulate = all_gather, emulate
-        if filter not in get_args(Filter):
-            raise ValueError(
-                f"Float8Precision(filter={filter!r}) is not a known choice."
-                " It says whether all layers are converted that can be, or those that are faster so."
-                f" Use one of {get_args(Filter)}."
-            )
         check_head("Float8Precision", head=head, include=include)
         check_timed("Float8Precision", filter=filter, tokens=tokens, table=table)
         self.filter: Filter = filter

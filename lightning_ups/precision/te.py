@@ -43,7 +43,7 @@ from lightning_ups.insight.advise import (
 )
 from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Weights
 from lightning_ups.order.arguments import check_kind
-from lightning_ups.precision.arguments import check_head, check_timed
+from lightning_ups.precision.arguments import Filter, check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
 from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
 from lightning_ups.transforms.fsdp import is_sharded
@@ -68,7 +68,6 @@ else:
     RecipeName = Literal[tuple(RECIPES)]  # --help and errors in YAML list the names
 Format = Literal["hybrid", "e4m3"]
 AmaxCompute = Literal["max", "most_recent"]
-Filter = Literal["all", "auto"]
 
 
 class TEPrecision(PolicyPrecision):
@@ -139,9 +138,8 @@ class TEPrecision(PolicyPrecision):
         super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
         _check_known("recipe", recipe, (*RECIPES, None))
         _check_known("number_format", number_format, (*get_args(Format), None))
-        _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
         _check_known("fuse", fuse, get_args(Fuse))
-        _check_known("filter", filter, get_args(Filter))
+        _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
         check_kind("amax_history", amax_history, int, of="TEPrecision", why="It counts steps.", optional=True)
         check_kind("margin", margin, int, of="TEPrecision", why="It is a power of two.")
         check_head("TEPrecision", head=head, include=include)
@@ -155,7 +153,7 @@ class TEPrecision(PolicyPrecision):
         self.include = None if include is None else as_patterns(include)
         self.exclude, self.head, self.norms = as_patterns(exclude), head, norms
         self.fuse: Fuse = fuse
-        self.fusions = _checked_fusions(fusions)
+        self.fusions = tuple(fusions)
         self.filter: Filter = filter
         self.tokens, self.table = tokens, table
         self.timer: Timer | None = None  # None: on the device
@@ -493,17 +491,6 @@ def _check_filter(filter: str, recipe: str | None, *, fp8_attention: bool) -> No
             " By times is decided which products are computed in float8, and nothing else."
             " Use filter='all', or leave the other out."
         )
-
-
-def _checked_fusions(fusions: Any) -> tuple[Fusion, ...]:
-    listed = isinstance(fusions, Sequence) and all(isinstance(fusion, Fusion) for fusion in fusions)
-    if not listed or isinstance(fusions, (str, bytes)):
-        raise TypeError(
-            f"TEPrecision(fusions={fusions!r}) is no list of fusions."
-            " Each says which norm is computed together with which linear layers."
-            " Use Fusion(norm=..., linears=[...]) of lightning_ups.transforms.te.fusions, or leave it out."
-        )
-    return tuple(fusions)
 
 
 def _check_known(name: str, value: str | None, known: tuple[str | None, ...]) -> None:

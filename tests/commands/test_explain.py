@@ -53,7 +53,7 @@ class Wide(Toy):
     ("accelerator", "module", "said"),
     [
         ("gpu", Toy(), "No linear layer of Toy can compute in float8. blocks.0.0: 8 x 8 is no multiple of 16"),
-        ("cpu", Wide(), "Float8Precision cannot run on this device: cpu. "),
+        ("cpu", Wide(), "cannot run on this device: cpu. "),
         ("gpu", Wide(), "nothing"),
     ],
 )

@@ -38,13 +38,6 @@ def test_what_has_one_is_taken(kind):
     assert kind(head=True).head
 
 
-@pytest.mark.parametrize("fusions", [3, None, "norm", [3], {"norm": "a"}], ids=str)
-def test_what_is_no_list_of_fusions_is_refused(fusions):
-    given = re.escape(f"TEPrecision(fusions={fusions!r})")
-    with pytest.raises(TypeError, match=rf"{given} is no list of fusions\..*or leave it out\.$"):
-        TEPrecision(fusions=fusions)
-
-
 def test_evaluation_in_float8_without_a_recipe_is_refused():
     with pytest.raises(
         ValueError, match=r"recipe=None, evaluate=True\).*leave number_format, evaluate and fp8_attention"

@@ -52,7 +52,7 @@ def attention(
 
     Raises:
         ValueError: If the tensors do not fit together, or the backend cannot do what is asked.
-        TypeError: If documents, window, scale or softcap are of another kind, or the tensors differ in type or device.
+        TypeError: If documents are bare ids, scale or softcap is a tensor, or the tensors differ in type or device.
         ModuleNotFoundError: If the backend's package is missing.
         ImportError: If the backend's package cannot be loaded.
 
@@ -64,7 +64,7 @@ def attention(
     """
     q, k, v = (dense(tensor) for tensor in in_autocast_dtype(q, k, v))
     causal = constant(causal)
-    _validate_numbers(window=window, softcap=softcap, scale=scale)
+    _validate_numbers(softcap=softcap, scale=scale)
     _validate(q, k, v, causal=causal, window=window, documents=documents)
     kind = kind_of(
         q, k, v, causal=causal, window=window is not None, documents=documents is not None, softcap=bool(softcap)
@@ -186,13 +186,7 @@ def _validate(
         )
 
 
-def _validate_numbers(*, window: int | None, softcap: float | None, scale: float | None) -> None:
-    if isinstance(window, (bool, float, str)):
-        raise TypeError(
-            f"window={window!r} is a {type(window).__name__}."
-            " It is a number of keys, so that True would leave one to see."
-            " Use a whole number, or None."
-        )
+def _validate_numbers(*, softcap: float | None, scale: float | None) -> None:
     if isinstance(scale, Tensor) or isinstance(softcap, Tensor):
         raise TypeError(
             f"{'scale' if isinstance(scale, Tensor) else 'softcap'} is a tensor."

@@ -90,7 +90,7 @@ class Mastered:
     """The parameters that a `MasteredOptimizer` shows, whose masters are stepped."""
 
     def __init__(self, optimizer: MasteredOptimizer) -> None:
-        self._optimizer, self._of, self._wrapper = optimizer, optimizer.masters.of, optimizer._wrapper
+        self._optimizer, self._of, self._gradients = optimizer, optimizer.masters.of, optimizer.master_gradients
         self.writes = optimizer.masters.writes
         self.stood: list[nn.Parameter] | None = None
         self._on_host: list[nn.Parameter] = []
@@ -115,25 +115,20 @@ class Mastered:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See `Source`."""
         master = self._of.get(parameter)
-        if master is None or (master.grad is None and self._wrapper is None):
+        if master is None or (master.grad is None and self._gradients.wrapper is None):
             return parameter.grad
         return master.grad
 
     def gradients(self) -> Sequence[Tensor]:
         """See `Source`."""
-        self._optimizer.complete_gradients()
+        self._gradients.complete()
         found = (self.gradient(parameter) for _, parameter, _ in self.pairs())
         return [gradient for gradient in found if gradient is not None]
 
     def spent(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give the gradients up, as a `MasteredOptimizer` does."""
-        for parameter in parameters:
-            master = self._of.get(parameter)
-            if master is None:
-                continue
-            master.grad = None
-            if self._wrapper is None:
-                parameter.grad = None
+        mastered = [parameter for parameter in parameters if parameter in self._of]
+        self._gradients.spend(mastered, [self._of[parameter] for parameter in mastered])
 
     def undo(self) -> None:
         """Let masters be parameters like others again."""

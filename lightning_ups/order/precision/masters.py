@@ -96,13 +96,13 @@ class Masters:
         """Set aside what backwards before this one have left, if a step may have several."""
         if _adds_backwards(module):
             for optimizer in self._optimizers:
-                optimizer.set_gradients_aside()
+                optimizer.master_gradients.set_aside()
 
     def add_to_those_aside(self, module: LightningModule) -> None:
         """Add what this backward has left to what `set_gradients_aside` has set aside."""
         if _adds_backwards(module):
             for optimizer in self._optimizers:
-                optimizer.add_to_those_aside()
+                optimizer.master_gradients.add_to_those_aside()
 
     @contextmanager
     def gradients_shown(self, *hooks: str) -> Iterator[None]:
@@ -117,17 +117,17 @@ class Masters:
     def show_gradients(self) -> None:
         """Let parameters have their gradients, rounded."""
         for optimizer in self._optimizers:
-            optimizer.show_gradients()
+            optimizer.master_gradients.show()
 
     def show_gradients_again(self) -> None:
         """Let parameters have what was made of their gradients, if they are shown."""
         for optimizer in self._optimizers:
-            optimizer.show_gradients_again()
+            optimizer.master_gradients.show_again()
 
     def take_over_gradients(self) -> None:
         """Bring into the masters what was written into gradients that are shown, and hide these."""
         for optimizer in self._optimizers:
-            optimizer.take_over_gradients()
+            optimizer.master_gradients.take_over()
 
 
 def _adds_backwards(module: LightningModule) -> bool:

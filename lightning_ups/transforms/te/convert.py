@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -150,12 +150,6 @@ def convert_to_te(
     Raises:
         ValueError: If a pattern matches nothing, or if nothing can be converted.
     """
-    if fuse not in get_args(Fuse):
-        raise ValueError(
-            f"fuse={fuse!r} is not a known choice."
-            " It says whether norms are computed within the products that read them."
-            f" Use one of {get_args(Fuse)}."
-        )
     precise = within(kept_in_float32(module, in_float32).values())
     calls = Calls(rows=32 if multiple > MULTIPLE else 8, once=once)
     work = _Work(module, precise=precise, sharded=sharded, calls=calls)
