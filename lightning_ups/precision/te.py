@@ -54,10 +54,10 @@ from lightning_ups.transforms.te import (
     EngineAttention,
     Fuse,
     Fusion,
+    Recipe,
     TEConversion,
     convert_to_te,
     engine_attention,
-    recipe_of,
 )
 
 __all__ = ["TEPrecision"]
@@ -171,7 +171,7 @@ class TEPrecision(PolicyPrecision):
     @override
     def capabilities(self) -> PrecisionCapabilities:
         excludes = "fp8_attention=True" if self.fp8_attention else None
-        if (recipe := recipe_of(self.recipe)) is not None and not recipe.compiles:
+        if (recipe := self._row) is not None and not recipe.compiles:
             excludes = f"recipe={recipe.name!r}"
         return replace(
             super().capabilities,
@@ -213,7 +213,7 @@ class TEPrecision(PolicyPrecision):
         losers = self._losers(module) if self.filter == "auto" else None
         conversion = self.conversion = self._converted(module, losers)
         self._undo.callback(self._end, conversion)
-        if (recipe := recipe_of(self.recipe)) is None:
+        if (recipe := self._row) is None:
             return
         self._made = recipe.make(
             number_format=self.number_format,
@@ -230,12 +230,15 @@ class TEPrecision(PolicyPrecision):
             self._attention = self._undo.enter_context(attention)
 
     @property
+    def _row(self) -> Recipe | None:
+        return None if self.recipe is None else RECIPES[self.recipe]
+
+    @property
     def _keeps_scales(self) -> bool:
-        recipe = recipe_of(self.recipe)
-        return recipe is not None and recipe.keeps_scales
+        return self._row is not None and self._row.keeps_scales
 
     def _converted(self, module: nn.Module, losers: dict[str, str] | None) -> TEConversion:
-        recipe = recipe_of(self.recipe)
+        recipe = self._row
         return convert_to_te(
             module,
             include=self.include,
@@ -420,7 +423,7 @@ class TEPrecision(PolicyPrecision):
         if trainer is None:
             return
         device = trainer.strategy.root_device
-        recipe = recipe_of(self.recipe)
+        recipe = self._row
         why = why_not_on(device.type) if recipe is None else recipe.why_not(device)
         if why is not None:
             raise RuntimeError(_incapable(self.recipe, device.type, why))
@@ -510,7 +513,7 @@ def _check_recipe(
     *,
     fp8_attention: bool,
 ) -> None:
-    known = recipe_of(recipe)
+    known = None if recipe is None else RECIPES[recipe]
     given = {"amax_history": history, "amax_compute": compute, "margin": margin or None}
     accepted = () if known is None else known.options
     if wrong := [name for name, value in given.items() if value is not None and name not in accepted]:

@@ -5,7 +5,7 @@ from lightning_ups.transforms.te.convert import Fuse, TEConversion, convert_to_t
 from lightning_ups.transforms.te.forward import is_computed
 from lightning_ups.transforms.te.fusions import Fusion
 from lightning_ups.transforms.te.modules import Borrower, lay_together, linear_for, norm_linear_for, norm_mlp_for
-from lightning_ups.transforms.te.recipes import RECIPES, Recipe, recipe_of, register
+from lightning_ups.transforms.te.recipes import RECIPES, Recipe
 
 __all__ = [
     "RECIPES",
@@ -22,6 +22,4 @@ __all__ = [
     "linear_for",
     "norm_linear_for",
     "norm_mlp_for",
-    "recipe_of",
-    "register",
 ]

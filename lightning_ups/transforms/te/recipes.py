@@ -7,9 +7,7 @@ import torch
 
 from lightning_ups._compat.optional.te import make_recipe, why_not
 
-__all__ = ["RECIPES", "Recipe", "recipe_of", "register"]
-
-DELAYED_OPTIONS = ("amax_history", "amax_compute", "margin")
+__all__ = ["RECIPES", "Recipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,26 +87,7 @@ class Recipe:
         return None if width % 16 == 0 and width <= 128 else f"heads of {width} are no multiple of 16 up to 128"
 
 
-RECIPES: dict[str, Recipe] = {}
-
-
-def register(recipe: Recipe) -> Recipe:
-    """Add ``recipe`` to those that `TEPrecision` and the commands know.
-
-    Raises:
-        ValueError: If there is one of its name.
-    """
-    if RECIPES.setdefault(recipe.name, recipe) is not recipe:
-        raise ValueError(f"A recipe {recipe.name!r} of Transformer Engine is registered already. Choose another name.")
-    return recipe
-
-
-def recipe_of(name: str | None) -> Recipe | None:
-    """Return the recipe of this name; None, which is bfloat16, has none."""
-    return None if name is None else RECIPES[name]
-
-
-register(
+_ROWS = (
     Recipe(
         name="delayed",
         engine_class="DelayedScaling",
@@ -118,19 +97,15 @@ register(
         keeps_scales=True,
         compiles=False,
         attention=(9, 0),
-        options=DELAYED_OPTIONS,
-    )
-)
-register(
+        options=("amax_history", "amax_compute", "margin"),
+    ),
     Recipe(
         name="current",
         engine_class="Float8CurrentScaling",
         scales="the tensor's own maximum",
         needs="capability 8.9",
         hybrid=True,
-    )
-)
-register(
+    ),
     Recipe(
         name="block",
         engine_class="Float8BlockScaling",
@@ -139,9 +114,7 @@ register(
         check="is_fp8_block_scaling_available",
         rounding="block",
         attention=None,
-    )
-)
-register(
+    ),
     Recipe(
         name="mxfp8",
         engine_class="MXFP8BlockScaling",
@@ -150,5 +123,7 @@ register(
         check="is_mxfp8_available",
         rounding="block",
         multiple=32,
-    )
+    ),
 )
+
+RECIPES = {recipe.name: recipe for recipe in _ROWS}

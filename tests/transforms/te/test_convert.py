@@ -236,11 +236,6 @@ def test_modules_of_its_own_are_enough(engine):
     assert convert_to_te(model).theirs == ["0"]
 
 
-def test_an_unknown_choice():
-    with pytest.raises(ValueError, match=r"fuse='some'.*\('auto', 'all', 'none'\)"):
-        convert_to_te(gpt(), fuse="some")
-
-
 class Classic(nn.Module):
     """A block that nobody knows: LayerNorm, two readers, and a network with biases."""
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_ups.transforms.te import RECIPES, recipe_of
+from lightning_ups.transforms.te import RECIPES
 from tests import fake_te
 
 
@@ -18,10 +18,6 @@ def test_recipes_make_what_transformer_engine_has():
         assert current.fp8_dpa
         assert type(RECIPES["block"].make()) is fake_te.Float8BlockScaling
         assert type(RECIPES["mxfp8"].make()) is fake_te.MXFP8BlockScaling
-
-
-def test_bfloat16_is_no_recipe():
-    assert recipe_of(None) is None
 
 
 def test_why_a_device_cannot():
