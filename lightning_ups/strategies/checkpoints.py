@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from weakref import ref
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -82,7 +82,7 @@ class Checkpoints:
         on_unreplayable: What becomes of a run that could not be resumed exactly: ``"warn"`` or ``"refuse"``.
 
     Raises:
-        ValueError: If a choice is unknown, or if a full checkpoint is to be written in the background.
+        ValueError: If a full checkpoint is to be written in the background.
     """
 
     def __init__(
@@ -94,22 +94,9 @@ class Checkpoints:
         weights_only: bool = True,
         on_unreplayable: OnUnreplayable = "warn",
     ) -> None:
-        name = type(strategy).__name__
-        if on_unreplayable not in get_args(OnUnreplayable):
-            raise ValueError(
-                f"{name}(on_unreplayable={on_unreplayable!r}) is not a known choice."
-                " It says what becomes of a run that could not be resumed exactly."
-                f" Use one of {get_args(OnUnreplayable)}."
-            )
-        if save not in get_args(Save):
-            raise ValueError(
-                f"{name}(save={save!r}) is not a known choice."
-                " It says whether every rank writes its part or rank 0 writes the whole."
-                f" Use one of {get_args(Save)}."
-            )
         if save == "full" and async_save:
             raise ValueError(
-                f"{name}(save='full', async_save=True) contradicts itself."
+                f"{type(strategy).__name__}(save='full', async_save=True) contradicts itself."
                 " Gathering the whole on rank 0 is what takes the time, and it cannot be done beside training."
                 " Use save='sharded', and make one file of it later: python -m lightning_ups export."
             )

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed import Backend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -40,6 +39,7 @@ from lightning_ups._compat.torch.fsdp.shard_data import IndexReads, shard_data_w
 from lightning_ups.order import (
     AppliesDeclarations,
     Context,
+    DtypePolicy,
     PolicyPrecision,
     Run,
     Stage,
@@ -56,6 +56,7 @@ from lightning_ups.strategies.waiting import come_together
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.error_hints import note_shards
 from lightning_ups.transforms.fsdp import shard_alike, unsharded
+from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding import (
     DATA,
     TENSOR,
@@ -77,7 +78,7 @@ from lightning_ups.transforms.sharding import (
     share_random_state,
 )
 
-__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "some"]
+__all__ = ["ShardStep", "Sharding", "ShardingStrategy", "check_known", "check_sharding", "gather_options"]
 
 Sharding = Literal["full", "gradients", "none"]
 
@@ -160,8 +161,8 @@ class ShardStep(Step):
         done = self.shard(module, blocks, context.mesh)
         if blocks.origin == "named" and done.blocks != tuple(blocks):
             raise ValueError(
-                f"{type(module).__name__} was sharded by an earlier run in other blocks: {some(done.blocks)};"
-                f" {self.part}(blocks={[*(self.blocks or ())]}) names {some([*blocks])}."
+                f"{type(module).__name__} was sharded by an earlier run in other blocks: {listed(done.blocks)};"
+                f" {self.part}(blocks={[*(self.blocks or ())]}) names {listed([*blocks])}."
                 " Sharding stays on a module, and how it was done cannot be changed."
                 " Leave blocks as they were, or build the module anew and load a checkpoint."
             )
@@ -187,12 +188,18 @@ class ShardStep(Step):
         )
         if done.replicated:
             names = [*done.replicated]
-            context.report.note(self.part, f"whole on every device: {some(names)}", replicated=names)
+            context.report.note(self.part, f"whole on every device: {listed(names)}", replicated=names)
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first few of ``names``, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def gather_options(policy: DtypePolicy) -> dict[str, Any]:
+    """Return the arguments of `GatherOptions` for the types of ``policy``."""
+    return {
+        "param_dtype": policy.param,
+        "autocast": policy.autocast,
+        "reduce_dtype": policy.reduce,
+        "output_dtype": None if policy.autocast else policy.output,
+        "in_float32": policy.in_float32,
+    }
 
 
 def check_known(owner: object, name: str, value: object, known: tuple[str, ...]) -> None:
@@ -263,11 +270,11 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
                 " Every collective would be late before it began, or a hang would never end."
                 f" Give more than 0 and at most {_LONGEST}, which is a year, such as 30."
             )
-        if process_group_backend is not None:
-            self._check_backend(process_group_backend)
         self._patience = timedelta(minutes=timeout_minutes)
         super().__init__(process_group_backend=process_group_backend, timeout=self._patience)
         check_known(self, "initialise_on", initialise_on, ("cpu", "device"))
+        check_known(self, "save", save, get_args(Save))
+        check_known(self, "on_unreplayable", on_unreplayable, get_args(OnUnreplayable))
         check_least("replicate_size", replicate_size, 1, of=of, why="It counts copies of the sharded model.")
         check_least("sigterm_every", sigterm_every, 1, of=of, why="It counts steps.")
         check_least(
@@ -404,15 +411,6 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
             " Let all devices run the same, with a loss times 0 where it shall not count, or use"
             " strategy='ddp_find_unused_parameters_true'."
         )
-
-    def _check_backend(self, backend: str) -> None:
-        known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
-        if not {part.rpartition(":")[2].lower() for part in backend.split(",")} <= {*known}:
-            raise ValueError(
-                f"{type(self).__name__}(process_group_backend={backend!r}) is not known to this torch."
-                " A backend is what devices communicate by, one for all, or one for each type of device."
-                f" Use one of {', '.join(known)}, or several, as in 'cpu:gloo,cuda:nccl'."
-            )
 
     def _check_communication(self) -> None:
         """Refuse what is asked of NCCL where it does not communicate, or say that."""

@@ -17,7 +17,14 @@ from lightning_ups._compat.torch.compile.dynamo import donated_buffers_off, logg
 from lightning_ups._compat.torch.compile.partitioner import gradients_apart, random_states_in_place
 from lightning_ups.order import Context, PolicyPrecision, Report, Stage, Step, applied
 from lightning_ups.strategies.checkpoints import OnUnreplayable, Save
-from lightning_ups.strategies.sharding import Sharding, ShardingStrategy, ShardStep, check_known, check_sharding
+from lightning_ups.strategies.sharding import (
+    Sharding,
+    ShardingStrategy,
+    ShardStep,
+    check_known,
+    check_sharding,
+    gather_options,
+)
 from lightning_ups.transforms.blocks import Blocks, as_patterns, roots, select_blocks
 from lightning_ups.transforms.compile import (
     Compiled,
@@ -336,12 +343,8 @@ class SimpleFSDPStrategy(ShardingStrategy):
     @override
     def _own_steps(self, module: LightningModule, precision: PolicyPrecision) -> list[Step]:
         options = ParametriseOptions(
-            param_dtype=precision.policy.param,
-            autocast=precision.policy.autocast,
-            reduce_dtype=precision.policy.reduce,
-            output_dtype=None if precision.policy.autocast else precision.policy.output,
+            **gather_options(precision.policy),
             reshard_after_forward=self._reshard,
-            in_float32=precision.policy.in_float32,
         )
         return [_Graphs(self, options, not _compilers(module)), _Parametrise(self.blocks, options)]
 

@@ -1,11 +1,18 @@
-"""What an error says, to be quoted within a sentence."""
+"""What an error says, and lists of names, within a sentence."""
 
-__all__ = ["first_line", "quoted"]
+from collections.abc import Sequence
+
+__all__ = ["first_line", "listed", "quoted"]
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of what ``error`` says, without its full stop, or its class if it says nothing."""
     return _text(error).partition("\n")[0].rstrip(" .:") or type(error).__name__
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first few of ``names``, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def quoted(error: BaseException, *, whole: bool = False) -> str:

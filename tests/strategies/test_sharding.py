@@ -19,7 +19,7 @@ from lightning_ups.callbacks import Compile
 from lightning_ups.order import Context
 from lightning_ups.order.placement import Placement
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
-from lightning_ups.strategies.sharding import ShardingStrategy, ShardStep, check_known, check_sharding, some
+from lightning_ups.strategies.sharding import ShardingStrategy, ShardStep, check_known, check_sharding
 from tests.strategies import cases
 from tests.strategies.cases import CASES, on_ranks, simply_on_ranks
 from tests.strategies.test_parity import check, expected
@@ -201,12 +201,6 @@ def test_what_fsdp2_alone_counts_is_checked_too(name, number):
         FSDP2Strategy(**{name: number})
 
 
-@pytest.mark.parametrize("backend", ["glooo", "cpu:gloo,cuda:nkkl"])
-def test_a_backend_that_is_none_is_named(backend):
-    with pytest.raises(ValueError, match=rf"process_group_backend='{backend}'\) is not known.*Use one of .*gloo"):
-        FSDP2Strategy(process_group_backend=backend)
-
-
 def spread(tmp_path):
     trainer(tmp_path, strategy=FSDP2Strategy(reshard_after_forward=3), devices=2).fit(Net(), loader())
 
@@ -232,11 +226,6 @@ def test_what_is_asked_of_nccl_is_refused_where_there_is_none(tmp_path):
     strategy = FSDP2Strategy(communication_multiprocessors=8)
     with pytest.raises(ValueError, match=r"=8\) would have no effect.*about NCCL, and gloo communicates.*Leave it out"):
         trainer(tmp_path, strategy=strategy).fit(Net(), loader())
-
-
-def test_many_names_are_cut():
-    assert some(["a", "b"]) == "a, b"
-    assert some([*"abcdefg"]) == "a, b, c, d, e and 2 more"
 
 
 class _TwoLayers(LightningModule):

@@ -247,7 +247,6 @@ def test_an_excuse_names_a_clause():
 
 EXCEPTIONS = {
     "WatchedReads": "follows FSDP through one step, of a module that stays sharded",
-    "accumulating": "tells FSDP what to gather and reduce in one microbatch, of a module that stays sharded",
     "as_compiled": "of a twin on fake tensors, which is thrown away",
     "computed_by": "is `replaced_forward` for modules of Transformer Engine, and a part of `convert_to_te`",
     "cut_for_one_device": "of a twin on fake tensors, which is thrown away",

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ups.transforms.quoted import first_line, quoted
+from lightning_ups.transforms.quoted import first_line, listed, quoted
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,8 @@ from lightning_ups.transforms.quoted import first_line, quoted
 )
 def test_an_error_is_quoted_by_what_it_says_or_its_class(error, line, named, whole):
     assert (first_line(error), quoted(error), quoted(error, whole=True)) == (line, named, whole)
+
+
+def test_many_names_are_cut():
+    assert listed(["a", "b"]) == "a, b"
+    assert listed([*"abcdefg"]) == "a, b, c, d, e and 2 more"

@@ -1,7 +1,7 @@
 """Accumulating gradients over microbatches: when they are reduced, and what stays gathered between them."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.fsdp.state import unreduced
 from lightning_ups.transforms.fsdp.step_check import StepCheck
+from lightning_ups.transforms.quoted import listed
 
 __all__ = [
     "Accumulation",
     "LateGradients",
     "Sync",
     "SyncChoice",
-    "accumulating",
     "choose_sync",
     "free_memory",
     "unsharded_gradient_bytes",
@@ -92,17 +92,30 @@ class Accumulation:
     between: Sequence[str]
     see_gradients: Sequence[str]
 
-    def microbatch(
-        self, roots: Sequence[FSDPModule], *, replicated: bool, keeps_all: bool
-    ) -> AbstractContextManager[None]:
-        """Return a context for a microbatch that is not the last; see `accumulating`."""
-        return accumulating(
-            roots[0],
-            sync=self.choice.sync,
-            keep=() if self.between else roots,
-            replicated=replicated and not self.see_gradients,
-            keep_all=keeps_all and not self.between,
-        )
+    @contextmanager
+    def microbatch(self, roots: Sequence[FSDPModule], *, replicated: bool, keeps_all: bool) -> Iterator[None]:
+        """Run a microbatch that is not the last of its optimizer step.
+
+        Args:
+            roots: The modules that are whole at the end of a backward anyway, and stay so for the next microbatch
+                unless a hook reads weights; the sharded model first.
+            replicated: Whether the mesh has copies. With ``sync="every"`` these are then reduced only once.
+            keeps_all: Whether the sharding keeps all modules whole from forward to backward.
+        """
+        keeps_all = keeps_all and not self.between
+        kept = roots[:1] if keeps_all else () if self.between else roots
+        if self.choice.sync == "last":
+            roots[0].set_requires_gradient_sync(False)
+        elif replicated and not self.see_gradients:
+            roots[0].set_requires_all_reduce(False)
+        for module in kept:
+            module.set_reshard_after_backward(False, recurse=keeps_all)
+        try:
+            yield
+        finally:
+            roots[0].set_requires_gradient_sync(True)
+            for module in kept:
+                module.set_reshard_after_backward(True, recurse=keeps_all)
 
 
 class LateGradients(StepCheck):
@@ -122,9 +135,8 @@ class LateGradients(StepCheck):
     def after_reduction(self) -> None:
         looks, self._looks = self._looks, False
         if looks and (left := unreduced(self._root)):
-            names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise RuntimeError(
-                f"The gradients of {names} came after their group was reduced, and would count in the next step."
+                f"The gradients of {listed(left)} came after their group was reduced, and would count in the next step."
                 " These parameters are read outside the forward of the module that gathers them."
                 f" Name them: FSDP2Strategy(outside={left[:3]})."
             )
@@ -142,37 +154,3 @@ def unsharded_gradient_bytes(model: nn.Module, *, reduce_dtype: torch.dtype | No
 def free_memory(device: torch.device) -> int | None:
     """Return the bytes that are free on ``device``, or None if it does not say."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
-@contextmanager
-def accumulating(
-    root: FSDPModule,
-    *,
-    sync: Literal["last", "every"],
-    keep: Iterable[FSDPModule],
-    replicated: bool,
-    keep_all: bool,
-) -> Iterator[None]:
-    """Run a microbatch that is not the last of its optimizer step.
-
-    Args:
-        root: The outermost sharded module.
-        sync: ``"last"``: nothing is reduced now. ``"every"``: gradients are reduced into their shards, and the copies
-            of a replicated mesh still only once.
-        keep: Modules that are whole at the end of a backward anyhow, and stay so for the next microbatch.
-        replicated: Whether the mesh has copies.
-        keep_all: Whether all stay whole, since the sharding keeps them whole from forward to backward.
-    """
-    kept = [root] if keep_all else [*keep]
-    if sync == "last":
-        root.set_requires_gradient_sync(False)
-    elif replicated:
-        root.set_requires_all_reduce(False)
-    for module in kept:
-        module.set_reshard_after_backward(False, recurse=keep_all)
-    try:
-        yield
-    finally:
-        root.set_requires_gradient_sync(True)
-        for module in kept:
-            module.set_reshard_after_backward(True, recurse=keep_all)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_ups._compat.torch.tensors.autograd import hidden_from_dynamo
 from lightning_ups.transforms.fsdp.stalls import StallWatch
 from lightning_ups.transforms.fsdp.step_check import StepCheck
+from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding import StepState
 
 __all__ = ["CollectiveOrder"]
@@ -56,8 +57,7 @@ class CollectiveOrder(StepCheck):
     def note_reduction(self, names: Sequence[str]) -> None:
         """Note that the gradients of these parameters are about to be reduced."""
         if names:
-            listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            self._note(f"the reduction of gradients of {listed}")
+            self._note(f"the reduction of gradients of {listed(names)}")
 
     def _rest(self) -> None:
         self._is_on = False

@@ -32,10 +32,13 @@ from lightning_ups.transforms.casting import cast_tensors, is_wide, kept_in_floa
 from lightning_ups.transforms.sharding import (
     DATA,
     TENSOR,
+    GatherOptions,
+    ShardRecord,
     check_same,
     data_mesh,
     device_of,
     give_first,
+    layout_of,
     recall,
     refuse_hooks_after,
     refuse_lazy,
@@ -49,62 +52,38 @@ _LARGE = 2**20  # elements: what is worth a collective of its own
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOptions:
+class ShardOptions(GatherOptions):
     """How parameters are sharded.
 
     Args:
-        param_dtype: The type in which modules compute; None: that of the parameters.
-        autocast: Operators choose their type: only the weights of matrix products are gathered in ``param_dtype``, and
-            nothing else is cast.
-        reduce_dtype: The type in which gradients are summed; None: that in which they are computed.
-        output_dtype: The type of what roots return; None: as it is.
         reshard_after_forward: Free what a block gathered after its forward, and gather it again for its backward; a
             number: keep it spread over that many devices. Roots are needed at once in backward, and keep it.
         offload: Keep shards, gradients and optimizer state on the CPU.
         prefetch: Gather this many blocks ahead, by the order in which the model has them; None: FSDP2's own way, by
             the order in which they ran.
         outside: Patterns of parameters that are read outside the forward of their module.
-        in_float32: Patterns of submodules whose parameters are gathered as they are, and that are given no casts.
     """
 
-    param_dtype: torch.dtype | None = None
-    autocast: bool = False
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
     reshard_after_forward: bool | int = True
     offload: bool = False
     prefetch: int | None = None
     outside: tuple[str, ...] = ()
-    in_float32: tuple[str, ...] = ()
-
-    @property
-    def module_dtype(self) -> torch.dtype | None:
-        """The type to which modules cast their parameters and what they are given; None: they cast nothing."""
-        return None if self.autocast else self.param_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded:
+class Sharded(ShardRecord):
     """What was done to a model.
 
     Args:
         options: How.
-        layout: The names and sizes of the mesh's dimensions.
-        blocks: The names of the groups that repeat.
         roots: The modules that are whole from their forward to their backward, the model first.
-        replicated: Parameters that stay whole, by name.
         shared: Names of parameters that several groups have, or that are read outside: the model's own group gathers
             them.
-        share_of_blocks: The share of the parameters' bytes that blocks hold.
     """
 
     options: ShardOptions
-    layout: tuple[tuple[str, int], ...]
-    blocks: tuple[str, ...]
     roots: tuple[FSDPModule, ...]
-    replicated: dict[str, nn.Parameter]
     shared: tuple[str, ...]
-    share_of_blocks: float
 
     @property
     def root(self) -> FSDPModule:
@@ -151,7 +130,7 @@ def shard(
         ValueError: If it was sharded in another way, if the user sharded part of it, if a parameter has no shape, or if
             one has a hook that would see gradients before they are reduced.
     """
-    layout = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    layout = layout_of(mesh)
     if (earlier := recall(model)) is not None:
         check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
         settle(earlier.root, discard=True)  # whatever an evaluation or an exception left

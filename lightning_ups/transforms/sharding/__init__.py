@@ -17,7 +17,10 @@ from lightning_ups.transforms.sharding.mixed_step import one_kind_at_a_time
 from lightning_ups.transforms.sharding.one_batch import check_one_batch, share_random_state
 from lightning_ups.transforms.sharding.replicated import BufferSync, average_gradients, give_first, on_any_rank
 from lightning_ups.transforms.sharding.sharded_before import (
+    GatherOptions,
+    ShardRecord,
     check_same,
+    layout_of,
     recall,
     refuse_hooks_after,
     refuse_lazy,
@@ -31,8 +34,10 @@ __all__ = [
     "DATA",
     "TENSOR",
     "BufferSync",
+    "GatherOptions",
     "Initialisation",
     "MeshSizes",
+    "ShardRecord",
     "StepState",
     "average_gradients",
     "build_mesh",
@@ -43,6 +48,7 @@ __all__ = [
     "explaining_shards",
     "give_first",
     "is_on_meta",
+    "layout_of",
     "least_of_ranks",
     "local_part",
     "num_shares",

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ups._compat.torch.fsdp.recording import Loose, Place, Recording, record_resets, replay
 from lightning_ups._compat.torch.fsdp.state import allocate
+from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding.mesh import local_part
 
 __all__ = ["Initialisation", "is_on_meta", "plan_initialisation"]
@@ -88,9 +89,8 @@ def plan_initialisation(model: nn.Module, record: Recording | None) -> Initialis
 
 
 def _refused(model: nn.Module, names: list[str]) -> str:
-    some = ", ".join(dict.fromkeys(names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"The initialisation of {type(model).__name__} cannot be repeated for {some}."
+        f"The initialisation of {type(model).__name__} cannot be repeated for {listed([*dict.fromkeys(names)])}."
         " It was built on the meta device before the strategy could record what its constructors do, and these have no"
         " reset_parameters() that would do all of it again."
         " Build the module in configure_model, under torch.device('meta') if it is large, or build it in place."

@@ -1,19 +1,77 @@
 """What an earlier run has sharded: the same again is kept, anything else is refused."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_ups._compat.torch.tensors.tensors import has_hooks_after_accumulation
 from lightning_ups.transforms.on_module import OnModule
 
-__all__ = ["check_same", "recall", "refuse_hooks_after", "refuse_lazy", "refuse_one_memory", "remember"]
+__all__ = [
+    "GatherOptions",
+    "ShardRecord",
+    "check_same",
+    "layout_of",
+    "recall",
+    "refuse_hooks_after",
+    "refuse_lazy",
+    "refuse_one_memory",
+    "remember",
+]
 
 _RECORD = OnModule[Any]("sharded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherOptions:
+    """In which types parameters are gathered, and gradients reduced.
+
+    Args:
+        param_dtype: The type in which parameters are gathered, and modules compute; None: their own.
+        autocast: Operators choose their type: only the weights of matrix products are gathered in ``param_dtype``, and
+            nothing else is cast.
+        reduce_dtype: The type in which gradients are summed; None: that in which they are computed.
+        output_dtype: The type of what roots return; None: as it is.
+        in_float32: Patterns of submodules whose parameters are gathered as they are, and that are given no casts.
+    """
+
+    param_dtype: torch.dtype | None = None
+    autocast: bool = False
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    in_float32: tuple[str, ...] = ()
+
+    @property
+    def module_dtype(self) -> torch.dtype | None:
+        """The type to which modules cast their parameters and what they are given; None: they cast nothing."""
+        return None if self.autocast else self.param_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """What was done to a model.
+
+    Args:
+        layout: The names and sizes of the mesh's dimensions.
+        blocks: The names of what is gathered together.
+        replicated: Parameters that stay whole, by name.
+        share_of_blocks: The share of the parameters' bytes that blocks hold.
+    """
+
+    layout: tuple[tuple[str, int], ...]
+    blocks: tuple[str, ...]
+    replicated: dict[str, nn.Parameter]
+    share_of_blocks: float
+
+
+def layout_of(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
+    """Return the names and sizes of the dimensions of ``mesh``."""
+    return tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
 
 
 def remember(model: nn.Module, record: Any) -> None:

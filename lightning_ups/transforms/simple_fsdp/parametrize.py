@@ -24,10 +24,13 @@ from lightning_ups._compat.torch.versions import NormWithStatistics
 from lightning_ups.transforms.casting import cast_around, is_wide, kept_in_float32, matmul_weights, within
 from lightning_ups.transforms.sharding import (
     DATA,
+    GatherOptions,
+    ShardRecord,
     check_same,
     data_mesh,
     device_of,
     give_first,
+    layout_of,
     num_shares,
     part_of,
     recall,
@@ -53,30 +56,14 @@ _Names = dict[str, tuple[bool, bool]]  # of parameters: whether they are cast, a
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParametriseOptions:
+class ParametriseOptions(GatherOptions):
     """How parameters are sharded and gathered.
 
     Args:
-        param_dtype: The type in which parameters are gathered, and modules compute; None: their own.
-        autocast: Operators choose their type: only the weights of matrix products are gathered in ``param_dtype``, and
-            nothing else is cast.
-        reduce_dtype: The type in which gradients are summed; None: that in which they are computed.
-        output_dtype: The type of what roots return; None: as it is.
         reshard_after_forward: Gather anew for the backward, rather than keep what the forward gathered.
-        in_float32: Patterns of submodules whose parameters are gathered as they are.
     """
 
-    param_dtype: torch.dtype | None = None
-    autocast: bool = False
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
-    in_float32: tuple[str, ...] = ()
-
-    @property
-    def module_dtype(self) -> torch.dtype | None:
-        """The type to which modules cast what they are given; None: they cast nothing."""
-        return None if self.autocast else self.param_dtype
 
 
 class Gathering:
@@ -251,24 +238,16 @@ class _Whole(Tensor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parametrised:
+class Parametrised(ShardRecord):
     """What was done to a model.
 
     Args:
         options: How.
-        layout: The names and sizes of the mesh's dimensions.
-        blocks: The names of what is gathered together.
         gathering: The switch of its parameters.
-        replicated: Parameters that stay whole, by name.
-        share_of_blocks: The share of the parameters' bytes that blocks hold.
     """
 
     options: ParametriseOptions
-    layout: tuple[tuple[str, int], ...]
-    blocks: tuple[str, ...]
     gathering: Gathering
-    replicated: dict[str, nn.Parameter]
-    share_of_blocks: float
     _casts: ExitStack = field(repr=False)
 
 
@@ -316,7 +295,7 @@ def parametrise(
     Raises:
         ValueError: If it was sharded in another way, or if it holds what cannot be sharded so.
     """
-    layout = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    layout = layout_of(mesh)
     if (earlier := recall(model)) is not None:
         check_same(model, before=earlier.options, now=options, layout_before=earlier.layout, layout=layout)
         assert isinstance(earlier, Parametrised)

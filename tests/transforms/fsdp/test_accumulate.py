@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_ups.transforms.fsdp.accumulate import accumulating, choose_sync, free_memory, unsharded_gradient_bytes
+from lightning_ups.transforms.fsdp.accumulate import Accumulation, choose_sync, free_memory, unsharded_gradient_bytes
 
 GIB = 2**30
 
@@ -51,12 +51,13 @@ def sharded():
 
 def accumulated(sync):
     model = sharded()
-    x = torch.ones(2, 4)
-    with accumulating(model, sync=sync, keep=[], replicated=False, keep_all=False):
+    x, choice = torch.ones(2, 4), choose_sync(sync, gradient_bytes=0, free_bytes=None)
+    accumulation = Accumulation(choice=choice, between=["a hook"], see_gradients=[])
+    with accumulation.microbatch([model], replicated=False, keeps_all=False):
         model(x).sum().backward()
         within = model[0].weight.grad is not None
     try:
-        with accumulating(model, sync=sync, keep=[], replicated=False, keep_all=False):
+        with accumulation.microbatch([model], replicated=False, keeps_all=False):
             raise RuntimeError
     except RuntimeError:
         pass
