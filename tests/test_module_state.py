@@ -36,7 +36,6 @@ OF_THE_PROCESS = {
     "kernels/attention/routing.py:_ALLOWED": "torch's switches when its function was replaced",
     "kernels/attention/routing.py:_CALLED": "whether a replaced function of torch was called",
     "transforms/float8/recipes.py:RECIPES": "a table, filled where recipes are defined",
-    "transforms/te/recipes.py:RECIPES": "a table, filled where recipes are defined",
     "transforms/fsdp/stalls.py:_numbers": "keys in the store of the process group",
     "transforms/compile/frame.py:_NUMBERS": "names of code",
 }

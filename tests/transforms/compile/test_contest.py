@@ -4,7 +4,7 @@ from lightning_ups.transforms.compile.contest import ROUNDS, TIMED_STEPS, Contes
 
 
 class Clock:
-    """A host that takes as long for each step as it is told, and a device that takes longer by ``behind``."""
+    """A host that takes a given time for each step, and a device that takes longer by ``behind``."""
 
     def __init__(self):
         self.time, self.behind = 0.0, 0.0
