@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ups._compat.torch.compile.partitioner import heeds_memory_budget
+from lightning_ups.order.applier import Step
 from lightning_ups.order.capabilities import Compilation, OnlyOne, ReadsPastForward, capabilities_of, policy_of
 from lightning_ups.order.policy import STOCK_POLICIES
 from lightning_ups.order.run import Run
@@ -17,7 +18,7 @@ from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.simple_fsdp import is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
 
-__all__ = ["REFUSALS", "Refusal", "check", "one_graph", "refusals", "refuse_precision", "refuse_second"]
+__all__ = ["REFUSALS", "Refusal", "check", "offloading", "one_graph", "refusals", "refuse_precision", "refuse_second"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,12 +200,12 @@ REFUSALS = (
     ),
     Refusal(
         what=lambda run: (
-            f"{one_graph(run)[0]} makes one graph of whole models or replays CUDA graphs, and {_offloading(run)[0]} is"
-            " given."
+            f"{one_graph(run)[0]} makes one graph of whole models or replays CUDA graphs, and"
+            f" {offloading(run.declarations)[0]} is given."
         ),
         why="Inside one graph no block can hand over what it saves, and the memory of a replayed graph is its own.",
         cure="Use Compile(scope='blocks', mode='default') under a strategy of blocks, or leave the offloading out.",
-        holds=lambda run: run.training and bool(_offloading(run)) and bool(one_graph(run)),
+        holds=lambda run: run.training and bool(offloading(run.declarations)) and bool(one_graph(run)),
     ),
     Refusal(
         what=lambda run: f"{_uncompiled(run)[0]} has a setting that acts only on compiled code, and nothing compiles.",
@@ -494,13 +495,14 @@ def _graphed(run: Run) -> list[str]:
     return [type(step).__name__ for step in run.declarations if step.replays_cuda_graphs]
 
 
-def _offloading(run: Run) -> list[str]:
-    return [type(step).__name__ for step in run.declarations if step.stage is Stage.OFFLOAD]
+def offloading(declarations: Iterable[Step]) -> list[str]:
+    """Return the names of what moves what blocks save, which one graph of the model would not hand over."""
+    return [type(step).__name__ for step in declarations if step.stage is Stage.OFFLOAD]
 
 
 def one_graph(run: Run) -> list[str]:
     """Return the names of what makes one graph of whole models, or replays graphs."""
-    prefers = not run.strategy.shards and not _offloading(run)
+    prefers = not run.strategy.shards and not offloading(run.declarations)
     preferring = [type(step).__name__ for step in run.declarations if step.prefers_whole and prefers]
     return [*_whole(run), *preferring, *_graphed(run), *([run.strategy.name] if run.strategy.whole_graph else [])]
 
