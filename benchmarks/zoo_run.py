@@ -297,7 +297,8 @@ def _fit(
     epoch = work.epoch or ENDLESS
     accumulated = work.trainer.get("accumulate_grad_batches", 1)
     # A callback that acts on epochs has acted by the second one; what is compiled goes on being compiled for a while.
-    steps, seconds = (2, 0.0) if tiny else (12, 1.5 if side.compiles or before else 1.0)
+    # A preset also compares whole steps in up to three ways.
+    steps, seconds = (2, 0.0) if tiny else (60 if before else 12, 1.5 if side.compiles or before else 1.0)
     warm = (work.epoch or 0) + steps, seconds
     meter = Meter(
         began=time.perf_counter(),

@@ -299,21 +299,17 @@ class Compiled:
 
     def ways(self) -> list[str] | None:
         """Return the ways to run a step that are to be compared as a whole, or None if it is too early to tell."""
-        if self.trial or self.unchecked or (self.replay is not None and self.replay.choice is None):
-            return None
+        replays = self.replay is not None and self.replay.active
         compiled = [group for group in self.groups if "training" in group.ran and "training" not in group.eager]
-        if self.replay is not None and self.replay.active:
-            ways = ["with CUDA graphs", "compiled"]
-            if not self.replay.is_recorded:
-                return None
-        elif any(group.is_unmeasured for group in compiled) and self.clock is not None:
+        if self.trial or self.unchecked or (self.measures and any(group.is_unmeasured for group in compiled)):
             return None
-        else:
-            ways = ["compiled"]
+        if self.replay is not None and self.replay.is_undecided:
+            return None
+        ways = ["compiled", "with CUDA graphs"] if replays else ["compiled"]
         # Whether a model gains by compilation is in doubt if it breaks into parts. Uncompiled it may need more memory.
-        in_doubt = [group for group in compiled if any(frame.breaks for frame in group.frames) or group.gains_little]
+        in_doubt = any(group.gains_little or any(frame.breaks for frame in group.frames) for group in compiled)
         if in_doubt and self.clock is not None and not self.recomputed and self.clock.room() > 2 * self.clock.peak():
-            ways.append("uncompiled")
+            ways.insert(0, "uncompiled")
         return ways
 
     def settle(self, contest: Contest) -> None:

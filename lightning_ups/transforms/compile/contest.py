@@ -1,4 +1,4 @@
-"""Choosing the fastest of several ways to run a step, by timing whole steps in turns.
+"""Choosing the fastest of several ways to run a step, by timing whole steps.
 
 What a graph takes by itself does not tell how long a step takes in which it runs: the host may wait for the device in
 between, or the data may be late. So whatever was chosen by parts is compared once more as a whole.
@@ -10,24 +10,25 @@ from lightning_ups.transforms.compile.mode import Clock
 
 __all__ = ["Contest"]
 
-ROUNDS, TIMED_STEPS = 3, 4
+WARM_STEPS, ROUNDS, TIMED_STEPS = 2, 3, 4
 CLEARLY = 0.02  # of a step: what two measurements of one thing may differ by
 
 
 class Contest:
-    """Times ways to run a step, by turns.
+    """Times ways to run a step, one after another.
+
+    Not by turns, since CUDA graphs keep memory to themselves as soon as they are recorded.
 
     Args:
         clock: The times of the host and of the device.
-        ways: Their names. The first one wins unless another is clearly faster.
+        ways: Their names, in the order in which they are timed. The last one wins unless another is clearly faster.
         length: Batches of an optimizer step.
     """
 
     def __init__(self, clock: Clock, ways: Sequence[str], *, length: int = 1) -> None:
         self._clock, self._ways, self._length = clock, [*ways], length
         self._times: dict[str, list[float]] = {way: [] for way in ways}
-        self._turns = [way for _ in range(ROUNDS) for way in ways]
-        self._batch, self._began = -1, 0.0
+        self._batch, self._began = -1, 0.0  # of the present way
         self.winner: str | None = None
 
     def begin_step(self) -> str:
@@ -35,22 +36,28 @@ class Contest:
         if self.winner is not None:
             return self.winner
         self._batch += 1
-        if self._batch == self._length:  # those before have warmed up
-            self._clock.wait()
-            self._began = self._clock.now()
-        elif self._batch == self._length * (1 + TIMED_STEPS):
-            self._clock.wait()
-            took = (self._clock.now() - self._began) / (self._length * TIMED_STEPS)
-            self._times[self._turns.pop(0)].append(took)
-            self._batch = 0
-        if not self._turns:
+        step, between = divmod(self._batch, self._length)
+        if step < WARM_STEPS or (step - WARM_STEPS) % TIMED_STEPS or between:
+            return self._way
+        self._clock.wait()
+        now = self._clock.now()
+        if step > WARM_STEPS:
+            self._times[self._way].append((now - self._began) / (self._length * TIMED_STEPS))
+        self._began = now
+        if all(len(times) == ROUNDS for times in self._times.values()):
             self.winner = self._fastest()
             return self.winner
-        return self._turns[0]
+        if step == WARM_STEPS + ROUNDS * TIMED_STEPS:
+            self._batch = 0
+        return self._way
+
+    @property
+    def _way(self) -> str:
+        return next(way for way, times in self._times.items() if len(times) < ROUNDS)
 
     def _fastest(self) -> str:
-        best = self._ways[0]
-        for way in self._ways[1:]:
+        best = self._ways[-1]
+        for way in reversed(self._ways[:-1]):
             won = sum(one < other for one, other in zip(self._times[way], self._times[best], strict=True))
             if won > ROUNDS / 2 and self.ms(way) < (1 - CLEARLY) * self.ms(best):
                 best = way

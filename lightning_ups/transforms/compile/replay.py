@@ -113,7 +113,8 @@ class Replay:
         self._tries = False  # in the present call
         self._proven: set[Call] = set()
         self._waits: Counter[_Key] = Counter()  # calls in a row that found no slot free
-        self._choices, self._recorded = 1, 0
+        self._choices = self._steps = 1
+        self._recorded = 0
 
     @property
     def active(self) -> bool:
@@ -126,9 +127,9 @@ class Replay:
         return self.choice is not None and not self.choice.graphs
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether CUDA graphs are chosen, and all calls of a step have been replayed."""
-        return self.active and bool(self._chosen) and self._proven >= {key.call for key in self._chosen}
+    def is_undecided(self) -> bool:
+        """Whether CUDA graphs may still be chosen: not if no graph has run in some steps."""
+        return self.choice is None and (self._pace is not None or bool(self._timings) or self._steps < MOST_WAITS)
 
     @property
     def is_over(self) -> bool:
@@ -143,6 +144,7 @@ class Replay:
 
     def begin_step(self) -> None:
         """Called when a training step begins."""
+        self._steps += 1
         self._keep_pace()
         self._step.clear()
         self.gradients = self.gradients and self.active
