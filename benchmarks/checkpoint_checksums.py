@@ -15,10 +15,12 @@ The first round, which pins memory, is left out unless it is the only one. The s
 and the median of their ratio in each round: 1.05 is 5 % more with checksums.
 
     python benchmarks/checkpoint_checksums.py --output DIR
+    python benchmarks/checkpoint_checksums.py --loads 20 --output DIR
     python benchmarks/checkpoint_checksums.py --rates --output DIR
 
-The second command compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece
-that stays in the cache.
+The second command saves once, to --folder, and loads as often as it is told, by turns with checksums and without. The
+third compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece that stays in
+the cache.
 """
 
 import argparse
@@ -56,6 +58,7 @@ def main() -> None:
     parser.add_argument("--device", help="cuda or cpu; default: cuda if there is one")
     parser.add_argument("--threads", type=int, help="files written and read at once; default: as the package chooses")
     parser.add_argument("--output", type=Path, default=Path("checkpoint_checksums"))
+    parser.add_argument("--loads", type=int, metavar="N", help="only load, in N rounds, as --budget allows")
     parser.add_argument("--rates", action="store_true", help="compare checksums by their speed")
     asked = parser.parse_args()
     places = [(asked.folder, asked.gigabytes), (asked.disk, asked.disk_gigabytes)]
@@ -67,12 +70,12 @@ def main() -> None:
     if asked.rates:
         (asked.output / "rates.json").write_text(json.dumps(_rates(), indent=1) + "\n")
         return
-    summary = _measure(asked, time.monotonic())
+    summary = (_measure_loads if asked.loads else _measure)(asked, time.monotonic())
     (asked.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print("SUMMARY " + json.dumps(summary), flush=True)
     for name, found in summary.items():
         print(f"{name}, {found['gigabytes']:.1f} GB, {found['rounds']} rounds:")
-        for figure in FIGURES:
+        for figure in (figure for figure in FIGURES if figure in found):
             one = found[figure]
             print(
                 f"  {figure:12} {one['without']:8.3f} without, {one['with']:8.3f} with,"
@@ -141,6 +144,32 @@ def _measure(asked: argparse.Namespace, start: float) -> dict[str, Any]:
     return summary
 
 
+def _measure_loads(asked: argparse.Namespace, start: float) -> dict[str, Any]:
+    import torch
+
+    from lightning_ups.state.checkpoint import Saver
+
+    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    state, rounds = _state(asked.gigabytes, device), list[dict[str, Folder]]()
+    root = Path(tempfile.mkdtemp(dir=asked.folder))
+    saver = Saver(asynchronous=False, threads=asked.threads)
+    try:
+        saver.save({"state_dict": state}, files={"meta.pt": b"meta"}, path=root / "sync")
+        with (asked.output / "results.jsonl").open("a") as file:
+            while len(rounds) <= asked.loads and time.monotonic() < start + asked.budget:
+                order = ("without", "with")[:: 1 if len(rounds) % 2 == 0 else -1]
+                found = {side: _load(root / "sync", state, asked.threads, side=side) for side in order}
+                rounds.append(found)
+                line = json.dumps({"round": len(rounds) - 1} | found)
+                print(line, flush=True)
+                print(line, file=file, flush=True)
+    finally:
+        saver.close()
+        shutil.rmtree(root)
+    gigabytes = sum(tensor.nbytes for tensor in state.values()) / 1e9
+    return {"memory": {"gigabytes": gigabytes, "device": device} | _compared(rounds[1:] or rounds)}
+
+
 def _state(gigabytes: float, device: str) -> dict[str, Any]:
     """Return the parameters and both moments of a GPT of that size, and steps on the host, as AdamW has them."""
     import torch
@@ -184,8 +213,6 @@ def _rounds(
 
 
 def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int | None, *, side: str) -> Folder:
-    from lightning_ups.state.checkpoint import FolderReader, read_into
-
     sync, background = savers
     found = dict[str, Any]()
     with _without_checksums() if side == "without" else nullcontext():
@@ -194,24 +221,31 @@ def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int |
         found["sync_cpu_s"] = time.process_time() - cpu
         found["sync_s"] = sync.last.blocked_s
         _forget(root / "sync")
-        name, watched = next(iter(tensors.items()))
-        expected = watched.clone()
-        watched.zero_()
-        _wait_for_device()
-        start, cpu = time.perf_counter(), time.process_time()
-        targets = {f"state_dict.{name}": value for name, value in tensors.items()}
-        read_into(targets, FolderReader(root / "sync", threads=threads))
-        _wait_for_device()
-        found["load_s"] = time.perf_counter() - start
-        found["load_cpu_s"] = time.process_time() - cpu
-        if not watched.equal(expected):
-            raise AssertionError(f"{name} was not loaded as it was saved")
+        found |= _load(root / "sync", tensors, threads)
         shutil.rmtree(root / "sync")
         background.save({"state_dict": tensors}, files={"meta.pt": b"meta"}, path=root / "background")
         found["blocked_s"] = background.last.blocked_s
         background.wait()
         found["background_s"] = background.last.total_s
         shutil.rmtree(root / "background")
+    return found
+
+
+def _load(folder: Path, tensors: dict[str, Any], threads: int | None, *, side: str = "with") -> Folder:
+    from lightning_ups.state.checkpoint import FolderReader, read_into
+
+    name, watched = next(iter(tensors.items()))
+    expected = watched.clone()
+    watched.zero_()
+    _wait_for_device()
+    with _without_checksums() if side == "without" else nullcontext():
+        start, cpu = time.perf_counter(), time.process_time()
+        targets = {f"state_dict.{name}": value for name, value in tensors.items()}
+        read_into(targets, FolderReader(folder, threads=threads))
+        _wait_for_device()
+        found = {"load_s": time.perf_counter() - start, "load_cpu_s": time.process_time() - cpu}
+    if not watched.equal(expected):
+        raise AssertionError(f"{name} was not loaded as it was saved")
     return found
 
 
@@ -254,7 +288,7 @@ def _wait_for_device() -> None:
 def _compared(rounds: list[dict[str, Folder]]) -> dict[str, Any]:
     """Return the medians of both sides, and of how they compare in each round."""
     found: dict[str, Any] = {"rounds": len(rounds)}
-    for figure in FIGURES:
+    for figure in (figure for figure in FIGURES if figure in rounds[0]["with"]):
         ratios = [one["with"][figure] / one["without"][figure] for one in rounds]
         medians = {side: statistics.median(one[side][figure] for one in rounds) for side in ("without", "with")}
         found[figure] = medians | {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
