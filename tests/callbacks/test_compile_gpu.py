@@ -10,6 +10,7 @@ from torch._inductor import cudagraph_trees  # noqa: TID251
 from torch.utils.data import DataLoader
 
 from lightning_ups._compat.torch.compile.cudagraph_trees import Recording, _count
+from lightning_ups._compat.torch.device import CudaClock
 from lightning_ups.callbacks import Compile
 from lightning_ups.models.gpt import GPT, GPTConfig
 from lightning_ups.order import applied
@@ -104,12 +105,6 @@ def fit(monkeypatch, mode, *, module=Tiny, sizes=(4,) * 5, clock=None, precision
     return model, [logits.cpu() for logits in lightning.predict(model, tokens(4, 4, 4))]
 
 
-def private_bytes():
-    """Return what CUDA graphs keep to themselves."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
-
-
 def recorded_by_torch(device):
     """Return how many CUDA graphs torch keeps for ``device``, ours apart."""
     manager = cudagraph_trees.get_manager(device.index, create_if_none_exists=False)
@@ -169,7 +164,7 @@ def test_a_forward_and_a_backward_are_recorded_once_and_freed(monkeypatch, modul
     assert model.report["chosen"]["recorded"] == 2
     gc.collect()
     torch.cuda.empty_cache()
-    assert private_bytes() == 0
+    assert CudaClock(torch.device("cuda")).recorded() == 0
     assert [buffer.item() for name, buffer in model.named_buffers() if "calls" in name] in ([], [20.0])
 
 

@@ -144,6 +144,12 @@ class CudaClock:
         """Return the most bytes that all tensors have had at once."""
         return torch.cuda.max_memory_allocated(self._device)
 
+    def recorded(self) -> int:
+        """Return the bytes that CUDA graphs keep to themselves."""
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == index)
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+
     def _time_of_spin(self) -> float:
         start = self.mark()
         self._spin(_CALIBRATION)

@@ -286,8 +286,9 @@ class Compiled:
 
     @property
     def measures(self) -> bool:
-        """Whether blocks are to be timed compiled and uncompiled: after the first step, without CUDA graphs."""
-        return self.clock is not None and not self.trial and (self.replay is None or self.replay.idle)
+        """Whether blocks are to be timed compiled and uncompiled: after the first step, while nothing is replayed."""
+        is_launched = self.replay is None or self.replay.idle or self.replay.paused
+        return self.clock is not None and not self.trial and is_launched
 
     def settles(self, group: Group) -> bool:
         """Return whether nothing is left to be seen or done around calls of ``group``."""
@@ -324,6 +325,9 @@ class Compiled:
                 group.eager = dict.fromkeys(get_args(Phase), f"a step takes {contest}")
             self.note(f"nothing stays compiled, since a step takes {contest}")
             self.tell_news()
+        elif contest.winner == "compiled":
+            for group in self.groups:
+                self._leave_loss(group)
 
     def leave_if_slower(
         self, block: "_Block", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -337,10 +341,15 @@ class Compiled:
         if gain is None:
             return
         group.gain = gain
-        if gain.is_loss:
-            group.eager = dict.fromkeys(get_args(Phase), str(gain))
+        if self.replay is None or self.replay.idle:  # else whole steps are compared first
+            self._leave_loss(group)
+
+    def _leave_loss(self, group: Group) -> None:
+        """Let the blocks of ``group`` run uncompiled if they were measured to be faster so."""
+        if group.gain is not None and group.gain.is_loss:
+            group.eager = dict.fromkeys(get_args(Phase), str(group.gain))
             self.tell_news()
-            self.note(f"{group} runs uncompiled from now on: {gain}")
+            self.note(f"{group} runs uncompiled from now on: {group.gain}")
 
     def _tell_of_evaluation(self, group: Group) -> None:
         frames = [*group.evaluation.values()]

@@ -6,11 +6,12 @@ between, or the data may be late. So whatever was chosen by parts is compared on
 
 from collections.abc import Sequence
 
-from lightning_ups.transforms.compile.mode import Clock
+from lightning_ups.transforms.compile.mode import LEAST_OUTPUT, Clock
 
 __all__ = ["Contest"]
 
 WARM_STEPS, ROUNDS, TIMED_STEPS = 2, 3, 4
+MORE_MEMORY = 0.05  # of the peak
 CLEARLY = 0.02  # of a step: what two measurements of one thing may differ by
 
 
@@ -21,7 +22,8 @@ class Contest:
 
     Args:
         clock: The times of the host and of the device.
-        ways: Their names, in the order in which they are timed. The last one wins unless another is clearly faster.
+        ways: Their names, in the order in which they are timed. The last one wins unless another is clearly faster, or
+            it has recorded CUDA graphs that take more memory.
         length: Batches of an optimizer step.
     """
 
@@ -29,6 +31,7 @@ class Contest:
         self._clock, self._ways, self._length = clock, [*ways], length
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._batch, self._began = -1, 0.0  # of the present way
+        self._resting, self._working = 0, 0  # bytes between steps and at the peak, before the last way
         self.winner: str | None = None
 
     def begin_step(self) -> str:
@@ -44,6 +47,8 @@ class Contest:
         if step > WARM_STEPS:
             self._times[self._way].append((now - self._began) / (self._length * TIMED_STEPS))
         self._began = now
+        if not self._times[self._ways[-1]]:
+            self._resting, self._working = self._clock.allocated(), self._clock.peak()
         if all(len(times) == ROUNDS for times in self._times.values()):
             self.winner = self._fastest()
             return self.winner
@@ -56,12 +61,19 @@ class Contest:
         return next(way for way, times in self._times.items() if len(times) < ROUNDS)
 
     def _fastest(self) -> str:
-        best = self._ways[-1]
-        for way in reversed(self._ways[:-1]):
+        ways = self._ways[:-1] if self._takes_too_much else self._ways
+        best = ways[-1]
+        for way in reversed(ways[:-1]):
             won = sum(one < other for one, other in zip(self._times[way], self._times[best], strict=True))
             if won > ROUNDS / 2 and self.ms(way) < (1 - CLEARLY) * self.ms(best):
                 best = way
         return best
+
+    @property
+    def _takes_too_much(self) -> bool:
+        """Whether recordings keep more memory to themselves than steps have needed without them."""
+        more = self._clock.recorded() - (self._working - self._resting)
+        return more > max(MORE_MEMORY * self._working, LEAST_OUTPUT)
 
     def ms(self, way: str) -> float:
         """Return how long a step takes at its best."""

@@ -74,6 +74,10 @@ class Clock(Protocol):
         """Return the most bytes that all tensors have had at once."""
         ...
 
+    def recorded(self) -> int:
+        """Return the bytes that CUDA graphs keep to themselves."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:

@@ -6,8 +6,8 @@ from lightning_ups.transforms.compile.contest import ROUNDS, TIMED_STEPS, WARM_S
 class Clock:
     """A host that takes a given time for each step, and a device that takes longer by ``behind``."""
 
-    def __init__(self):
-        self.time, self.behind = 0.0, 0.0
+    def __init__(self, recorded):
+        self.time, self.behind, self.bytes = 0.0, 0.0, recorded
 
     def now(self):
         return self.time
@@ -15,10 +15,19 @@ class Clock:
     def wait(self):
         self.time, self.behind = self.time + self.behind, 0.0
 
+    def allocated(self):
+        return 2**30
 
-def run(costs, *, length=1, stalls=()):
+    def peak(self):
+        return 2**32
+
+    def recorded(self):
+        return self.bytes
+
+
+def run(costs, *, length=1, stalls=(), recorded=2**30):
     """Return the contest between ways that cost so many milliseconds, and the way of each step."""
-    clock = Clock()
+    clock = Clock(recorded)
     contest, ran = Contest(clock, [*costs], length=length), []
     while contest.winner is None:
         way = contest.begin_step()
@@ -58,3 +67,9 @@ def test_accumulated_batches_stay_together():
     assert contest.winner == "compiled"
     assert len(ran) == 2 * 3 * (WARM_STEPS + ROUNDS * TIMED_STEPS)
     assert all(len({*ran[start : start + 3]}) == 1 for start in range(0, len(ran), 3))
+
+
+@pytest.mark.parametrize(("recorded", "winner"), [(3.1 * 2**30, "graphs"), (3.5 * 2**30, "compiled")])
+def test_recordings_that_take_more_memory_than_a_step_do_not_win(recorded, winner):
+    contest, _ = run({"uncompiled": 9.0, "compiled": 5.0, "graphs": 2.0}, recorded=recorded)
+    assert contest.winner == winner
