@@ -55,7 +55,7 @@ from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Sa
 from lightning_ups.strategies.waiting import come_together
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
 from lightning_ups.transforms.error_hints import note_shards
-from lightning_ups.transforms.fsdp import shard_alike, unsharded
+from lightning_ups.transforms.fsdp import keeping_interrupt, shard_alike, unsharded
 from lightning_ups.transforms.quoted import listed
 from lightning_ups.transforms.sharding import (
     DATA,
@@ -541,7 +541,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         if not step.has_accumulated:
             self._buffers()  # before the forward, and not within an accumulation, as DDP does
         step.is_manual = not self.lightning_module.automatic_optimization
-        with self._within_step(step):
+        with keeping_interrupt(), self._within_step(step):
             output = super().training_step(*args, **kwargs)
         self._open_step().is_manual = False
         self._buffers.note_step()
@@ -602,7 +602,7 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
-        with self._within_backward():
+        with keeping_interrupt(), self._within_backward():
             precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         step = self._open_step()
         self._saw_backward, step.has_accumulated = True, step.accumulates

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_ups.strategies import FSDP2Strategy
 from tests.toys import Net, loader, trainer
+from tests.transforms.fsdp.test_interrupts import interrupted_between_two_lines
 
 
 class Signalled(Net):
@@ -14,6 +15,13 @@ class Signalled(Net):
         if self.trainer.global_step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(batch, index)
+
+
+class Compiling(Net):
+    """Is interrupted in a place where torch then raises another error."""
+
+    def training_step(self, batch, index):
+        interrupted_between_two_lines.__wrapped__()
 
 
 def code_of(path, kind):
@@ -31,3 +39,7 @@ def test_a_script_that_gets_sigterm_exits_as_one_that_died_of_it(ranks, tmp_path
     code, _, steps = ranks(code_of, tmp_path, Signalled)
     assert code == 128 + signal.SIGTERM
     assert 1 < steps < 16
+
+
+def test_an_interrupt_is_one_whatever_torch_raises_after_it(ranks, tmp_path):
+    assert ranks(code_of, tmp_path, Compiling) == (1, "KeyboardInterrupt", 0)

@@ -12,6 +12,7 @@ from lightning_ups.transforms.fsdp.accumulate import (
 from lightning_ups.transforms.fsdp.collective_order import CollectiveOrder
 from lightning_ups.transforms.fsdp.external_reads import ExternalReads
 from lightning_ups.transforms.fsdp.gathered_together import gather_with_blocks, gathered_when_called
+from lightning_ups.transforms.fsdp.interrupts import keeping_interrupt
 from lightning_ups.transforms.fsdp.keeping import choose_keeping, gathered_bytes, keep_gathered, least_headroom
 from lightning_ups.transforms.fsdp.manual_writes import ManualWrites, refuse_replaced
 from lightning_ups.transforms.fsdp.model_forward import ModelForward
@@ -43,6 +44,7 @@ __all__ = [
     "gathered_when_called",
     "is_sharded",
     "keep_gathered",
+    "keeping_interrupt",
     "least_headroom",
     "refuse_replaced",
     "shard",
