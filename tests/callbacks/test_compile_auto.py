@@ -34,7 +34,7 @@ def own_backends(monkeypatch):
         "lightning_ups.callbacks.compile._RECORDING", ("ups_modes", "ups_modes_watched", *backends.FAIL_TO_RECORD)
     )
     monkeypatch.setattr(Recording, "count", property(lambda recording: len(recording.parts)))
-    monkeypatch.setattr(Compiled, "ways", lambda compiled: ["compiled"])  # nothing is compared as a whole
+    monkeypatch.setattr(Compiled, "ways", lambda compiled, waits: ["compiled"])  # nothing is compared as a whole
     torch.compiler.reset()
     backends.forget()
 

@@ -30,7 +30,7 @@ CONFIG = GPTConfig(dim=64, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
-    monkeypatch.setattr(Compiled, "ways", lambda compiled: ["compiled"])  # nothing is compared as a whole
+    monkeypatch.setattr(Compiled, "ways", lambda compiled, waits: ["compiled"])  # nothing is compared as a whole
     gc.collect()  # what an earlier test left in a cycle may hold outputs of its recording, and delay those of this one
     torch.compiler.reset()
     torch.use_deterministic_algorithms(mode=True, warn_only=True)  # else sums of gradients differ from run to run
@@ -442,7 +442,7 @@ class Waits(nn.Module):
 def test_whole_steps_are_compared_and_change_nothing_but_rounding(monkeypatch, module):
     expected, _ = fit(monkeypatch, "default", module=module, sizes=(4,) * 40)
     torch.compiler.reset()
-    monkeypatch.setattr(Compiled, "ways", lambda compiled: ["uncompiled", "compiled", "with CUDA graphs"])
+    monkeypatch.setattr(Compiled, "ways", lambda compiled, waits: ["uncompiled", "compiled", "with CUDA graphs"])
     actual, _ = fit(monkeypatch, "auto", module=module, sizes=(4,) * 40)
     assert actual.report["steps"].count(" ms ") == 3
     assert actual.values == pytest.approx(expected.values, rel=1e-3)

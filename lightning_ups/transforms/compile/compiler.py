@@ -298,13 +298,17 @@ class Compiled:
             return False
         return not (torch.distributed.is_available() and torch.distributed.is_initialized())  # inputs may be late
 
-    def ways(self) -> list[str] | None:
-        """Return the ways to run a step that are to be compared as a whole, or None if it is too early to tell."""
+    def ways(self, *, waits: bool) -> list[str] | None:
+        """Return the ways to run a step that are to be compared as a whole, or None if it is too early to tell.
+
+        Args:
+            waits: Whether to wait until each block has run again and is measured.
+        """
         replays = self.replay is not None and self.replay.active
         compiled = [group for group in self.groups if "training" in group.ran and "training" not in group.eager]
-        if self.trial or self.unchecked or (self.measures and any(group.is_unmeasured for group in compiled)):
+        if self.trial or (self.replay is not None and self.replay.is_undecided):
             return None
-        if self.replay is not None and self.replay.is_undecided:
+        if waits and (self.unchecked or (self.measures and any(group.is_unmeasured for group in compiled))):
             return None
         ways = ["compiled", "with CUDA graphs"] if replays else ["compiled"]
         # Whether a model gains by compilation is in doubt if it breaks into parts. Uncompiled it may need more memory.

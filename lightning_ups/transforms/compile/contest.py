@@ -43,11 +43,11 @@ class Contest:
         if step < WARM_STEPS or (step - WARM_STEPS) % TIMED_STEPS or between:
             return self._way
         self._clock.wait()
-        now = self._clock.now()
+        now, way = self._clock.now(), self._way
         if step > WARM_STEPS:
-            self._times[self._way].append((now - self._began) / (self._length * TIMED_STEPS))
+            self._times[way].append((now - self._began) / (self._length * TIMED_STEPS))
         self._began = now
-        if not self._times[self._ways[-1]]:
+        if way != self._ways[-1]:
             self._resting, self._working = self._clock.allocated(), self._clock.peak()
         if all(len(times) == ROUNDS for times in self._times.values()):
             self.winner = self._fastest()
