@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.precision import BF16Precision
 from tests.foreign import FOREIGN, Lit, mlps, numbers
+from tests.half_lstm import skip_without
 from tests.toys import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -66,6 +67,8 @@ def changed_names(make, weights):
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_modules(tmp_path, name):
+    if "lstm" in name:
+        skip_without()
     assert_equal_to_stock(FOREIGN[name], tmp_path)
 
 

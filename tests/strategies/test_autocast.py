@@ -16,6 +16,7 @@ from lightning_ups.precision import BF16Precision
 from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
 from lightning_ups.transforms.casting.matmuls import matmul_weights
 from tests.foreign import Recurrent
+from tests.half_lstm import skip_without
 from tests.strategies.cases import losses_of, on_ranks
 from tests.toys import trainer
 
@@ -126,8 +127,10 @@ def run_losses(tmp_path, name, strategy, options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_fsdp2_gives_the_losses_of_stock_ddp(ranks, tmp_path, name):
+    if "lstm" in name:
+        skip_without()
     ours, stock = (ranks(losses, tmp_path, name, strategy) for strategy in ({}, "ddp"))
-    assert ours == pytest.approx(stock, rel=2e-6)
+    assert ours == pytest.approx(stock, rel=3e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "t5", "bert", "encoder", "convolutions"])
@@ -135,7 +138,7 @@ def test_simple_fsdp_gives_the_losses_of_stock_ddp(ranks, tmp_path, name):
     # T5 adds one bias to the scores of every layer, and a graph sums its gradients in another order.
     stock_is = "ddp, compiled" if name == "t5" else "ddp"
     ours, stock = (ranks(losses, tmp_path, name, strategy) for strategy in ("simple_fsdp", stock_is))
-    assert ours == pytest.approx(stock, rel=2e-6)
+    assert ours == pytest.approx(stock, rel=3e-6)
 
 
 WAYS = {
@@ -155,7 +158,7 @@ def test_each_way_of_sharding_gives_the_losses_of_stock_ddp(ranks, tmp_path, way
     strategy, options = WAYS[way]
     ours = ranks(run_losses, tmp_path, "llama", strategy, options)
     stock = ranks(run_losses, tmp_path, "llama", "ddp", {k: v for k, v in options.items() if k != "callbacks"})
-    assert ours == pytest.approx(stock, rel=2e-6)
+    assert ours == pytest.approx(stock, rel=3e-6)
 
 
 # A product that is split over two devices is rounded in two parts.

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_ups.transforms.casting.matmuls import matmul_weights
+from tests.half_lstm import skip_without
 
 
 def found(model):
@@ -35,6 +36,8 @@ def names(model):
 def test_every_parameter_of_a_product_is_found_and_computes_alike_in_bfloat16(module, inputs):
     torch.manual_seed(0)
     stock = module()
+    if isinstance(stock, nn.LSTM):
+        skip_without()
     torch.manual_seed(0)
     low = module()
     assert found(low) == names(low)
