@@ -329,7 +329,7 @@ class Compiled:
                 group.eager = dict.fromkeys(get_args(Phase), f"a step takes {contest}")
             self.note(f"nothing stays compiled, since a step takes {contest}")
             self.tell_news()
-        elif contest.winner == "compiled":
+        elif self.replay is None or not self.replay.active:
             for group in self.groups:
                 self._leave_loss(group)
 

@@ -22,8 +22,8 @@ class Contest:
 
     Args:
         clock: The times of the host and of the device.
-        ways: Their names, in the order in which they are timed. The last one wins unless another is clearly faster, or
-            it has recorded CUDA graphs that take more memory.
+        ways: Their names, in the order in which they are timed. The last one wins, unless another is clearly faster or
+            the CUDA graphs of the last one take more memory than a step without them.
         length: Batches of an optimizer step.
     """
 
@@ -31,7 +31,7 @@ class Contest:
         self._clock, self._ways, self._length = clock, [*ways], length
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._batch, self._began = -1, 0.0  # of the present way
-        self._resting, self._working = 0, 0  # bytes between steps and at the peak, before the last way
+        self._resting, self._working, self._others = 0, 0, 0  # bytes, before the last way
         self.winner: str | None = None
 
     def begin_step(self) -> str:
@@ -49,6 +49,7 @@ class Contest:
         self._began = now
         if way != self._ways[-1]:
             self._resting, self._working = self._clock.allocated(), self._clock.peak()
+            self._others = self._clock.recorded()
         if all(len(times) == ROUNDS for times in self._times.values()):
             self.winner = self._fastest()
             return self.winner
@@ -71,8 +72,8 @@ class Contest:
 
     @property
     def _takes_too_much(self) -> bool:
-        """Whether recordings keep more memory to themselves than steps have needed without them."""
-        more = self._clock.recorded() - (self._working - self._resting)
+        """Whether what the last way has recorded takes more memory than a step before it."""
+        more = self._clock.recorded() - self._others - (self._working - self._resting)
         return more > max(MORE_MEMORY * self._working, LEAST_OUTPUT)
 
     def ms(self, way: str) -> float:

@@ -60,7 +60,7 @@ def call_of(block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _kinds(value: Any) -> Iterator[Hashable]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         yield value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     elif isinstance(value, (list, tuple)):
         yield type(value), len(value)
@@ -73,7 +73,7 @@ def _kinds(value: Any) -> Iterator[Hashable]:
     elif is_dataclass(value) and not isinstance(value, type):
         yield type(value)
         for field in fields(value):
-            yield from _kinds(getattr(value, field.name))
+            yield from _kinds(getattr(value, field.name, None))
     else:
         yield value if isinstance(value, _PLAIN) else _Unknown(type(value).__name__)
 
@@ -162,7 +162,9 @@ class Replay:
 
     def wants_timing(self, graph: fx.GraphModule) -> bool:
         """Return whether ``graph`` is still to be measured in this call."""
-        return self.choice is None and self._now is not None and _Key(self._now, graph) not in self._timings
+        if self.choice is not None or self._pace is not None or self._now is None:
+            return False
+        return _Key(self._now, graph) not in self._timings
 
     def time(self, graph: fx.GraphModule, rehearsal: Rehearsal) -> None:
         """Measure ``graph`` in this call."""
@@ -226,7 +228,7 @@ class Replay:
 
         In the same frame, Dynamo would compile for sizes that vary, and use that graph from then on for all sizes.
         """
-        if not self.active or self.paused or self.takes(call):
+        if not self.active or any(key.call == call for key in self._chosen):
             return False
         return any(key.call.block == call.block for key in self._chosen)
 

@@ -68,6 +68,8 @@ def test_a_call_knows_what_it_does_not_know():
     assert call_of("net", module, (Batch(x),), {}) != call_of("net", module, (Batch(x[:1]),), {})
     assert call_of("net", module, (Batch(x),), {}) != call_of("net", module, (Batch(x, "b"),), {})
     assert call_of("net", module, ([x, Graph()],), {}).unknown == "Graph"
+    assert call_of("net", module, (x.to_sparse_csr(),), {}).unknown == "Tensor"
+    assert call_of("net", module, (torch.nested.nested_tensor([x, x[:1]]),), {}).unknown == "Tensor"
 
 
 class Loop:
