@@ -75,7 +75,7 @@ def rooms(files):
 
 
 def patches(files):
-    """Return the number of rows of the register of patches, or None where there is no register."""
+    """Return the number of rows of the register of patches, or None if there is no register."""
     _, tree = files.get(Path("_compat/patches.py"), (None, ast.Module([], [])))
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
