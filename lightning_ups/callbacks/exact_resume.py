@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_ups.order import OnlyOne, Run, refuse_second
+from lightning_ups.order.arguments import check_choice
 from lightning_ups.state.resume import RESUME_KEY, Connection, OnUnreplayable
 
 __all__ = ["ExactResume"]
@@ -36,12 +37,8 @@ class ExactResume(Callback, OnlyOne):
     resumes_exactly = True  # a strategy that would do it by itself leaves it to this callback
 
     def __init__(self, *, on_unreplayable: OnUnreplayable = "warn") -> None:
-        if on_unreplayable not in get_args(OnUnreplayable):
-            raise ValueError(
-                f"ExactResume(on_unreplayable={on_unreplayable!r}) is not a known choice."
-                " It says what becomes of a run that could not be resumed exactly."
-                f" Use one of {get_args(OnUnreplayable)}."
-            )
+        why = "It says what becomes of a run that could not be resumed exactly."
+        check_choice("on_unreplayable", on_unreplayable, get_args(OnUnreplayable), of="ExactResume", why=why)
         self._policy: OnUnreplayable = on_unreplayable
         self._connection: Connection | None = None
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update, go_by_the_name_of
 from lightning_ups.order import Context, Declaration, Report, Stage
-from lightning_ups.order.arguments import check_finite, check_kind
+from lightning_ups.order.arguments import check_choice, check_finite, check_kind
 
 __all__ = ["OptimizerOffload"]
 
@@ -52,12 +52,8 @@ class OptimizerOffload(Declaration):
     def __init__(
         self, *, update: Update | Literal["torchao"] = "device", chunk_mb: float | None = None, resident: float = 0.0
     ) -> None:
-        if update not in (known := (*get_args(Update), "torchao")):
-            raise ValueError(
-                f"OptimizerOffload(update={update!r}) is not a known choice."
-                " It says where an optimizer with offloaded state makes its steps."
-                f" Use one of {known}."
-            )
+        why = "It says where an optimizer with offloaded state makes its steps."
+        check_choice("update", update, (*get_args(Update), "torchao"), of="OptimizerOffload", why=why)
         size, share = "It is the size of a chunk, in MiB.", "It is the share of the state that stays."
         check_finite("chunk_mb", chunk_mb, of="OptimizerOffload", why=size, above=0, optional=True)
         check_kind("resident", resident, float, of="OptimizerOffload", why=share)

@@ -21,7 +21,7 @@ from lightning_ups._compat.lightning.sharding import averaged_copies
 from lightning_ups._compat.lightning.steps import after_closure, clear_skip, skip_if, skips_on_device
 from lightning_ups._compat.torch.optimizers import needs_closure
 from lightning_ups.order import OnlyOne, PolicyPrecision, Run, refuse_second, report_of
-from lightning_ups.order.arguments import check_finite, check_least
+from lightning_ups.order.arguments import check_choice, check_finite, check_least
 from lightning_ups.state.guard import Deferred, KeptBuffers, LossWatch, Saved, Verdict, layout_of
 from lightning_ups.transforms.clip import gradients_of, total_norm
 
@@ -103,17 +103,13 @@ class StepGuard(Callback, OnlyOne):
         max_in_a_row: int = 10,
         max_rollbacks: int = 3,
     ) -> None:
+        what = "It says what becomes of a step that goes wrong, and where that is decided."
         for name, value, known in (
             ("on_nonfinite", on_nonfinite, get_args(Action)),
             ("on_spike", on_spike, get_args(Action)),
             ("skip_on", skip_on, get_args(Where)),
         ):
-            if value not in known:
-                raise ValueError(
-                    f"StepGuard({name}={value!r}) is not a known choice."
-                    " It says what becomes of a step that goes wrong, and where that is decided."
-                    f" Use one of {known}."
-                )
+            check_choice(name, value, known, of="StepGuard", why=what)
         for name, value, least, why in (
             ("window", window, 2, "It counts the steps against which a spike is measured."),
             ("warmup_steps", warmup_steps, 0, "It counts steps."),

@@ -5,13 +5,23 @@ Kinds are left to the type checker and to jsonargparse, except those of numbers,
 
 import math
 import sys
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_finite", "check_kind", "check_least", "check_path", "check_seed", "check_some"]
+__all__ = ["check_choice", "check_finite", "check_kind", "check_least", "check_path", "check_seed", "check_some"]
 
 _KINDS = {int: (Integral, "a whole number"), float: (Real, "a number")}  # numpy's numbers too
+
+
+def check_choice(name: str, value: object, choices: Sequence[object], *, of: str, why: str) -> None:
+    """Raise unless ``value`` is one of ``choices``.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if value not in choices:
+        raise ValueError(f"{of}({name}={value!r}) is not a known choice. {why} Use one of {tuple(choices)}.")
 
 
 def check_kind(

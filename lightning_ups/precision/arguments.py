@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from lightning_ups.order.arguments import check_path, check_some
+from lightning_ups.order.arguments import check_choice, check_path, check_some
 from lightning_ups.transforms.blocks import as_patterns
 
 __all__ = ["Filter", "check_head", "check_timed", "check_tokens"]
@@ -49,12 +49,8 @@ def check_timed(of: str, *, filter: str, tokens: int | None, table: str | Path |
     Raises:
         ValueError: If either is given, or ``table`` is empty.
     """
-    if filter not in get_args(Filter):
-        raise ValueError(
-            f"{of}(filter={filter!r}) is not a known choice."
-            " It says whether all layers are converted that can be, or only those that are faster in float8."
-            f" Use one of {get_args(Filter)}."
-        )
+    why = "It says whether all layers are converted that can be, or only those that are faster in float8."
+    check_choice("filter", filter, get_args(Filter), of=of, why=why)
     check_path("table", table, of=of, why="It is a file of times.")
     check_tokens(tokens, said=f"{of}(tokens={tokens!r})")
     given = {name: value for name, value in (("tokens", tokens), ("table", table)) if value is not None}

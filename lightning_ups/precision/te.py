@@ -42,7 +42,7 @@ from lightning_ups.insight.advise import (
     timer_on,
 )
 from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Weights
-from lightning_ups.order.arguments import check_kind
+from lightning_ups.order.arguments import check_choice, check_kind
 from lightning_ups.precision.arguments import Filter, check_head, check_timed
 from lightning_ups.transforms.blocks import as_patterns, find_blocks
 from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
@@ -497,12 +497,7 @@ def _check_filter(filter: str, recipe: str | None, *, fp8_attention: bool) -> No
 
 
 def _check_known(name: str, value: str | None, known: tuple[str | None, ...]) -> None:
-    if value not in known:
-        raise ValueError(
-            f"TEPrecision({name}={value!r}) is not a known choice."
-            " It stands for one of Transformer Engine's own."
-            f" Use one of {known}."
-        )
+    check_choice(name, value, known, of="TEPrecision", why="It stands for one of Transformer Engine's own.")
 
 
 def _check_recipe(

@@ -50,7 +50,7 @@ from lightning_ups.order import (
     under_sharding,
     undo,
 )
-from lightning_ups.order.arguments import check_kind, check_least, check_path, check_some
+from lightning_ups.order.arguments import check_choice, check_kind, check_least, check_path, check_some
 from lightning_ups.strategies.checkpoints import Checkpoints, OnUnreplayable, Save
 from lightning_ups.strategies.waiting import come_together
 from lightning_ups.transforms.blocks import Blocks, Origin, as_patterns, select_blocks
@@ -203,17 +203,8 @@ def gather_options(policy: DtypePolicy) -> dict[str, Any]:
 
 
 def check_known(owner: object, name: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse a choice that there is not.
-
-    Raises:
-        ValueError: If ``value`` is not one of those ``known``.
-    """
-    if value not in known:
-        raise ValueError(
-            f"{type(owner).__name__}({name}={value!r}) is not a known choice."
-            f" It is one of a few ways, each tested."
-            f" Use one of {known}."
-        )
+    """Raise ValueError if ``value`` is not one of those ``known``."""
+    check_choice(name, value, known, of=type(owner).__name__, why="It is one of a few ways, each tested.")
 
 
 def check_sharding(
