@@ -28,7 +28,7 @@ class Contest:
     """
 
     def __init__(self, clock: Clock, ways: Sequence[str], *, length: int = 1) -> None:
-        self._clock, self._ways, self._length = clock, [*ways], length
+        self._clock, self._length = clock, length
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._batch, self._began = -1, 0.0  # of the present way
         self._resting, self._working, self._others = 0, 0, 0  # bytes, before the last way
@@ -43,18 +43,17 @@ class Contest:
         if step < WARM_STEPS or (step - WARM_STEPS) % TIMED_STEPS or between:
             return self._way
         self._clock.wait()
-        now, way = self._clock.now(), self._way
+        now = self._clock.now()
         if step > WARM_STEPS:
-            self._times[way].append((now - self._began) / (self._length * TIMED_STEPS))
+            self._times[self._way].append((now - self._began) / (self._length * TIMED_STEPS))
         self._began = now
-        if way != self._ways[-1]:
-            self._resting, self._working = self._clock.allocated(), self._clock.peak()
-            self._others = self._clock.recorded()
         if all(len(times) == ROUNDS for times in self._times.values()):
             self.winner = self._fastest()
             return self.winner
         if step == WARM_STEPS + ROUNDS * TIMED_STEPS:
             self._batch = 0
+            self._resting, self._working = self._clock.allocated(), self._clock.peak()
+            self._others = self._clock.recorded()
         return self._way
 
     @property
@@ -62,7 +61,7 @@ class Contest:
         return next(way for way, times in self._times.items() if len(times) < ROUNDS)
 
     def _fastest(self) -> str:
-        ways = self._ways[:-1] if self._takes_too_much else self._ways
+        ways = [*self._times][: -1 if self._takes_too_much else None]
         best = ways[-1]
         for way in reversed(ways[:-1]):
             won = sum(one < other for one, other in zip(self._times[way], self._times[best], strict=True))
@@ -81,4 +80,4 @@ class Contest:
         return min(self._times[way])
 
     def __str__(self) -> str:
-        return ", ".join(f"{self.ms(way):.3g} ms {way}" for way in self._ways)
+        return ", ".join(f"{self.ms(way):.3g} ms {way}" for way in self._times)

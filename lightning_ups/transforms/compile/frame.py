@@ -290,8 +290,8 @@ _HEARING: ThreadStack[Callable[[str], None]] = ThreadStack()
 def prepared(prepare: Prepare) -> AbstractContextManager[None]:
     """Let ``prepare`` change each graph of the blocks that are compiled in this context, before a backend sees it.
 
-    These blocks share no graph with others; ``prepare`` is compared by equality and hashed. What it returns is said
-    whenever the graph runs, to who is ``hearing``.
+    Only blocks with equal ``prepare`` share graphs, so it must be hashable. Each time a graph runs, `hearing` passes on
+    the text that ``prepare`` has returned for it.
     """
     return _PREPARING.holding(prepare)
 

@@ -4,8 +4,8 @@ Nobody has asked for CUDA graphs here, so nothing may come of them but speed. He
 compiled anyway, and takes only the calls that it was made for: in training, with gradients, of the very sizes that were
 measured, and when the backward of the last has been, or can no longer come. All other calls, such as those of an
 evaluation or of the last batch, run as without it. Each recording has memory of its own, so that calls whose backwards
-come later do not meet. What the model returns is copied out of that memory, and gradients are moved out; who
-keeps something else makes torch record anew, since that memory is written to again only when no tensor lies there.
+come later do not meet. What the model returns is copied out of that memory, and gradients are moved out. If something
+else there is kept, torch does not write over it and records anew.
 After a few such recordings or a failure, CUDA graphs are given up; after another compilation, they are chosen anew.
 """
 
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -228,13 +229,15 @@ class Replay:
 
         In the same frame, Dynamo would compile for sizes that vary, and use that graph from then on for all sizes.
         """
-        if not self.active or any(key.call == call for key in self._chosen):
-            return False
-        return any(key.call.block == call.block for key in self._chosen)
+        others = self.active and not self._is_chosen(call)
+        return others and any(key.call.block == call.block for key in self._chosen)
 
     def takes(self, call: Call) -> bool:
         """Return whether graphs of ``call`` are to be replayed."""
-        return self.active and not self.paused and any(key.call == call for key in self._chosen)
+        return self.active and not self.paused and self._is_chosen(call)
+
+    def _is_chosen(self, call: Call) -> bool:
+        return any(key.call == call for key in self._chosen)
 
     def run(self, call: Call, frame: Frame, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
         """Return whether ``call`` has run, and what it returned; if it has not, CUDA graphs are given up."""
@@ -293,8 +296,8 @@ class Replay:
         """Give up if the graphs are recorded over and over; call it after each step."""
         if not self.active:
             return
-        slots = [slot for slots in self._slots.values() for slot in slots]
-        if any(slot.recording.count > slot.recorded + MOST_RECORDINGS for slot in slots if slot.recorded):
+        recorded = [slot for slot in chain.from_iterable(self._slots.values()) if slot.recorded]
+        if any(slot.recording.count > slot.recorded + MOST_RECORDINGS for slot in recorded):
             self.give_up(
                 "they are recorded anew in one step after another, since something keeps what a graph returned, or"
                 " brings weights and buffers to other memory"
@@ -303,14 +306,14 @@ class Replay:
             self.give_up("something keeps what the model returned in a step that had no backward, which may still come")
 
     def _retire(self) -> None:
-        for slot in [slot for slots in self._slots.values() for slot in slots]:
+        for slot in chain.from_iterable(self._slots.values()):
             slot.retire()
             self._retired.append(slot)
         for known in (self._slots, self._waits, self._proven, self._chosen):
             known.clear()
 
     def free(self, *, everything: bool = False) -> None:
-        """Free memory of recordings that are not used any more; call it when no gradient is in any."""
+        """Free memory of recordings that are not used any more; call it after gradients were moved out."""
         if everything:
             self._retire()
         for slot in [slot for slot in self._retired if slot.is_free]:

@@ -102,7 +102,7 @@ class Recording:
         manager = self._container.tree_manager
         if manager is not None and manager.current_node in self._nodes:
             self._settled.add(part)
-        elif is_settled:  # recorded anew; this once its backward is launched
+        elif is_settled:  # recorded anew: its addresses are not known, so this one backward is launched
             self._settled.remove(part)
         else:
             self._addresses |= _addresses(outputs) - given
