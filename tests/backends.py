@@ -1,13 +1,14 @@
 """Backends for ``torch.compile`` that fail in one way each, and the names under which they are registered."""
 
 import time
+from collections import Counter
 from functools import cache
 
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo import register_backend  # noqa: TID251  (the documented way to register a backend)
 from torch._dynamo.backends.common import aot_autograd  # noqa: TID251
-from torch._inductor import compile_fx  # noqa: TID251
+from torch._inductor import compile_fx, cudagraph_trees  # noqa: TID251
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ups._compat import patches
@@ -127,6 +128,41 @@ def _slow(graph, inputs):
     return make_boxed_func(run)
 
 
+class _Node:
+    def __init__(self, *, recorded):
+        if recorded:
+            self.children = {}
+
+
+class _Manager:
+    """Imitates the manager that torch has for each recording, which records a function when it runs again."""
+
+    roots = None
+
+    def __init__(self):
+        self.calls, self.nodes, self.current_node = Counter(), {}, None
+
+    def run(self, function):
+        self.calls[function] += 1
+        if self.calls[function] <= 2:
+            self.nodes[function] = _Node(recorded=self.calls[function] > 1)
+        self.current_node = self.nodes[function]
+
+    def live_cudagraph_pool_storages_in_curr_execution(self):
+        return []
+
+    def shutdown(self):
+        self.nodes.clear()
+
+
+def runs(function, device=0):
+    """Do what torch does when ``function`` runs in the recording that is in use."""
+    container = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers").get(device)
+    if container is not None:  # none where a mode asks for CUDA graphs, since a CPU has none
+        container.tree_manager = container.tree_manager or _Manager()
+        container.tree_manager.run(function)
+
+
 def cudagraphify(model, static_input_idxs=(), *, is_backward, records, **options):
     """Stand for inductor's function of this name: record ``model`` by ``records``."""
 
@@ -138,6 +174,7 @@ def cudagraphify(model, static_input_idxs=(), *, is_backward, records, **options
     def run(inputs):
         args = [*inputs]
         inputs.clear()
+        runs(object() if isinstance(recorded, _Watched) else run)  # whose outputs lie elsewhere in each call
         return recorded(*args)
 
     run._boxed_call = True
@@ -147,16 +184,18 @@ def cudagraphify(model, static_input_idxs=(), *, is_backward, records, **options
 def _with_modes(records):
     """Return a backend that records in its mode "reduce-overhead", where and when inductor would."""
 
-    def part(is_backward):
+    def part(is_backward=False, is_inference=False):
         def compiled(graph, inputs):
             make, place = cudagraphify, patches._PLACES.get((id(compile_fx), "cudagraphify"))
             for replaced in place._makers.values() if place is not None else ():
                 make = replaced(make)
-            return make(make_boxed_func(graph.forward), is_backward=is_backward, records=records)
+            kind = {"is_backward": is_backward, "is_inference": is_inference}
+            return make(make_boxed_func(graph.forward), **kind, records=records)
 
         return compiled
 
-    recording = aot_autograd(fw_compiler=part(False), bw_compiler=part(True))
+    parts = {"bw_compiler": part(is_backward=True), "inference_compiler": part(is_inference=True)}
+    recording = aot_autograd(fw_compiler=part(), **parts)
 
     def backend(graph, inputs, *, mode=None):
         return (recording if mode == "reduce-overhead" else _BACKENDS["aot_as_it_is"])(graph, inputs)

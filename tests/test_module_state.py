@@ -35,6 +35,7 @@ OF_THE_PROCESS = {
     "kernels/attention/backends/sdpa.py:_TURN": "a lock around switches of torch",
     "kernels/attention/routing.py:_ALLOWED": "torch's switches when its function was replaced",
     "kernels/attention/routing.py:_CALLED": "whether a replaced function of torch was called",
+    "transforms/compile/replay.py:_KEPT": "memory of runs that have ended, for as long as somebody uses it",
     "transforms/float8/recipes.py:RECIPES": "a table, filled where recipes are defined",
     "transforms/fsdp/stalls.py:_numbers": "keys in the store of the process group",
     "transforms/compile/frame.py:_NUMBERS": "names of code",

@@ -162,9 +162,7 @@ def test_a_forward_and_a_backward_are_recorded_once_and_freed(monkeypatch, modul
     model, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), sizes=(4,) * 10, module=module)
     assert counts == [2]
     assert model.report["chosen"]["recorded"] == 2
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert CudaClock(torch.device("cuda")).recorded() == 0
+    assert reserved_by_recordings() == 0
     assert [buffer.item() for name, buffer in model.named_buffers() if "calls" in name] in ([], [20.0])
 
 
@@ -374,6 +372,73 @@ def test_after_an_unfreeze_the_model_is_recorded_anew(monkeypatch):
     assert actual.norms == expected.norms
     assert actual.report["chosen"]["mode"] == "reduce-overhead"
     assert actual.report["chosen"]["recorded"] == 4
+
+
+class Frozen(Tiny):
+    """Trains a head on what a frozen backbone returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(17, 64), nn.Tanh()).requires_grad_(False)
+        self.head = nn.Linear(64, 17)
+
+    def loss(self, batch):
+        return self.head(self.model(batch.float() / 64)).square().mean()
+
+    predict_step = as_it_is
+
+
+def test_a_frozen_backbone_is_replayed_without_a_backward(monkeypatch):
+    (expected, _), (actual, _) = both(monkeypatch, "auto", module=Frozen, sizes=(4,) * 6)
+    assert actual.report["chosen"]["recorded"] == 3
+    assert actual.values == expected.values
+    assert actual.norms == expected.norms
+
+
+class Hoarding(Tiny):
+    """Keeps the gradients of its last step as they are."""
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.hoard = [p.grad for p in self.parameters()]
+        self.copies = [grad.clone() for grad in self.hoard]
+
+
+def reserved_by_recordings():
+    gc.collect()
+    torch.cuda.empty_cache()
+    return CudaClock(torch.device("cuda")).recorded()
+
+
+def test_gradients_that_are_kept_stay_as_they_are_after_the_run(monkeypatch):
+    model, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), module=Hoarding)
+    assert model.report["chosen"]["recorded"] == 2
+    assert reserved_by_recordings() > 0
+    others = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
+    assert all(torch.equal(*pair) for pair in zip(model.hoard, model.copies, strict=True))
+    del others, model
+    fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2))
+    assert reserved_by_recordings() == 0
+
+
+class Failing(Tiny):
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        if len(self.norms) == 5:
+            raise KeyError("amid a run")
+
+
+def test_after_an_error_gradients_are_kept_and_recordings_are_freed_with_the_next_run(monkeypatch):
+    made = [Failing()]
+    model = made[0]
+    with pytest.raises(KeyError, match="amid a run"):
+        fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), module=made.pop)
+    norms = [p.grad.float().norm().item() for p in model.parameters()]
+    others = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
+    assert [p.grad.float().norm().item() for p in model.parameters()] == norms == model.norms[-1]
+    del others, model
+    fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2))
+    assert reserved_by_recordings() == 0
 
 
 class ManyKernels(Tiny):

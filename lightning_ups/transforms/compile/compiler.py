@@ -324,14 +324,15 @@ class Compiled:
             self.replay.paused = False
             if self.replay.active and contest.winner != "with CUDA graphs":
                 self.replay.leave(f"a step takes {contest}")
+            elif self.replay.active and not self.replay.has_recorded:
+                self.replay.leave("no later step ran what the first one ran")
         if contest.winner == "uncompiled":
             for group in self.groups:
                 group.eager = dict.fromkeys(get_args(Phase), f"a step takes {contest}")
             self.note(f"nothing stays compiled, since a step takes {contest}")
             self.tell_news()
         elif self.replay is None or not self.replay.active:
-            for group in self.groups:
-                self._leave_loss(group)
+            self.leave_losses()
 
     def leave_if_slower(
         self, block: "_Block", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -346,14 +347,15 @@ class Compiled:
             return
         group.gain = gain
         if self.replay is None or self.replay.idle:  # else whole steps are compared first
-            self._leave_loss(group)
+            self.leave_losses()
 
-    def _leave_loss(self, group: Group) -> None:
-        """Let the blocks of ``group`` run uncompiled if they were measured to be faster so."""
-        if group.gain is not None and group.gain.is_loss:
-            group.eager = dict.fromkeys(get_args(Phase), str(group.gain))
-            self.tell_news()
-            self.note(f"{group} runs uncompiled from now on: {group.gain}")
+    def leave_losses(self) -> None:
+        """Let blocks run uncompiled if they were measured to be faster so; call it where nothing is replayed."""
+        for group in self.groups:
+            if group.gain is not None and group.gain.is_loss and not group.eager:
+                group.eager = dict.fromkeys(get_args(Phase), str(group.gain))
+                self.tell_news()
+                self.note(f"{group} runs uncompiled from now on: {group.gain}")
 
     def _tell_of_evaluation(self, group: Group) -> None:
         frames = [*group.evaluation.values()]

@@ -13,6 +13,7 @@ __all__ = ["Contest"]
 WARM_STEPS, ROUNDS, TIMED_STEPS = 2, 3, 4
 MORE_MEMORY = 0.05  # of the peak
 CLEARLY = 0.02  # of a step: what two measurements of one thing may differ by
+MOST_REPEATS = 6  # of rounds that were interrupted
 
 
 class Contest:
@@ -32,6 +33,7 @@ class Contest:
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._batch, self._began = -1, 0.0  # of the present way
         self._resting, self._working, self._others = 0, 0, 0  # bytes, before the last way
+        self._interrupted, self._repeats = False, 0
         self.winner: str | None = None
 
     def begin_step(self) -> str:
@@ -44,17 +46,24 @@ class Contest:
             return self._way
         self._clock.wait()
         now = self._clock.now()
-        if step > WARM_STEPS:
+        if self._interrupted and step > WARM_STEPS and self._repeats < MOST_REPEATS:
+            self._batch -= self._length * TIMED_STEPS
+            self._repeats += 1
+        elif step > WARM_STEPS:
             self._times[self._way].append((now - self._began) / (self._length * TIMED_STEPS))
-        self._began = now
+        self._began, self._interrupted = now, False
         if all(len(times) == ROUNDS for times in self._times.values()):
             self.winner = self._fastest()
             return self.winner
-        if step == WARM_STEPS + ROUNDS * TIMED_STEPS:
+        if self._batch == self._length * (WARM_STEPS + ROUNDS * TIMED_STEPS):
             self._batch = 0
             self._resting, self._working = self._clock.allocated(), self._clock.peak()
             self._others = self._clock.recorded()
         return self._way
+
+    def interrupt(self) -> None:
+        """Record that something else runs between two steps, as an evaluation: the round is timed once more."""
+        self._interrupted = True
 
     @property
     def _way(self) -> str:

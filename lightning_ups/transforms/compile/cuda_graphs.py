@@ -176,10 +176,13 @@ class Slot:
         if self.is_free:
             self._demand.forget(self.recording)
 
-    def close(self) -> None:
-        """Free its memory; it must be free, and no gradient may lie in it."""
+    def close(self) -> bool:
+        """Free its memory, unless something may still be read there; return whether it is freed."""
+        if not self.is_free or self.recording.is_kept:
+            return False
         self._demand.forget(self.recording)
         self.recording.close()
+        return True
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -228,6 +231,10 @@ class OwnGradients:
             parameter.grad = own
         if ours:
             torch._foreach_copy_(ours, theirs)  # one launch, where a loop would have one for each
+
+    def forget(self) -> None:
+        """Free the memory that no gradient lies in; call it when no graph will run any more."""
+        self._held, self._own = [], [None] * len(self._parameters)
 
     def _look(self) -> None:
         # Walking through all modules takes ten times as long as seeing that none of them holds anything else now.

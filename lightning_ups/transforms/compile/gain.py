@@ -64,7 +64,7 @@ def gain_of(
         clock: The times of the host and of the device.
     """
     # A timer around each graph would leave out guards and the code between graphs, which is where host-bound modules
-    # lose. Alternating whole steps would mix two roundings in one run, and could run out of memory in a backward.
+    # lose.
     if any(map(has_hooks, module.modules())):
         return None  # which are the user's, and may count
     state, drawn, start = State(module), host_state(), dynamo.mark()

@@ -33,6 +33,7 @@ MOST_GRAPHS = 12  # in a step: the memory of each recording is rounded up to som
 MOST_RECORDINGS = 8  # beyond those of the first call
 MOST_WAITS = 20
 MOST_CHOICES = 3  # after each of which the model was compiled again
+_KEPT: list[Slot] = []  # of runs that have ended, while somebody keeps a tensor in their memory
 
 
 class Call(NamedTuple):
@@ -57,24 +58,28 @@ _PLAIN = (bool, int, float, str, Enum, torch.dtype, torch.device, type(None))
 
 def call_of(block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Return what tells a call of the ``module`` named ``block`` from others: sizes, types and plain values."""
-    return Call(block, module.training, tuple(_kinds((args, kwargs))))
+    return Call(block, module.training, tuple(_kinds((args, kwargs), ())))
 
 
-def _kinds(value: Any) -> Iterator[Hashable]:
+def _kinds(value: Any, around: tuple[int, ...]) -> Iterator[Hashable]:
+    if id(value) in around:  # as in a list that holds itself
+        yield _Unknown(type(value).__name__)
+        return
+    around = (*around, id(value))
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         yield value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     elif isinstance(value, (list, tuple)):
         yield type(value), len(value)
         for item in value:
-            yield from _kinds(item)
+            yield from _kinds(item, around)
     elif isinstance(value, Mapping):
         yield type(value), (*value,)
         for item in value.values():
-            yield from _kinds(item)
+            yield from _kinds(item, around)
     elif is_dataclass(value) and not isinstance(value, type):
         yield type(value)
         for field in fields(value):
-            yield from _kinds(getattr(value, field.name, None))
+            yield from _kinds(getattr(value, field.name, None), around)
     else:
         yield value if isinstance(value, _PLAIN) else _Unknown(type(value).__name__)
 
@@ -112,7 +117,9 @@ class Replay:
         self._frame: Frame | None = None
         self.slot: Slot | None = None  # that is in use
         self._tries = False  # in the present call
+        self._may_try = False  # since what the module holds can be put back
         self._proven: set[Call] = set()
+        self._short: set[Call] = set()  # of another slot
         self._waits: Counter[_Key] = Counter()  # calls in a row that found no slot free
         self._choices = self._steps = 1
         self._recorded = 0
@@ -136,6 +143,11 @@ class Replay:
     def is_over(self) -> bool:
         """Whether CUDA graphs have no part in steps to come."""
         return self.idle and not self.gradients and not self._retired
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether anything has been recorded since the choice was made."""
+        return any(slot.recorded for slot in chain.from_iterable(self._slots.values()))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -242,7 +254,8 @@ class Replay:
     def run(self, call: Call, frame: Frame, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
         """Return whether ``call`` has run, and what it returned; if it has not, CUDA graphs are given up."""
         self._now, self._frame, self.slot, self._tries = call, frame, None, False
-        kept = None if call in self._proven else State(module)
+        self._may_try = call not in self._proven or call in self._short
+        kept = State(module) if self._may_try else None
         start, variants, failure, outputs = dynamo.mark(), len(frame.askers), None, None
         try:
             with calling(self):
@@ -296,8 +309,8 @@ class Replay:
         """Give up if the graphs are recorded over and over; call it after each step."""
         if not self.active:
             return
-        recorded = [slot for slot in chain.from_iterable(self._slots.values()) if slot.recorded]
-        if any(slot.recording.count > slot.recorded + MOST_RECORDINGS for slot in recorded):
+        slots = chain.from_iterable(self._slots.values())
+        if any(slot.recorded and slot.recording.count > slot.recorded + MOST_RECORDINGS for slot in slots):
             self.give_up(
                 "they are recorded anew in one step after another, since something keeps what a graph returned, or"
                 " brings weights and buffers to other memory"
@@ -309,16 +322,19 @@ class Replay:
         for slot in chain.from_iterable(self._slots.values()):
             slot.retire()
             self._retired.append(slot)
-        for known in (self._slots, self._waits, self._proven, self._chosen):
+        for known in (self._slots, self._waits, self._proven, self._short, self._chosen):
             known.clear()
 
-    def free(self, *, everything: bool = False) -> None:
+    def free(self) -> None:
         """Free memory of recordings that are not used any more; call it after gradients were moved out."""
-        if everything:
-            self._retire()
-        for slot in [slot for slot in self._retired if slot.is_free]:
-            self._retired.remove(slot)
-            slot.close()
+        if self._retired:
+            self._retired = [slot for slot in self._retired if not slot.close()]
+
+    def end(self) -> None:
+        """Free the memory of all recordings. What somebody still uses is freed when another run ends."""
+        self._retire()
+        _KEPT[:] = [slot for slot in (*_KEPT, *self._retired) if not slot.close()]
+        self._retired.clear()
 
     def leave(self, reason: str) -> None:
         """Go on without CUDA graphs, as the better choice."""
@@ -348,8 +364,12 @@ class Replay:
             slots = self._slots.setdefault(key, [])
             self.slot = next((slot for slot in slots if slot.is_free), None)
             if self.slot is None and len(slots) < self._chosen[key]:
-                self.slot = Slot(demand)
-                slots.append(self.slot)
+                if self._may_try:
+                    self.slot = Slot(demand)
+                    slots.append(self.slot)
+                    self._short.discard(self._now)
+                else:
+                    self._short.add(self._now)
             self._waits[key] = 0 if self.slot is not None else self._waits[key] + 1
         return self.slot is not None
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ups.transforms.compile.contest import ROUNDS, TIMED_STEPS, WARM_STEPS, Contest
+from lightning_ups.transforms.compile.contest import MOST_REPEATS, ROUNDS, TIMED_STEPS, WARM_STEPS, Contest
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Clock:
         return 2**35 + (self.bytes if self.records else 0)  # some of it by others
 
 
-def run(costs, *, length=1, stalls=(), recorded=2**30):
+def run(costs, *, length=1, stalls=(), recorded=2**30, evaluates=()):
     """Return the contest between ways that cost so many milliseconds, and the way of each step."""
     clock = Clock(recorded)
     contest, ran = Contest(clock, [*costs], length=length), []
@@ -35,6 +35,9 @@ def run(costs, *, length=1, stalls=(), recorded=2**30):
         clock.records = clock.records or way == "graphs"
         clock.time += 0.1
         clock.behind += costs[way] - 0.1 + (50 if len(ran) in stalls else 0)
+        if len(ran) in evaluates:
+            contest.interrupt()
+            clock.behind += 50
     assert contest.begin_step() == contest.winner
     return contest, ran[:-1]
 
@@ -79,3 +82,18 @@ def test_recordings_that_take_more_memory_than_a_step_do_not_win(recorded, winne
 def test_recordings_of_others_do_not_count():
     contest, _ = run({"uncompiled": 10.0, "compiled": 5.0})
     assert contest.winner == "compiled"
+
+
+def test_a_round_with_an_evaluation_in_it_is_timed_once_more():
+    costs, each = {"compiled": 5.0, "graphs": 4.0}, WARM_STEPS + ROUNDS * TIMED_STEPS
+    evaluates = range(1, 4 * TIMED_STEPS, TIMED_STEPS)  # the first comes while it warms up
+    contest, ran = run(costs, evaluates=evaluates)
+    assert contest.winner == "graphs"
+    assert {way: contest.ms(way) for way in costs} == pytest.approx(costs)
+    assert len(ran) == 2 * each + 3 * TIMED_STEPS
+
+
+def test_evaluations_in_every_round_do_not_last_for_ever():
+    contest, ran = run({"compiled": 5.0, "graphs": 4.0}, evaluates=range(1000))
+    assert contest.winner is not None
+    assert len(ran) == 2 * (WARM_STEPS + ROUNDS * TIMED_STEPS) + MOST_REPEATS * TIMED_STEPS

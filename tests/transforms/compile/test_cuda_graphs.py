@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand
 from lightning_ups.transforms.compile.cuda_graphs import (
@@ -29,6 +30,21 @@ def test_gradients_survive_that_their_memory_is_overwritten():
         kept.append([p.grad for p in module.parameters()])
         module.zero_grad()
     assert all(a is b for a, b in zip(*kept, strict=True))  # allocated once
+
+
+def test_memory_for_gradients_can_be_let_go():
+    module, x = nn.Linear(3, 2), torch.ones(4, 3)
+    own = OwnGradients(module)
+    module(x).sum().backward()
+    own.take()
+    memory = StorageWeakRef(module.weight.grad.untyped_storage())
+    module.zero_grad()
+    assert not memory.expired()
+    own.forget()
+    assert memory.expired()
+    module(x).sum().backward()
+    own.take()
+    assert module.weight.grad.tolist() == [[4.0] * 3] * 2
 
 
 def test_a_second_backward_adds_to_them_in_place():

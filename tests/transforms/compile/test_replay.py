@@ -68,6 +68,9 @@ def test_a_call_knows_what_it_does_not_know():
     assert call_of("net", module, (Batch(x),), {}) != call_of("net", module, (Batch(x[:1]),), {})
     assert call_of("net", module, (Batch(x),), {}) != call_of("net", module, (Batch(x, "b"),), {})
     assert call_of("net", module, ([x, Graph()],), {}).unknown == "Graph"
+    endless = [x]
+    endless.append(endless)
+    assert call_of("net", module, (endless,), {}).unknown == "list"
     assert call_of("net", module, (x.to_sparse_csr(),), {}).unknown == "Tensor"
     assert call_of("net", module, (torch.nested.nested_tensor([x, x[:1]]),), {}).unknown == "Tensor"
 
@@ -75,12 +78,14 @@ def test_a_call_knows_what_it_does_not_know():
 class Loop:
     """A training loop by hand around a model that may be replayed."""
 
-    def __init__(self, model, clock):
+    def __init__(self, model, clock, *, blocks=None):
         self.model, self.told = model, []
         compiler = Compiler(backend="ups_modes", mode="reduce-overhead", on_demand=True)
         self.replay = Replay(clock, tell=self.told.append)
         self.gradients = OwnGradients(model)
-        self.context = compiled({"": model}, compiler, replay=self.replay, trial=True, gradients=self.gradients)
+        self.context = compiled(
+            blocks or {"": model}, compiler, replay=self.replay, trial=True, gradients=self.gradients
+        )
 
     def step(self, x, *, backward=True):
         self.begin_step()
@@ -259,8 +264,56 @@ def test_each_run_has_recordings_of_its_own_and_frees_them():
         assert loop.replay.facts["recorded"] == 2
         assert backends.recordings() == 2
         slots = [slot for slots in loop.replay._slots.values() for slot in slots]
-        loop.replay.free(everything=True)
+        loop.replay.end()
         assert [slot.recording.parts for slot in slots] == [{}]
+
+
+def test_memory_that_somebody_uses_after_a_run_is_freed_when_another_run_ends(monkeypatch):
+    kept = [True]
+    monkeypatch.setattr(Recording, "is_kept", property(lambda recording: kept[0]))
+    loop = Loop(net(), FixedClock(2.0, 1.0))
+    with loop.context:
+        for _ in range(3):
+            loop.step(torch.randn(3, 4))
+    (slot,) = [slot for slots in loop.replay._slots.values() for slot in slots]
+    loop.replay.end()
+    assert slot.recording.parts
+    kept[0] = False
+    Replay(FixedClock(2.0, 1.0), tell=print).end()
+    assert not slot.recording.parts
+
+
+def test_a_recording_that_finds_no_memory_in_a_later_step_harms_nothing(monkeypatch):
+    model, x = net(), torch.randn(3, 4)
+    loop, run = Loop(model, FixedClock(2.0, 1.0)), Recording.run
+
+    def full(recording, *args, **kwargs):
+        if recording not in known:
+            raise torch.OutOfMemoryError("no room for another recording")
+        return run(recording, *args, **kwargs)
+
+    with loop.context:
+        losses(loop, lambda loop: model(x).sum() + model(x * 0).sum(), steps=1)
+        assert [*loop.replay._chosen.values()] == [2]
+        for _ in range(3):  # one after another, so that one recording serves both
+            losses(loop, lambda loop: model(x).sum(), steps=1)
+        known = [slot.recording for slots in loop.replay._slots.values() for slot in slots]
+        assert len(known) == 1
+        monkeypatch.setattr(Recording, "run", full)
+        for _ in range(3):
+            losses(loop, lambda loop: model(x).sum() + model(x * 0).sum(), steps=1)
+    assert loop.replay.idle
+    assert "it ran out of memory" in str(loop.replay.choice)
+
+
+def test_a_model_without_a_backward_is_recorded_beside_one_that_has_one():
+    backbone, head, x = net().requires_grad_(False), nn.Linear(2, 2), torch.randn(3, 4)
+    model = nn.ModuleDict({"backbone": backbone, "head": head})
+    loop = Loop(model, FixedClock(2.0, 1.0), blocks={"backbone": backbone, "head": head})
+    with loop.context:
+        found = losses(loop, lambda loop: head(backbone(x)).square().sum())
+    assert all(torch.equal(found[0][1][-1], gradients[-1]) for _, gradients in found)
+    assert loop.replay.facts["recorded"] == 3
 
 
 def test_recordings_beyond_a_few_end_it_in_the_middle_of_a_run(monkeypatch):
@@ -295,7 +348,7 @@ def losses(loop, step, *, steps=5):
         loss = step(loop)
         loop.backward(loss)
         loop.end_step()
-        found.append((loss.item(), [p.grad.clone() for p in loop.model.parameters()]))
+        found.append((loss.item(), [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]))
         loop.model.zero_grad()
     return found
 
@@ -315,9 +368,10 @@ def twice_and_once_more(loop):
 
 
 @pytest.mark.parametrize(
-    ("step", "runs", "recorded"), [(two_views, 4, 4), (twice_in_turn, 4, 2), (twice_and_once_more, 6, 4)]
+    ("step", "runs", "recorded", "launched"),
+    [(two_views, 4, 4, 0), (twice_in_turn, 4, 2, 0), (twice_and_once_more, 6, 4, 2)],
 )
-def test_all_calls_of_a_step_are_replayed(step, runs, recorded):
+def test_all_calls_of_a_step_are_replayed(step, runs, recorded, launched):
     expected, loop = net(), Loop(net(), FixedClock(2.0, 1.0))
     eager = Loop(expected, FixedClock(2.0, 1.0))
     references = losses(eager, step)  # without the context nothing is compiled
@@ -326,7 +380,7 @@ def test_all_calls_of_a_step_are_replayed(step, runs, recorded):
     torch.testing.assert_close(found, references)
     assert loop.replay.active
     assert loop.replay.facts["recorded"] == recorded == backends.recordings()
-    assert len(backends.RECORDED) == 4 * runs + 3 * recorded  # four steps, and three rounds of each trial
+    assert len(backends.RECORDED) == 4 * runs - launched + 3 * recorded  # four steps, and three rounds of each trial
 
 
 class Broken(nn.Module):

@@ -67,6 +67,12 @@ class Recording:
         manager = None if self._container is None else self._container.tree_manager
         return 0 if manager is None or manager.roots is None else _count(manager.roots)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody keeps a tensor that lies in its memory."""
+        manager = None if self._container is None else self._container.tree_manager
+        return manager is not None and bool(manager.live_cudagraph_pool_storages_in_curr_execution())
+
     def holds(self, values: Iterable[Any]) -> bool:
         """Return whether one of ``values`` lies in memory of the recording."""
         known = self._addresses
@@ -90,7 +96,7 @@ class Recording:
         is_settled = part in self._settled
         given = set[int]() if is_settled else _addresses(inputs)
         containers = trees.get_obj(trees.local, "tree_manager_containers")
-        of_others = containers.get(device)
+        of_others, before = containers.get(device), self._node
         containers[device] = self._container
         try:
             outputs = self.parts[part](inputs)
@@ -99,16 +105,22 @@ class Recording:
                 del containers[device]
             else:
                 containers[device] = of_others
-        manager = self._container.tree_manager
-        if manager is not None and manager.current_node in self._nodes:
+        node = self._node
+        if node in self._nodes:
             self._settled.add(part)
         elif is_settled:  # recorded anew: its addresses are not known, so this one backward is launched
             self._settled.remove(part)
-        else:
+        elif node is not before:  # else torch has launched it, and its outputs lie in other memory
             self._addresses |= _addresses(outputs) - given
-            if manager is not None and hasattr(manager.current_node, "children"):  # and not one that warms up
-                self._nodes.add(manager.current_node)
+            if hasattr(node, "children"):  # and not one that warms up
+                self._nodes.add(node)
         return outputs
+
+    @property
+    def _node(self) -> Any:
+        """The node of the tree that has run last."""
+        manager = None if self._container is None else self._container.tree_manager
+        return None if manager is None else manager.current_node
 
     def close(self) -> None:
         """Free its memory. Nothing may use what is in it any more."""
@@ -130,7 +142,7 @@ class Demand:
     def __init__(self) -> None:
         self._recordings: list[Recording] = []
         self._in_use = local()  # of each thread
-        self._has_backward = False  # that can be recorded
+        self._can_record = False  # nothing is recorded of a forward whose backward cannot be
 
     @contextmanager
     def using(self, recording: Recording) -> Iterator[None]:
@@ -154,7 +166,7 @@ class Demand:
         """Return a function that replays ``model`` where that is demanded, and else runs it."""
         launched = _aligned(model, static, options.get("mutated_input_idxs", ()))
         is_backward, part, device = options["is_backward"], object(), options.get("device_index", 0)
-        self._has_backward |= is_backward
+        self._can_record |= is_backward or options.get("is_inference", False)
 
         def run(inputs: list[Any]) -> Any:
             recording = self._of_backward(inputs) if is_backward else self._of_forward()
@@ -166,7 +178,7 @@ class Demand:
         return run
 
     def _of_forward(self) -> Recording | None:
-        return getattr(self._in_use, "recording", None) if self._has_backward else None
+        return getattr(self._in_use, "recording", None) if self._can_record else None
 
     def _of_backward(self, inputs: Sequence[Any]) -> Recording | None:
         """Return the recording of the forward that has saved some of ``inputs``."""

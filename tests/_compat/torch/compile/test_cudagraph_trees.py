@@ -16,6 +16,7 @@ from lightning_ups._compat.torch.compile.cudagraph_trees import (
     marked_steps,
     recorded_on_demand,
 )
+from tests import backends
 
 
 def node(**children):
@@ -87,6 +88,7 @@ class Recorder:
     def cudagraphify(self, model, static_input_idxs=(), **options):
         def run(inputs):
             self.replayed.append("backward" if options["is_backward"] else "forward")
+            backends.runs(run)
             self.memory.append(outputs := model(inputs))
             return outputs
 
@@ -173,12 +175,30 @@ def test_each_backward_runs_in_the_recording_of_its_forward(recorder):
     assert ran[4:] == [second, second]
 
 
-def test_a_forward_without_a_backward_that_can_be_replayed_is_launched(recorder):
-    demand, module = Demand(), nn.Linear(4, 4)
+def test_what_needs_no_gradient_is_replayed_without_a_backward(recorder):
+    demand, module = Demand(), nn.Linear(4, 4).requires_grad_(False)
     run = compiled_on_demand(module, demand)
-    with torch.no_grad(), demand.using(Recording()):
+    with demand.using(Recording()):
         torch.testing.assert_close(run(torch.ones(2, 4)), module(torch.ones(2, 4)))
+    assert recorder.replayed == ["forward"]
+
+
+def test_a_forward_whose_backward_cannot_be_replayed_is_launched(recorder):
+    demand, forward = Demand(), recorder.cudagraphify(lambda inputs: [*inputs], is_backward=False)
+    run = demand.on_demand(lambda *_, **__: forward, lambda inputs: [*inputs], (), {"is_backward": False})
+    with demand.using(Recording()):
+        run([torch.ones(2)])
     assert recorder.replayed == []
+
+
+def test_addresses_of_what_torch_did_not_record_are_not_remembered(recorder):
+    recording, outside = Recording(), torch.ones(2)
+    recording.run(
+        "forward", lambda: recorder.cudagraphify(lambda inputs: [torch.ones(2)], is_backward=False), [], device=0
+    )
+    recording.run("outside", lambda: lambda inputs: [outside], [], device=0)
+    assert recording.holds(recorder.memory[0])
+    assert not recording.holds([outside])
 
 
 def test_a_recording_runs_beside_torchs_own(recorder):
