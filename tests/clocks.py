@@ -89,6 +89,12 @@ class Machine:
     def recorded(self):
         return 0
 
+    def reset_peak(self):
+        pass
+
+    def release(self):
+        pass
+
 
 class FixedClock:
     """Says that each forward and backward together are launched in ``launch`` ms and computed in ``device`` ms."""
@@ -135,6 +141,12 @@ class FixedClock:
 
     def recorded(self):
         return 0
+
+    def reset_peak(self):
+        pass
+
+    def release(self):
+        pass
 
 
 class HostClock(FixedClock):

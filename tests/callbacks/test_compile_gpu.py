@@ -1,6 +1,7 @@
 """CUDA graphs on a GPU, chosen by ``Compile(mode="auto")`` and asked for, against the default mode."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -396,12 +397,21 @@ def test_a_frozen_backbone_is_replayed_without_a_backward(monkeypatch):
 
 
 class Hoarding(Tiny):
-    """Keeps the gradients of its last step as they are."""
+    """Keeps the gradients of its tenth step, and may fail in it."""
+
+    fails = False
 
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
-        self.hoard = [p.grad for p in self.parameters()]
-        self.copies = [grad.clone() for grad in self.hoard]
+        if len(self.norms) == 10:
+            self.hoard = [p.grad for p in self.parameters()]
+            self.copies = [grad.clone() for grad in self.hoard]
+            if self.fails:
+                raise KeyError("amid a run")
+
+
+class Failing(Hoarding):
+    fails = True
 
 
 def reserved_by_recordings():
@@ -410,32 +420,15 @@ def reserved_by_recordings():
     return CudaClock(torch.device("cuda")).recorded()
 
 
-def test_gradients_that_are_kept_stay_as_they_are_after_the_run(monkeypatch):
-    model, _ = fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), module=Hoarding)
-    assert model.report["chosen"]["recorded"] == 2
+@pytest.mark.parametrize("module", [Hoarding, Failing])
+def test_gradients_that_are_kept_stay_as_they_are_after_the_run(monkeypatch, module):
+    made = [module()]
+    model = made[0]
+    with pytest.raises(KeyError, match="amid a run") if module.fails else nullcontext():
+        fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), module=made.pop)
     assert reserved_by_recordings() > 0
     others = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
     assert all(torch.equal(*pair) for pair in zip(model.hoard, model.copies, strict=True))
-    del others, model
-    fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2))
-    assert reserved_by_recordings() == 0
-
-
-class Failing(Tiny):
-    def on_before_optimizer_step(self, optimizer):
-        super().on_before_optimizer_step(optimizer)
-        if len(self.norms) == 5:
-            raise KeyError("amid a run")
-
-
-def test_after_an_error_gradients_are_kept_and_recordings_are_freed_with_the_next_run(monkeypatch):
-    made = [Failing()]
-    model = made[0]
-    with pytest.raises(KeyError, match="amid a run"):
-        fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2), module=made.pop)
-    norms = [p.grad.float().norm().item() for p in model.parameters()]
-    others = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
-    assert [p.grad.float().norm().item() for p in model.parameters()] == norms == model.norms[-1]
     del others, model
     fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2))
     assert reserved_by_recordings() == 0

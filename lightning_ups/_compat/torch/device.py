@@ -144,11 +144,20 @@ class CudaClock:
         """Return the most bytes that all tensors have had at once."""
         return torch.cuda.max_memory_allocated(self._device)
 
+    def reset_peak(self) -> None:
+        """Count the peak from now on."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def release(self) -> None:
+        """Give memory that nothing uses back to the device."""
+        torch.cuda.empty_cache()
+
     def recorded(self) -> int:
-        """Return the bytes that CUDA graphs keep to themselves."""
+        """Return the bytes that CUDA graphs keep to themselves, without those of tensors."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == index)
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+        private = (s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+        return sum(s["total_size"] - s["allocated_size"] for s in private)
 
     def _time_of_spin(self) -> float:
         start = self.mark()

@@ -6,12 +6,12 @@ between, or the data may be late. So whatever was chosen by parts is compared on
 
 from collections.abc import Sequence
 
-from lightning_ups.transforms.compile.mode import LEAST_OUTPUT, Clock
+from lightning_ups.transforms.compile.mode import LEAST_OUTPUT, Clock, mib
 
 __all__ = ["Contest"]
 
 WARM_STEPS, ROUNDS, TIMED_STEPS = 2, 3, 4
-MORE_MEMORY = 0.05  # of the peak
+MORE_MEMORY = 0.05  # of what a step takes uncompiled
 CLEARLY = 0.02  # of a step: what two measurements of one thing may differ by
 MOST_REPEATS = 6  # of rounds that were interrupted
 
@@ -19,20 +19,23 @@ MOST_REPEATS = 6  # of rounds that were interrupted
 class Contest:
     """Times ways to run a step, one after another.
 
-    Not by turns, since CUDA graphs keep memory to themselves as soon as they are recorded.
+    Not by turns, since CUDA graphs keep memory to themselves as soon as they are recorded. The peak of memory that the
+    device counts is reset for each way.
 
     Args:
         clock: The times of the host and of the device.
         ways: Their names, in the order in which they are timed. The last one wins, unless another is clearly faster or
-            the CUDA graphs of the last one take more memory than a step without them.
+            it takes more memory than the first.
         length: Batches of an optimizer step.
+        spare: Bytes that a step uncompiled is expected to take beyond the first way.
     """
 
-    def __init__(self, clock: Clock, ways: Sequence[str], *, length: int = 1) -> None:
-        self._clock, self._length = clock, length
+    def __init__(self, clock: Clock, ways: Sequence[str], *, length: int = 1, spare: int = 0) -> None:
+        self._clock, self._length, self._spare = clock, length, spare
         self._times: dict[str, list[float]] = {way: [] for way in ways}
+        self._memory: dict[str, int] = {}
+        self._others = clock.recorded()
         self._batch, self._began = -1, 0.0  # of the present way
-        self._resting, self._working, self._others = 0, 0, 0  # bytes, before the last way
         self._interrupted, self._repeats = False, 0
         self.winner: str | None = None
 
@@ -45,20 +48,22 @@ class Contest:
         if step < WARM_STEPS or (step - WARM_STEPS) % TIMED_STEPS or between:
             return self._way
         self._clock.wait()
-        now = self._clock.now()
+        now, way = self._clock.now(), self._way
         if self._interrupted and step > WARM_STEPS and self._repeats < MOST_REPEATS:
             self._batch -= self._length * TIMED_STEPS
             self._repeats += 1
+            self._clock.reset_peak()
         elif step > WARM_STEPS:
-            self._times[self._way].append((now - self._began) / (self._length * TIMED_STEPS))
+            self._times[way].append((now - self._began) / (self._length * TIMED_STEPS))
+        else:
+            self._clock.reset_peak()
         self._began, self._interrupted = now, False
-        if all(len(times) == ROUNDS for times in self._times.values()):
+        if self._batch == self._length * (WARM_STEPS + ROUNDS * TIMED_STEPS):
+            self._memory[way] = self._clock.peak() + self._clock.recorded() - self._others
+            self._batch = 0
+        if len(self._memory) == len(self._times):
             self.winner = self._fastest()
             return self.winner
-        if self._batch == self._length * (WARM_STEPS + ROUNDS * TIMED_STEPS):
-            self._batch = 0
-            self._resting, self._working = self._clock.allocated(), self._clock.peak()
-            self._others = self._clock.recorded()
         return self._way
 
     def interrupt(self) -> None:
@@ -70,7 +75,10 @@ class Contest:
         return next(way for way, times in self._times.items() if len(times) < ROUNDS)
 
     def _fastest(self) -> str:
-        ways = [*self._times][: -1 if self._takes_too_much else None]
+        first = next(iter(self._times))
+        usual = self._memory[first] + self._spare
+        most = usual + max(MORE_MEMORY * usual, LEAST_OUTPUT)
+        ways = [way for way in self._times if way == first or self._memory[way] <= most]
         best = ways[-1]
         for way in reversed(ways[:-1]):
             won = sum(one < other for one, other in zip(self._times[way], self._times[best], strict=True))
@@ -78,15 +86,9 @@ class Contest:
                 best = way
         return best
 
-    @property
-    def _takes_too_much(self) -> bool:
-        """Whether what the last way has recorded takes more memory than a step before it."""
-        more = self._clock.recorded() - self._others - (self._working - self._resting)
-        return more > max(MORE_MEMORY * self._working, LEAST_OUTPUT)
-
     def ms(self, way: str) -> float:
         """Return how long a step takes at its best."""
         return min(self._times[way])
 
     def __str__(self) -> str:
-        return ", ".join(f"{self.ms(way):.3g} ms {way}" for way in self._times)
+        return ", ".join(f"{self.ms(way):.3g} ms {way} ({mib(self._memory[way])} MiB)" for way in self._times)

@@ -22,15 +22,19 @@ LEAST_LOSS = 0.02  # what two measurements of one thing may differ by
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """How long a forward and a backward of a module take.
+    """How long a forward and a backward of a module take, and the bytes that the one keeps for the other.
 
     Args:
         compiled_ms: Compiled.
         eager_ms: Uncompiled.
+        compiled_bytes: Compiled.
+        eager_bytes: Uncompiled.
     """
 
     compiled_ms: float
     eager_ms: float
+    compiled_bytes: int = 0
+    eager_bytes: int = 0
 
     @property
     def is_loss(self) -> bool:
@@ -73,16 +77,19 @@ def gain_of(
             torch.autograd.set_detect_anomaly(mode=False),
             torch.autograd.graph.saved_tensors_hooks(_AS_IT_IS, _AS_IT_IS),  # hides those around the module
         ):
-            rounds: list[tuple[float, float]] = []
+            rounds: list[list[float]] = []
+            kept: list[int] = []
             while len(rounds) <= ROUNDS and sum(map(sum, rounds[1:])) < MOST_MS:
                 start = start if rounds[1:] else dynamo.mark()
-                times = []
+                rounds.append([])
+                kept.clear()
                 for run in (compiled, eager):
                     try:
-                        times.append(_time(module, run, args, kwargs, clock))
+                        ms, size = _measure(module, run, args, kwargs, clock)
                     finally:
                         state.put_back()
-                rounds.append((times[0], times[1]))
+                    rounds[-1].append(ms)
+                    kept.append(size)
     except Exception:  # noqa: BLE001  (nothing that is only measured may end a run)
         return None
     finally:
@@ -90,12 +97,13 @@ def gain_of(
     if dynamo.compiled_since(start):
         return None
     compiled_ms, eager_ms = map(median, zip(*rounds[1:], strict=True))
-    return Gain(compiled_ms=compiled_ms, eager_ms=eager_ms)
+    return Gain(compiled_ms=compiled_ms, eager_ms=eager_ms, compiled_bytes=kept[0], eager_bytes=kept[1])
 
 
-def _time(
+def _measure(
     module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], clock: Clock
-) -> float:
+) -> tuple[float, int]:
+    """Return the milliseconds of a forward and a backward, and the bytes that are kept between the two."""
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()  # it would hold casts whose backward has been
     copies: dict[int, Tensor] = {}
@@ -111,13 +119,13 @@ def _time(
     wanted = [t for t in (*module.parameters(), *copies.values()) if t.requires_grad and not t._backward_hooks]
     outputs: list[Tensor] = []
     clock.wait()
-    start = clock.now()
+    before, start = clock.allocated(), clock.now()
     dynamo.tree_map(lambda t: outputs.append(t) or t, run(module, *args, **kwargs))
-    outputs = [output for output in outputs if output.requires_grad]
+    kept, outputs = clock.allocated() - before, [output for output in outputs if output.requires_grad]
     with no_autocast({output.device.type for output in outputs}):
         torch.autograd.grad(outputs, wanted, [torch.zeros_like(output) for output in outputs], allow_unused=True)
     clock.wait()
-    return clock.now() - start
+    return clock.now() - start, kept
 
 
 # Disabled, or Dynamo would compile it for the parts of a forward that are in no graph.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from lightning_ups.transforms.compile.cuda_graphs import owned, size
 from lightning_ups.transforms.compile.trial import Rehearsal
 
-__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", "together", "unfit"]
+__all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", "mib", "together", "unfit"]
 
 # Of the device's time. Above the one, the host is certainly too slow, since a loop does more than launch; below the
 # other, what launching costs is hidden whatever else the loop does. Between them whole steps are timed.
@@ -74,9 +74,15 @@ class Clock(Protocol):
         """Return the most bytes that all tensors have had at once."""
         ...
 
+    def reset_peak(self) -> None:
+        """Count the peak from now on."""
+
     def recorded(self) -> int:
-        """Return the bytes that CUDA graphs keep to themselves."""
+        """Return the bytes that CUDA graphs keep to themselves, without those of tensors."""
         ...
+
+    def release(self) -> None:
+        """Give memory that nothing uses back to the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +178,7 @@ def unfit(timing: Timing) -> str | None:
         return f"the device did not wait while {launched}, and its own time is not known"
     copies = 2 * timing.output_bytes  # of outputs, and of the gradients that come back
     if copies > max(OUTPUT_SHARE * timing.peak, LEAST_OUTPUT):
-        return f"copies of what it returns would take {_mib(copies)} MiB beside {_mib(timing.peak)}"
+        return f"copies of what it returns would take {mib(copies)} MiB beside {mib(timing.peak)}"
     return None
 
 
@@ -201,7 +207,7 @@ def _forbidden(timing: Timing) -> str | None:
     kept = timing.saved_bytes + timing.output_bytes  # outputs are copied
     if kept > SAVED_SHARE * timing.room:
         return (
-            f"a graph would keep {_mib(kept)} MiB of activations and outputs to itself, and {_mib(timing.room)} MiB"
+            f"a graph would keep {mib(kept)} MiB of activations and outputs to itself, and {mib(timing.room)} MiB"
             " are free"
         )
     return None
@@ -216,7 +222,8 @@ def _compared(timing: Timing) -> str:
     return f"{launch}, {device}, and the host {timing.step_ms:.3g} for a whole step"
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """Return ``size``, in bytes, in MiB."""
     return f"{size / 2**20:.0f}"
 
 

@@ -327,14 +327,17 @@ class Replay:
 
     def free(self) -> None:
         """Free memory of recordings that are not used any more; call it after gradients were moved out."""
-        if self._retired:
-            self._retired = [slot for slot in self._retired if not slot.close()]
+        before, self._retired = self._retired, [slot for slot in self._retired if not slot.close()]
+        if len(self._retired) < len(before):
+            self.clock.release()  # else no other tensor could use it
 
     def end(self) -> None:
         """Free the memory of all recordings. What somebody still uses is freed when another run ends."""
         self._retire()
-        _KEPT[:] = [slot for slot in (*_KEPT, *self._retired) if not slot.close()]
-        self._retired.clear()
+        self._retired += _KEPT
+        self.free()
+        _KEPT[:] = self._retired
+        self._retired = []
 
     def leave(self, reason: str) -> None:
         """Go on without CUDA graphs, as the better choice."""

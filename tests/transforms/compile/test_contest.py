@@ -6,8 +6,8 @@ from lightning_ups.transforms.compile.contest import MOST_REPEATS, ROUNDS, TIMED
 class Clock:
     """A host that takes a given time for each step, and a device that takes longer by ``behind``."""
 
-    def __init__(self, recorded):
-        self.time, self.behind, self.bytes, self.records = 0.0, 0.0, recorded, False
+    def __init__(self):
+        self.time, self.behind, self.top, self.private = 0.0, 0.0, 2**40, 0
 
     def now(self):
         return self.time
@@ -15,29 +15,31 @@ class Clock:
     def wait(self):
         self.time, self.behind = self.time + self.behind, 0.0
 
-    def allocated(self):
-        return 2**30
+    def reset_peak(self):
+        self.top = 0
 
     def peak(self):
-        return 2**32 + (self.bytes if self.records else 0)
+        return self.top
 
     def recorded(self):
-        return 2**35 + (self.bytes if self.records else 0)  # some of it by others
+        return 2**32 + self.private  # some of it by others
 
 
-def run(costs, *, length=1, stalls=(), recorded=2**30, evaluates=()):
-    """Return the contest between ways that cost so many milliseconds, and the way of each step."""
-    clock = Clock(recorded)
-    contest, ran = Contest(clock, [*costs], length=length), []
+def run(costs, *, length=1, stalls=(), memory=None, evaluates=(), spare=0):
+    """Return the contest between ways that cost so many milliseconds and bytes, and the way of each step."""
+    clock, memory = Clock(), memory or {}
+    contest, ran = Contest(clock, [*costs], length=length, spare=spare), []
     while contest.winner is None:
         way = contest.begin_step()
         ran.append(way)
-        clock.records = clock.records or way == "graphs"
+        clock.private = 2**30 if way == "graphs" else 0
+        clock.top = max(clock.top, memory.get(way, 2**34) - clock.private)
         clock.time += 0.1
         clock.behind += costs[way] - 0.1 + (50 if len(ran) in stalls else 0)
         if len(ran) in evaluates:
             contest.interrupt()
             clock.behind += 50
+            clock.top = max(clock.top, 2**36)
     assert contest.begin_step() == contest.winner
     return contest, ran[:-1]
 
@@ -73,15 +75,25 @@ def test_accumulated_batches_stay_together():
     assert all(len({*ran[start : start + 3]}) == 1 for start in range(0, len(ran), 3))
 
 
-@pytest.mark.parametrize(("recorded", "winner"), [(3.1 * 2**30, "graphs"), (3.5 * 2**30, "compiled")])
-def test_recordings_that_take_more_memory_than_a_step_do_not_win(recorded, winner):
-    contest, _ = run({"uncompiled": 9.0, "compiled": 5.0, "graphs": 2.0}, recorded=recorded)
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory", "spare", "winner"),
+    [
+        ({"compiled": 20 * GIB, "graphs": 20.9 * GIB}, 0, "graphs"),
+        ({"compiled": 20 * GIB, "graphs": 21.1 * GIB}, 0, "compiled"),
+        ({"compiled": 20 * GIB, "graphs": 21.1 * GIB}, GIB, "graphs"),  # which is less than uncompiled
+        ({"uncompiled": 25 * GIB, "compiled": 20 * GIB, "graphs": 26 * GIB}, 0, "graphs"),
+        ({"uncompiled": 15 * GIB, "compiled": 20 * GIB, "graphs": 26 * GIB}, 0, "uncompiled"),
+        ({"compiled": 4.1 * GIB, "graphs": 4.13 * GIB}, 0, "graphs"),
+    ],
+)
+def test_what_takes_more_memory_than_a_step_uncompiled_does_not_win(memory, spare, winner):
+    costs = {"uncompiled": 9.0, "compiled": 5.0, "graphs": 2.0}
+    contest, _ = run({way: costs[way] for way in memory}, memory=memory, spare=spare)
     assert contest.winner == winner
-
-
-def test_recordings_of_others_do_not_count():
-    contest, _ = run({"uncompiled": 10.0, "compiled": 5.0})
-    assert contest.winner == "compiled"
+    assert f"graphs ({memory['graphs'] / 2**20:.0f} MiB)" in str(contest)
 
 
 def test_a_round_with_an_evaluation_in_it_is_timed_once_more():
@@ -90,6 +102,7 @@ def test_a_round_with_an_evaluation_in_it_is_timed_once_more():
     contest, ran = run(costs, evaluates=evaluates)
     assert contest.winner == "graphs"
     assert {way: contest.ms(way) for way in costs} == pytest.approx(costs)
+    assert str(2**36 // 2**20) not in str(contest)  # the memory of an evaluation
     assert len(ran) == 2 * each + 3 * TIMED_STEPS
 
 
