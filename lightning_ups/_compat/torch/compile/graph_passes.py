@@ -262,6 +262,7 @@ def _value(node: fx.Node) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
 
 
+_CHANNELS_LAST = 4  # dimensions, from which on a tensor may be in that order
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 
 
@@ -294,14 +295,15 @@ def cast_where_copied(graph: fx.Graph) -> None:
     """Let matrix products be cast while they are copied together, as FSDP2 does, and not before.
 
     A cast by itself reads and writes them once more, and its result is as large again. Of what else there is inductor
-    casts within the kernel that computes it, without rounding in between.
+    casts within the kernel that computes it, without rounding in between. Gradients of convolutions are copied so, too:
+    their memory may be in another order, of which torch 2.11 fails to take a view.
     """
     bucketing = getattr(torch.ops, "bucketing", None)
     target = getattr(getattr(bucketing, "_pre_bucket_reduce_scatter", None), "default", None)
     for node in graph.find_nodes(op="call_function", target=target) if target is not None else ():
         gradients, group_size = node.args
         sources = [_uncast(gradient) for gradient in gradients]
-        if sources == [*gradients]:
+        if sources == [*gradients] and all(_value(gradient).dim() < _CHANNELS_LAST for gradient in gradients):
             continue
         with graph.inserting_before(node):
             dtype = node.meta["val"].dtype

@@ -678,6 +678,17 @@ def test_a_cast_that_nothing_else_needs_is_left_to_the_copy(function, casts):
     assert right.dtype == FULL
 
 
+def test_gradients_in_another_order_of_memory_are_copied_together():
+    def function(a, b):
+        return together(a, b)
+
+    a, b = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(2, 3)
+    graph = make_fx(function, tracing_mode="fake")(a.contiguous(), b)
+    cast_where_copied(graph.graph)
+    graph.recompile()
+    assert torch.equal(graph(a, b), function(a.contiguous(), b))
+
+
 def test_the_operator_is_one_that_compilers_can_trace():
     operator = torch.ops.lightning_ups.reduce_scatter_input.default
     arguments = ([torch.randn(4, 3, dtype=HALF), torch.randn(2)], 2, FULL)
