@@ -430,6 +430,7 @@ def test_gradients_that_are_kept_stay_as_they_are_after_the_run(monkeypatch, mod
     others = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
     assert all(torch.equal(*pair) for pair in zip(model.hoard, model.copies, strict=True))
     del others, model
+    gc.collect()
     fit(monkeypatch, "auto", clock=FixedClock(6.1, 5.2))
     assert reserved_by_recordings() == 0
 

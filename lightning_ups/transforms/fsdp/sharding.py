@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_ups._compat.torch.fsdp.copies import reduce_as_real
 from lightning_ups._compat.torch.fsdp.state import (
     carry_over,
     cast_when_recomputed,
@@ -332,6 +333,8 @@ def _shard_groups(model: nn.Module, plan: _Plan, mesh: DeviceMesh, options: Shar
             **common,
         )
         cast_when_recomputed(part)
+        if _is_complex(plan, group):
+            reduce_as_real(part)
         _keep_name(part)
     _start_alike(model, plan, mesh)
     _cast_around_recurrent_layers(plan, options)
@@ -345,6 +348,8 @@ def _shard_groups(model: nn.Module, plan: _Plan, mesh: DeviceMesh, options: Shar
         ignored_params=set(plan.replicated),
         **common,
     )
+    if _is_complex(plan, model):
+        reduce_as_real(root)
     rehome(root, temporary)
     _keep_name(root).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
     return root

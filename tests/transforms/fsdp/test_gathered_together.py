@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
@@ -109,6 +110,31 @@ def test_they_are_recomputed_too(ranks, tmp_path, name):
     same, graphs, breaks = ranks(compiled_and_not, tmp_path, name, recomputed, {})
     assert same
     assert (graphs, breaks) == (2, 0)
+
+
+def refusing_complex(reduce, seen):
+    def refusing(*args, **kwargs):
+        seen.append(tensor := args[1] if len(args) > 1 else kwargs["input"])
+        if tensor.is_complex():
+            raise TypeError("NCCL has no complex types")
+        return reduce(*args, **kwargs)
+
+    return refusing
+
+
+def reduced_as_by_nccl(path):
+    expected, _, _ = fitted(path / "gloo", "ComplexOperator", [])
+    name = next(name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name))
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, refusing_complex(getattr(dist, name), seen))
+        found, _, _ = fitted(path / "nccl", "ComplexOperator", [])
+    same = all(torch.equal(found["weights"][name], weight) for name, weight in expected["weights"].items())
+    return len(seen) > 0 and found["losses"] == expected["losses"] and same
+
+
+def test_complex_gradients_are_reduced_as_pairs_of_real_ones(ranks, tmp_path):
+    assert ranks(reduced_as_by_nccl, tmp_path)
 
 
 def hooks_after(path):

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from typing_extensions import override
 
 from lightning_ups._compat.patches import FSDP, applied
 
-__all__ = ["copying_beside", "putting_together"]
+__all__ = ["copying_beside", "putting_together", "reduce_as_real"]
 
 _MODULE = f"{FSDP}_fsdp_param_group"
 _FREES = ("_to_sharded", "_to_sharded_post_forward")
@@ -97,3 +100,18 @@ def putting_together(by: Callable[[list[Tensor], Tensor, int], bool]) -> Iterato
 
     with applied(f"{FSDP}_fsdp_collectives:foreach_reduce_scatter_copy_in", asking):
         yield
+
+
+class _AsReal(DefaultReduceScatter):
+    @override
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(_real(output_tensor), _real(input_tensor), *args, **kwargs)
+
+
+def reduce_as_real(module: FSDPModule) -> None:
+    """Let ``module`` reduce complex gradients as pairs of real numbers, since NCCL has no complex types."""
+    module.set_custom_reduce_scatter(_AsReal())
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
