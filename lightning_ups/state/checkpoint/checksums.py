@@ -10,7 +10,8 @@ between have one for each chunk, so that a rank that needs a part of a tensor ve
 
 Note [Sums on the device]. Saving and loading are limited by the cores and the memory of the host. The sums of the rows
 of a tensor on a GPU are therefore computed there, in one call for each tensor. The host receives 8 bytes per row, and
-only computes CRC-32 of these sums and of the bytes after the last row.
+only computes CRC-32 of these sums and of the bytes after the last row. While a checkpoint is loaded, it does so for
+many tensors at once, so that no thread waits for the GPU before it reads the next tensor.
 """
 
 import json
@@ -30,6 +31,7 @@ __all__ = [
     "CHUNK",
     "ROW",
     "DamagedFileError",
+    "ExpectedRows",
     "Piece",
     "Record",
     "RecordReader",
@@ -90,7 +92,7 @@ def worth_summing_on_device(row: Tensor, *, chunk: int) -> bool:
     return row.nbytes >= _WORTH and is_aligned and chunk % ROW == 0
 
 
-def row_sums(row: Tensor) -> memoryview:
+def row_sums(row: Tensor) -> Tensor:
     """Return the sums of the 64-bit words of each whole row of ``row``, added up by its device.
 
     Like those of NumPy, they wrap around.
@@ -98,10 +100,9 @@ def row_sums(row: Tensor) -> memoryview:
     rows = row.nbytes // ROW
     words = row[: rows * ROW].view(torch.int64).view(rows, ROW // 8)
     try:
-        sums = words.sum(1)
+        return words.sum(1)
     except torch.OutOfMemoryError:  # a full GPU can still be saved
-        sums = words.cpu().sum(1)
-    return memoryview(sums.cpu().numpy()).cast("B")  # type: ignore[arg-type]
+        return words.cpu().sum(1)
 
 
 def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> list[int]:
@@ -116,12 +117,18 @@ def _sums(view: memoryview, chunk: int, row_sums: memoryview | None = None) -> l
     """
     if chunk % ROW:
         return [checksum(view[start : start + chunk]) for start in range(0, len(view), chunk)]
-    rows, each = len(view) // ROW, chunk // ROW
+    rows = len(view) // ROW
     if row_sums is None:
         words = np.frombuffer(view, dtype="<u8", count=rows * ROW // 8).reshape(rows, ROW // 8)
         row_sums = memoryview(np.add.reduce(words, axis=1)).cast("B")
+    return _sums_of_rows(row_sums, view[rows * ROW :], chunk)
+
+
+def _sums_of_rows(row_sums: memoryview, rest: bytes | memoryview, chunk: int) -> list[int]:
+    """Return the checksum of each ``chunk`` bytes of rows with these sums and of the bytes after the last row."""
+    rows, each = len(row_sums) // 8, chunk // ROW
     sums = [zlib.crc32(row_sums[8 * start : 8 * (start + each)]) for start in range(0, rows, each)]
-    if rest := view[rows * ROW :]:
+    if rest:
         if rows % each:
             sums[-1] = zlib.crc32(rest, sums[-1])
         else:
@@ -225,17 +232,49 @@ class Unverified:
     name: str
     verifier: "Verifier"
 
-    def check(self, row_sums: memoryview | None = None) -> None:
-        """Verify them now, by the sums of their whole rows if these are known.
+    def check(self) -> None:
+        """Verify them now.
 
         Raises:
             DamagedFileError: If they are not what was written.
         """
-        _check(_sums(self.data, self.chunk, row_sums), self.expected, self.name)
+        _check(_sums(self.data, self.chunk), self.expected, self.name)
+
+    def for_rows(self) -> "ExpectedRows":
+        """Return what verifies them once a device has added up their rows. Their bytes are not needed any more."""
+        rows = len(self.data) // ROW
+        return ExpectedRows(rows, bytes(self.data[rows * ROW :]), self.chunk, self.expected, self.name)
 
     def check_on_host(self) -> None:
         """Let the verifier check them, while more is read."""
         self.verifier.verify(self)
+
+
+@dataclass(frozen=True)
+class ExpectedRows:
+    """Chunks of one record whose rows a device adds up.
+
+    Args:
+        rows: How many.
+        rest: The bytes after the last one.
+        chunk: Bytes of each chunk but the last.
+        expected: The checksum of each chunk.
+        name: Of the file, for the error.
+    """
+
+    rows: int
+    rest: bytes
+    chunk: int
+    expected: tuple[int, ...]
+    name: str
+
+    def check(self, row_sums: memoryview) -> None:
+        """Verify them by the sums of their rows.
+
+        Raises:
+            DamagedFileError: If they are not what was written.
+        """
+        _check(_sums_of_rows(row_sums, self.rest, self.chunk), self.expected, self.name)
 
 
 class Verifier:

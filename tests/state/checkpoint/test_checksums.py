@@ -275,11 +275,30 @@ def test_the_device_computes_the_sums_that_the_host_computes(tmp_path, monkeypat
     assert same(targets, tensors)
 
 
+@pytest.mark.parametrize(("most", "times"), [(2**17, 1), (100, 3)])
+def test_sums_of_a_device_are_looked_at_for_many_tensors_at_once(tmp_path, monkeypatch, most, times):
+    """A thread that waited for those of each tensor would read the next one later."""
+    tensors, seen = {f"w{index}": torch.randn(2**17) for index in range(3)}, []
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    on_host = lanes._on_host
+    monkeypatch.setattr(lanes, "_on_host", lambda found: (seen.append(len(found)), on_host(found))[1])
+    monkeypatch.setattr(lanes, "MOST_ROWS", most)
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    targets = {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()}
+    read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    assert seen == [3 * 128 // times] * times
+    assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    flip(file, 8 * 2**18)
+    with pytest.raises(DamagedFileError, match=file.name):
+        read_into(targets, FolderReader(tmp_path / "a", threads=1))
+
+
 def test_sums_of_rows_wrap_around_on_the_device_as_on_the_host():
     words = torch.full((2, 512), -1)  # 2**64 - 1 as the host reads it
     words[1] = torch.iinfo(torch.int64).max
     found = sums.row_sums(words.view(-1).view(torch.uint8))
-    assert bytes(found) == np.add.reduce(words.numpy().view("<u8"), axis=1).tobytes()
+    assert found.numpy().tobytes() == np.add.reduce(words.numpy().view("<u8"), axis=1).tobytes()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=1))])

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ups._compat.torch.tensors.pinned import pinned, unpin
-from lightning_ups.state.checkpoint.checksums import ROW, Piece, Unverified, row_sums, worth_summing_on_device
+from lightning_ups.state.checkpoint.checksums import (
+    ROW,
+    ExpectedRows,
+    Piece,
+    Unverified,
+    row_sums,
+    worth_summing_on_device,
+)
 
 __all__ = ["Lane", "Lanes", "bytes_of", "lanes_by_default", "on_this_gpu", "spread", "wait_for_devices"]
 
@@ -33,6 +41,7 @@ PIECE = 8 * 2**20  # bytes: long for a bus, and two for each lane still lie in t
 MOST = 8
 _PLAIN = (Tensor, nn.Parameter)
 WORTH = 16 * 2**20  # bytes for which another lane is opened
+MOST_ROWS = 2**17  # whose sums, a MiB of them, are verified at once
 SMALL = 64 * 2**10  # bytes: what is no larger keeps Python busy and not the disk, and threads only disturb each other
 
 
@@ -108,7 +117,12 @@ class Lanes:
         """
         lanes, self._lanes = self._lanes, []
         lanes += [Lane() for _ in range(len(parts) - len(lanes))]
-        crew = _Crew(lanes, lambda number: work(lanes[number], number, parts[number]), size=len(parts))
+
+        def work_to_the_end(number: int) -> None:
+            work(lanes[number], number, parts[number])
+            lanes[number].settle()
+
+        crew = _Crew(lanes, work_to_the_end, size=len(parts))
         try:
             crew.work()
         except BaseException:
@@ -198,6 +212,7 @@ class Lane:
     def __init__(self, *, piece: int = PIECE) -> None:
         self.piece, self._buffers = piece, dict[torch.device, tuple[_Buffer, _Buffer]]()
         self._stopped, self._filled = False, 0
+        self._summed = dict[torch.device, _Summed]()
 
     def stop(self) -> None:
         """Let the thread that works with it end soon; it is of no use afterwards."""
@@ -231,7 +246,7 @@ class Lane:
             yield buffer.content()
 
     def fill(self, target: Tensor, read: Callable[[memoryview, int], Unverified | None]) -> None:
-        """Fill ``target``, one row of bytes, and verify it.
+        """Fill ``target``, one row of bytes, and verify it; `settle` must follow.
 
         Args:
             target: To be filled.
@@ -241,7 +256,8 @@ class Lane:
             DamagedFileError: If something read here or before is not what was written.
         """
         buffers: list[_Buffer] = [] if self._direct(target) else [*self._both(target.device)]
-        on_device = list[tuple[int, Unverified]]()
+        start = end = 0
+        on_device = list[ExpectedRows]()
         for number, piece in enumerate(target.split(self.piece)):
             self.check()
             place = number * self.piece
@@ -256,16 +272,26 @@ class Lane:
                 continue
             place += unverified.start
             if on_device or (buffers and self._sums_on_device(target[place:], unverified.chunk)):
-                on_device.append((place, unverified))
+                start = start if on_device else place
+                end = place + len(unverified.data)
+                on_device.append(unverified.for_rows())
             else:
                 unverified.check_on_host()
-        for buffer in buffers:
-            buffer.wait()
         if on_device:
-            (start, _), (end, last) = on_device[0], on_device[-1]
-            sums = buffers[0].row_sums(target[start : end + len(last.data)])
-            for place, unverified in on_device:
-                unverified.check(_sums_of(sums, place - start, len(unverified.data)))
+            summed = self._summed.setdefault(target.device, _Summed(target.device))
+            summed.add(target[start:end], on_device, after=buffers)
+
+    def settle(self) -> None:
+        """Wait until all is filled, and verified by the devices that hold it.
+
+        Raises:
+            DamagedFileError: If something is not what was written.
+        """
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.wait()
+        for summed in self._summed.values():
+            summed.verify()
 
     def _sums_on_device(self, row: Tensor, chunk: int) -> bool:
         return self.piece % chunk == 0 and worth_summing_on_device(row, chunk=chunk)
@@ -276,7 +302,7 @@ class Lane:
             for buffer in buffers:
                 buffer.wait()  # after an error it may still be filled
                 unpin(buffer.memory)
-        self._buffers = {}
+        self._buffers, self._summed = {}, {}
 
     def _direct(self, row: Tensor) -> bool:
         return row.device.type == "cpu"
@@ -317,11 +343,15 @@ class _Buffer:
 
     def row_sums(self, row: Tensor) -> memoryview:
         with self._at_work():
-            return row_sums(row)
+            return _on_host(row_sums(row))
 
     def wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+    def let_wait(self, stream: Any) -> None:
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -331,6 +361,53 @@ class _Buffer:
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+class _Summed:
+    """Rows that a device adds up, in a stream of its own, so that the thread that fills them goes on meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sums, self._expected, self._rows = list[Tensor](), list[ExpectedRows](), 0
+
+    def add(self, row: Tensor, expected: Iterable[ExpectedRows], *, after: Iterable[_Buffer]) -> None:
+        """Let the device add up ``row`` when ``after`` have filled it; `verify` must follow.
+
+        Raises:
+            DamagedFileError: If something that was added before is not what was written.
+        """
+        for buffer in after:
+            buffer.let_wait(self._stream)
+        with self._at_work():
+            self._sums.append(row_sums(row))
+        self._expected += expected
+        self._rows += len(self._sums[-1])
+        if self._rows >= MOST_ROWS:
+            self.verify()
+
+    def verify(self) -> None:
+        """Verify all that was added.
+
+        Raises:
+            DamagedFileError: If something is not what was written.
+        """
+        sums, expected = self._sums, self._expected
+        self._sums, self._expected, self._rows = [], [], 0
+        if not sums:
+            return
+        with self._at_work():
+            on_host = [_on_host(torch.cat([*each])) for _, each in groupby(sums, key=lambda one: one.device)]
+        found = on_host[0] if len(on_host) == 1 else memoryview(b"".join(on_host))
+        for part in expected:
+            part.check(found[: 8 * part.rows])
+            found = found[8 * part.rows :]
+
+    def _at_work(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _on_host(sums: Tensor) -> memoryview:
+    return memoryview(sums.cpu().numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _sums_of(sums: memoryview, place: int, nbytes: int) -> memoryview:
