@@ -31,6 +31,7 @@ __all__ = [
     "CHUNK",
     "ROW",
     "DamagedFileError",
+    "Ends",
     "ExpectedRows",
     "Piece",
     "Record",
@@ -318,6 +319,14 @@ def _check(found: Sequence[int], expected: Sequence[int], name: str) -> None:
         raise DamagedFileError(damage(name))
 
 
+class Ends(NamedTuple):
+    """What is written before the bytes of a tensor, how many these are, and what is written after them."""
+
+    head: bytes
+    body: int
+    tail: bytes
+
+
 class RecordReader:
     """Reads the bytes of one record from ``file``, and verifies them.
 
@@ -336,16 +345,30 @@ class RecordReader:
         self._verifier = verifier or Verifier()
         self._kept: tuple[int, bytearray] | None = None  # the last chunk of which a part was asked for
 
-    def verify(self, *, ends_only: bool = False) -> None:
-        """Verify the whole record, or its head and its tail.
+    def verify(self) -> None:
+        """Verify the whole record.
 
         Raises:
             DamagedFileError: If it does not hold what was written.
         """
-        spans = [*self._record.spans()] if self._record is not None else []
-        for number, (start, end) in enumerate(spans):
-            if not ends_only or number in (0, len(spans) - 1):
-                self._fill(memoryview(bytearray(end - start)), start, number)
+        for number, (start, end) in enumerate(self._record.spans() if self._record is not None else ()):
+            self._fill(memoryview(bytearray(end - start)), start, number)
+
+    def ends(self) -> "Ends | None":
+        """Verify what is before and after the bytes of the tensor, and return it; None if the record is not known.
+
+        Raises:
+            DamagedFileError: If it does not hold what was written.
+        """
+        if self._record is None:
+            return None
+        spans, found = [*self._record.spans()], list[bytes]()
+        for number in (0, len(spans) - 1):
+            start, end = spans[number]
+            content = bytearray(end - start)
+            self._fill(memoryview(content), start, number)
+            found.append(bytes(content))
+        return Ends(found[0], self._record.body, found[1])
 
     def read(self, room: memoryview, place: int) -> Unverified | None:
         """Fill ``room`` with the bytes of the tensor from ``place`` in the record on.

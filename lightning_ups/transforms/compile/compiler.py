@@ -330,8 +330,9 @@ class Compiled:
             self.replay.paused = False
             if self.replay.active and contest.winner != "with CUDA graphs":
                 self.replay.leave(f"a step takes {contest}")
-            elif self.replay.active and not self.replay.has_recorded:
-                self.replay.leave("no later step ran what the first one ran")
+            elif self.replay.active and not self.replay.has_recorded:  # as after an unfreeze meanwhile
+                self.replay.choose_anew("the model runs other graphs than in the steps that were measured")
+                return
         if contest.winner == "uncompiled":
             for group in self.groups:
                 group.eager = dict.fromkeys(get_args(Phase), f"a step takes {contest}")

@@ -274,15 +274,15 @@ class Replay:
             frame.learn(start, asker=call.block, kind=(torch.is_inference_mode_enabled(), module.training))
         if len(frame.askers) > variants:
             guard = frame.recompiles[-1] if frame.recompiles else "unknown"
-            self._choose_anew(f"the model was compiled again, since this did not hold: {guard}")
+            self.choose_anew(f"the model was compiled again, since this did not hold: {guard}")
         elif self._tries:
             self._prove(frame)
         else:
             self._proven.add(call)
         return True, outputs
 
-    def _choose_anew(self, reason: str) -> None:
-        """Forget the choice, as after an unfreeze, unless that has happened before."""
+    def choose_anew(self, reason: str) -> None:
+        """Forget the choice, as after an unfreeze, unless that has happened too often."""
         if self._choices >= MOST_CHOICES:
             self.give_up(reason)
             return

@@ -25,7 +25,7 @@ from lightning_ups.state.checkpoint.checksums import (
     Verifier,
     checksum,
 )
-from lightning_ups.state.checkpoint.io import lanes
+from lightning_ups.state.checkpoint.io import filling, lanes
 from lightning_ups.state.checkpoint.io.lanes import Lane
 from lightning_ups.state.checkpoint.io.reading import FolderReader, read_into
 
@@ -131,7 +131,7 @@ def test_a_part_verifies_the_chunks_that_it_reads_and_no_others(tmp_path):
         for start, length in [(0, 256), (0, 10), (63, 2), (60, 196), (320, 680), (999, 1), (330, 0)]:
             room = bytearray(length)
             reader = RecordReader(file, offset=5, record=record, name="file")
-            reader.verify(ends_only=True)
+            reader.ends()
             read(reader, memoryview(room), 4 + start)
             assert room == data[start : start + length], "other chunks can be read"
         for start, length in [(0, 1000), (0, 257), (319, 2), (256, 64), (280, 1)]:
@@ -292,6 +292,19 @@ def test_sums_of_a_device_are_looked_at_for_many_tensors_at_once(tmp_path, monke
     flip(file, 8 * 2**18)
     with pytest.raises(DamagedFileError, match=file.name):
         read_into(targets, FolderReader(tmp_path / "a", threads=1))
+
+
+def test_torch_parses_each_kind_of_tensor_once(tmp_path, monkeypatch):
+    kinds = {"a": torch.randn(300, 200), "b": torch.randn(200, 300), "c": torch.randn(300, 200).half()}
+    kinds["d"] = torch.randn(200, 300).t()  # in another order of memory
+    tensors = {f"{index}.{name}": each + index for index in range(3) for name, each in kinds.items()}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    parsed, stock = [], filling.template
+    monkeypatch.setattr(filling, "template", lambda file: (parsed.append(file), stock(file))[1])
+    targets = {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()}
+    read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    assert len(parsed) == len(kinds)
+    assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
 
 
 def test_sums_of_rows_wrap_around_on_the_device_as_on_the_host():

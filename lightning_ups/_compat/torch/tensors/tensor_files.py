@@ -54,7 +54,7 @@ class _AllBut(io.RawIOBase):
 
 
 def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
-    """Return the tensor of a file as it was saved, but with nothing in it, and where its bytes begin.
+    """Return the tensor of a file as it was saved, but on the meta device, and where its bytes begin.
 
     None for a file that holds anything else than the bytes of one tensor, or holds them in another order.
     """
@@ -71,7 +71,8 @@ def template(file: IO[bytes]) -> tuple[Tensor, int] | None:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
-    return tensor, reader.get_record_offset("data/0") + tensor.storage_offset() * tensor.itemsize
+    place = reader.get_record_offset("data/0") + tensor.storage_offset() * tensor.itemsize
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), place
 
 
 def noted(file: str, *, offset: int, length: int, transforms: Sequence[str] = ()) -> Any:

@@ -37,9 +37,9 @@ from typing_extensions import override
 
 from lightning_ups._compat.optional.packages import require
 from lightning_ups.state.checkpoint import folder, meta
-from lightning_ups.state.checkpoint.checksums import CHECKSUMS, DamagedFileError, Record, RecordReader, Verifier
+from lightning_ups.state.checkpoint.checksums import CHECKSUMS, DamagedFileError, Ends, Record, RecordReader, Verifier
 from lightning_ups.state.checkpoint.dcp_metadata import TENSORS, read_metadata
-from lightning_ups.state.checkpoint.io.filling import fill
+from lightning_ups.state.checkpoint.io.filling import Template, fill
 from lightning_ups.state.checkpoint.io.lanes import SMALL, Lane, Lanes, spread, wait_for_devices
 
 __all__ = ["FolderReader", "Sliceable", "SlicedReader", "read_into", "safetensors_slices"]
@@ -129,7 +129,7 @@ class FolderReader(FileSystemReader):
         return done
 
     def _fill(self, targets: list[tuple[ReadItem, Tensor]]) -> None:
-        lanes = Lanes(self._threads)
+        lanes, templates = Lanes(self._threads), dict[Ends, Template]()
         parts = spread(
             targets, nbytes=lambda pair: pair[1].nbytes, parts=lanes.count(target.nbytes for _, target in targets)
         )
@@ -139,7 +139,7 @@ class FolderReader(FileSystemReader):
             for item, target in part:
                 lane.check()
                 with self._opened(item, verifier) as (view, reader):
-                    fill(target, item, view=view, reader=reader, lane=lane)
+                    fill(target, item, view=view, reader=reader, lane=lane, templates=templates)
             verifier.wait()
 
         wait_for_devices(target for _, target in targets)
