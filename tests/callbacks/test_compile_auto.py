@@ -1,5 +1,6 @@
 """``Compile(mode="auto")`` on a CPU, by a backend that replays into the same memory again, as CUDA graphs do."""
 
+import gc
 import json
 import re
 import warnings
@@ -805,3 +806,41 @@ def test_what_replays_cuda_graphs_is_not_measured(tmp_path, monkeypatch):
     group = facts_of_group(tmp_path, monkeypatch, auto(scope="auto"), FixedClock(6.1, 5.2))
     assert backends.RECORDED
     assert group["gain"] is None
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 77), nn.Linear(77, 2)
+
+    def forward(self, x):
+        hidden = self.first(x).exp()
+        torch._dynamo.graph_break()  # noqa: TID251
+        return self.second(hidden.tanh())
+
+
+class Holey(Layers):
+    """Fails in its second graph, to which the first has handed a tensor of 77 columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.core, self.alive = Wide(), []
+
+    def on_train_batch_end(self, *_):
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        self.alive.append(sum(each.dim() == 2 and each.shape[1] == 77 and not each.is_leaf for each in tensors))
+
+
+def test_a_failure_leaves_no_tensors_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ups.transforms.compile.frame.is_small", lambda graph: False)
+    gc.collect()
+    gc.disable()
+    model = Holey()
+    try:
+        with pytest.warns(UserWarning, match="runs uncompiled in training"):
+            trainer(tmp_path, callbacks=[Compile(scope="auto", backend="ups_no_tanh_backward")], epochs=1).fit(
+                model, rows(5 * 4, 4)
+            )
+    finally:
+        gc.enable()
+    assert model.alive[1:] == [0] * (len(model.alive) - 1)

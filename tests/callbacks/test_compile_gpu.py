@@ -404,7 +404,7 @@ class Hoarding(Tiny):
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
         if len(self.norms) == 10:
-            self.hoard = [p.grad for p in self.parameters()]
+            self.hoard = [p.grad.detach() for p in self.parameters()]
             self.copies = [grad.clone() for grad in self.hoard]
             if self.fails:
                 raise KeyError("amid a run")

@@ -4,6 +4,7 @@ A block is a module whose forward calls a frame, which Dynamo compiles and which
 forward is never compiled: it counts what a call compiled, and handles what failed.
 """
 
+import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -186,6 +187,7 @@ class Compiled:
         self._replaced: dict[str, tuple[nn.Module, Callable[..., Any], ExitStack]] = {}
         self._any_ran = False
         self.unchecked = True  # something ran for the first time, or was compiled, since the last check
+        self._has_failed = False  # since the last check
         self.paused = False  # all blocks run uncompiled for now
         self.on_news: Callable[[], None] = _ignore
 
@@ -223,6 +225,9 @@ class Compiled:
         """
         if not self.unchecked:
             return
+        if self._has_failed:
+            gc.collect()  # the frames of an error hold activations, and are in cycles
+            self._has_failed = False
         for group in self.groups:
             # What a block does in training counts; in evaluation it may do nothing, as one that only adds noise.
             trained = "training" in group.ran
@@ -252,6 +257,10 @@ class Compiled:
         """Request another `check`, since something has changed."""
         self.unchecked = True
         self.on_news()
+
+    def note_failure(self) -> None:
+        """Record that an error was caught in this step."""
+        self._has_failed = True
 
     def _restore_forwards(self, group: Group) -> None:
         """Give the blocks of ``group`` their own forwards back, unless something has replaced ours since."""
@@ -611,6 +620,7 @@ class _Block:
             ) from failure
         if kept is not None:
             kept.put_back()
+        self._run.note_failure()
         cure = ", which an interrupted run has left behind: delete that file" if _is_cut_off(failure) else ""
         self._run.leave_uncompiled(self.group, phase, f"{_reason(failure)}{cure}")
 
