@@ -106,6 +106,9 @@ def compare(runs: Mapping[str, Sequence[Record]], ours: str, base: str) -> dict[
             pair = [runs[one][-1]["losses"][:FIRST], runs[other][-1].get("losses", [])[:FIRST]]
             found["same_bits"] = pair[0] == pair[1]
             break
+    again = runs.get("stock_bits_again", ())
+    if found.get("same_bits") is False and trains(again):  # two runs of stock may differ as well
+        found["bits_vary"] = again[-1]["losses"][:FIRST] != runs["stock_bits"][-1]["losses"][:FIRST]
     return found
 
 
@@ -174,7 +177,9 @@ def _totals(rows: Mapping[str, Record]) -> dict[str, Any]:
             n: row["memory"]["gib"] for n, row in rows.items() if row.get("memory") and row["memory"]["too_much"]
         },
         "lost": {name: row["lost"] for name, row in rows.items() if row.get("lost")},
-        "other_bits": [name for name, row in rows.items() if row.get("same_bits") is False],
+        "other_bits": [
+            name for name, row in rows.items() if row.get("same_bits") is False and not row.get("bits_vary")
+        ],
         "worse_than_compile": {
             n: e
             for n, e in errors.items()
@@ -242,7 +247,7 @@ def _cells(name: str, row: Record) -> tuple[str, ...]:
         _ratio(row.get("over_compile")),
         f"{memory['ratio']:.2f}" + (" !" if memory["too_much"] else "") if memory else "",
         f"{_number(first[0], 0)} > {_number(first[1], 0)} s ({_number(row.get('compile_first_step_s'), 0)})",
-        {True: "same", False: "**other**", None: ""}[row.get("same_bits")],
+        "stock varies" if row.get("bits_vary") else {True: "same", False: "**other**", None: ""}[row.get("same_bits")],
         _number(relative, 2),
         f"**{len(row['lost'])}**" if row.get("lost") else "",
     )

@@ -85,6 +85,7 @@ SIDES: dict[str, Side] = {
     "fp32": Side(_exact, steps=12),
     # Deterministic algorithms, for losses that can be equal bit for bit.
     "stock_bits": Side(_stock(deterministic="warn"), steps=6),
+    "stock_bits_again": Side(_stock(deterministic="warn"), steps=6),  # whether torch gives them twice
     "precision_bits": Side(lambda: {**precision(), "deterministic": "warn"}, steps=6),
     "stock_ddp": Side(_stock(strategy="ddp"), ranks=2),
     "fsdp2": Side(lambda: {**preset(), "strategy": FSDP2Strategy()}, ranks=2),

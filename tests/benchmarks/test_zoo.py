@@ -112,6 +112,16 @@ def records():
     return {"call": [call], "run": runs}
 
 
+@pytest.mark.parametrize(("again", "differs"), [("same", True), ("other", False), (None, True)])
+def test_other_losses_count_only_where_those_of_stock_are_the_same_twice(import_benchmark, records, again, differs):
+    sides = {"stock_bits": [1.0, 2.0], "precision_bits": [1.0, 2.5]}
+    sides |= {} if again is None else {"stock_bits_again": [1.0, 2.0 if again == "same" else 3.0]}
+    (stock,) = (run for run in records["run"] if (run["line"], run["side"]) == ("slow", "stock"))
+    records["run"] += [{**stock, "side": side, "losses": losses} for side, losses in sides.items()]
+    totals = import_benchmark("zoo_report").summary(records)["preset"]["totals"]
+    assert totals["other_bits"] == (["slow"] if differs else [])
+
+
 def test_the_summary_counts_each_failing(import_benchmark, records):
     found = import_benchmark("zoo_report").summary(records)["preset"]
     quick, totals = found["lines"]["quick"], found["totals"]
