@@ -9,10 +9,8 @@ initialised bit for bit like one that was built in place, by calling ``reset_par
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -27,8 +25,8 @@ from typing_extensions import override
 from lightning_ups.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_ups.models.adamw import adamw
 from lightning_ups.models.generate import generate
-from lightning_ups.models.schedule import Schedule, check_schedule, scheduler
-from lightning_ups.order.arguments import check_finite, check_kind, check_least
+from lightning_ups.models.schedule import Schedule, scheduler
+from lightning_ups.order.arguments import check_choice, check_finite, check_least
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "GPTModule", "Size"]
 
@@ -112,27 +110,12 @@ def _check_shape(of: str, **given: Any) -> None:
     for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
         if name in given:
             check_least(name, given[name], 1, of=of, why="It is a size of the model.")
-    for name in ("rope_theta", "norm_eps"):
-        if name in given:
-            check_kind(name, given[name], float, of=of, why="The model computes with it.")
-    if not 0 < given.get("rope_theta", 1) < math.inf:
-        raise ValueError(
-            f"{of}(rope_theta={given['rope_theta']}) is not above 0, or not finite."
-            " Its powers are the rotary frequencies, and angles would not be numbers."
-            " Use the base that the weights were trained with, or the default of 10000."
-        )
-    if not 0 <= given.get("norm_eps", 0) < math.inf:
-        raise ValueError(
-            f"{of}(norm_eps={given['norm_eps']}) is out of range."
-            " It is added to a mean square, whose root is taken."
-            " Use a small number that is not negative, such as the default of 1e-5."
-        )
-    if given.get("loss", "logits") not in get_args(Loss):
-        raise ValueError(
-            f"{of}(loss={given['loss']!r}) is not a known choice."
-            " It says whether all logits are in memory at once when the loss is computed."
-            f" Use one of {get_args(Loss)}."
-        )
+    if "rope_theta" in given:
+        check_finite("rope_theta", given["rope_theta"], of=of, why="Its powers are the rotary frequencies.", above=0)
+    if "norm_eps" in given:
+        check_finite("norm_eps", given["norm_eps"], of=of, why="It is added to a mean square.")
+    if "loss" in given:
+        check_choice("loss", given["loss"], get_args(Loss), of=of, why="It says how the loss is computed.")
 
 
 SIZES: Mapping[Size, GPTConfig] = MappingProxyType(
@@ -178,12 +161,6 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        if not isinstance(config, GPTConfig):
-            raise TypeError(
-                f"GPT was given {config!r}, a {type(config).__name__}."
-                " It is built from a GPTConfig, which says how large each part of it is."
-                " Use GPT(SIZES['tiny']), or write GPT(GPTConfig(...))."
-            )
         self.config = config
         out_std = (2 * config.num_layers) ** -0.5  # so that the residual sum of all sublayers starts at one
         self.rope = RotaryTable(config.head_dim, config.max_seq_len, theta=config.rope_theta)
@@ -401,17 +378,6 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-def _check_betas(betas: Any) -> None:
-    numbers = [*betas] if isinstance(betas, (tuple, list)) else []
-    real = all(isinstance(beta, Real) and not isinstance(beta, bool) for beta in numbers)
-    if len(numbers) != 2 or not real or not all(0 <= beta < 1 for beta in numbers):
-        raise ValueError(
-            f"GPTModule(betas={betas!r}) is no pair of decays."
-            " AdamW keeps a part of each of its two averages at every step."
-            " Use two numbers from 0 up to but not including 1, such as (0.9, 0.95)."
-        )
-
-
 class GPTModule(LightningModule):
     """Trains a `GPT` to predict the next token.
 
@@ -470,13 +436,9 @@ class GPTModule(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        if not isinstance(size, str) or size not in SIZES:
-            raise ValueError(
-                f"GPTModule(size={size!r}) is not a known size."
-                " A size names a whole shape, and the other arguments change single values of it."
-                f" Use one of {tuple(SIZES)}."
-            )
-        check_schedule(schedule)
+        check_choice("size", size, tuple(SIZES), of="GPTModule", why="It names a shape of the model.")
+        why = "It is how the learning rate falls after the warm-up."
+        check_choice("schedule", schedule, get_args(Schedule), of="GPTModule", why=why)
         why = "It counts the steps over which the learning rate rises."
         check_least("warmup_steps", warmup_steps, 0, of="GPTModule", why=why)
         why = "The optimizer or its schedule computes with it."
@@ -487,7 +449,6 @@ class GPTModule(LightningModule):
             ("decay_fraction", decay_fraction, 1),
         ):
             check_finite(name, value, of="GPTModule", why=why, most=most)
-        _check_betas(betas)
         given = {
             "vocab_size": vocab_size,
             "max_seq_len": max_seq_len,

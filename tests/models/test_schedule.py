@@ -63,9 +63,3 @@ def test_no_end_is_refused(total):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     with pytest.raises(ValueError, match=r"Set max_steps or max_epochs of the Trainer, or use schedule='constant'\.$"):
         scheduler(optimizer, schedule="wsd", **{**RULE, "total_steps": total})
-
-
-def test_an_unknown_schedule_is_refused():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    with pytest.raises(ValueError, match=r"Use one of \('cosine', 'wsd', 'constant'\)\.$"):
-        scheduler(optimizer, schedule="linear", **RULE)
