@@ -18,7 +18,6 @@ _INDICES = ("idx",)  # tokens or indices of samples
 
 class _Found(NamedTuple):
     name: str  # dotted
-    path: tuple[Any, ...]  # keys, indices and fields
     tensor: Tensor
 
     @property
@@ -45,9 +44,9 @@ def counter(unit: str, count: str | Count | None, batch: Any) -> tuple[str, Coun
     if count is not None:
         return ("tokens" if unit == "auto" else unit), *_by_name(unit, count, batch, found)
     if unit in ("auto", "tokens") and (tokens := _token_ids(found)) is not None:
-        return "tokens", _by_path(tokens.path, Tensor.numel, _token_ids), f"the elements of {tokens.shown}"
+        return "tokens", _count_of(_token_ids, Tensor.numel), f"the elements of {tokens.shown}"
     if unit in ("auto", "samples") and (samples := _with_rows(found)) is not None:
-        return "samples", _by_path(samples.path, _rows, _with_rows), f"the rows of {samples.shown}"
+        return "samples", _count_of(_with_rows, _rows), f"the rows of {samples.shown}"
     if unit == "auto":
         return "batches", lambda _: 1, f"since a {type(batch).__name__} with {_listed(found)} has no rows"
     raise ValueError(
@@ -87,33 +86,31 @@ def _rows(tensor: Tensor) -> int:
     return tensor.size(0)  # nested tensors have no shape
 
 
-def _by_path(
-    path: tuple[Any, ...], size: Callable[[Tensor], int], find: Callable[[list[_Found]], _Found | None]
-) -> Count:
+def _count_of(find: Callable[[list[_Found]], _Found | None], size: Callable[[Tensor], int]) -> Count:
     def count(batch: Any) -> int:
-        tensor = _at(batch, path)
-        if not isinstance(tensor, Tensor):  # one of several loaders is exhausted, or batches differ
-            other = find([*_tensors(batch)])
-            return 0 if other is None else size(other.tensor)
-        return size(tensor)
+        found = find([*_tensors(batch)])  # again in each batch: one of several loaders may be exhausted
+        return 0 if found is None else size(found.tensor)
 
     return count
 
 
 def _by_name(unit: str, name: str, batch: Any, found: list[_Found]) -> tuple[Count, str]:
-    wanted = next((each for each in found if each.name == name), None)
+    def find(found: list[_Found]) -> _Found | None:
+        return next((each for each in found if each.name == name), None)
+
+    wanted = find(found)
     if wanted is None:
         raise ValueError(
             f"TokenThroughput(count={name!r}) names no tensor of the batch, a {type(batch).__name__} with"
             f" {_listed(found)}. Use one of these names, or a function of the batch."
         )
     size, what = (_rows, "rows") if unit == "samples" else (Tensor.numel, "elements")
-    return _by_path(wanted.path, size, lambda _: None), f"the {what} of {wanted.shown}"
+    return _count_of(find, size), f"the {what} of {wanted.shown}"
 
 
-def _tensors(batch: Any, name: str = "", path: tuple[Any, ...] = ()) -> Iterator[_Found]:
+def _tensors(batch: Any, name: str = "") -> Iterator[_Found]:
     if isinstance(batch, Tensor):
-        yield _Found(name, path, batch)
+        yield _Found(name, batch)
         return
     items: Any = ()
     if isinstance(batch, Mapping):
@@ -123,18 +120,7 @@ def _tensors(batch: Any, name: str = "", path: tuple[Any, ...] = ()) -> Iterator
     elif is_dataclass(batch) and not isinstance(batch, type):
         items = ((each.name, getattr(batch, each.name, None)) for each in fields(batch))
     for key, inner in items:
-        yield from _tensors(inner, f"{name}.{key}" if name else str(key), (*path, key))
-
-
-def _at(batch: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        if isinstance(batch, Mapping):
-            batch = batch.get(key)
-        elif isinstance(batch, (list, tuple)):
-            batch = batch[key] if isinstance(key, int) and key < len(batch) else None
-        else:
-            batch = getattr(batch, key, None) if isinstance(key, str) else None
-    return batch
+        yield from _tensors(inner, f"{name}.{key}" if name else str(key))
 
 
 def _listed(found: list[_Found]) -> str:
