@@ -1,18 +1,17 @@
 """The throughput of a run, where its time goes, and what to change first."""
 
-from lightning_ups.insight.throughput.bottlenecks import Bottleneck, Check, bottlenecks, checks, first_change
+from lightning_ups.insight.throughput.bottlenecks import Check, bottlenecks, checks, first_change
 from lightning_ups.insight.throughput.flops import StepFlops, count_flops, step_flops
 from lightning_ups.insight.throughput.inspection import Inspection, Span, inspect_spans
 from lightning_ups.insight.throughput.meter import Flops, Meter, RankTimes, Summary, quantile
 from lightning_ups.insight.throughput.peaks import Arithmetic, Peaks, given_peaks, peaks_of
 from lightning_ups.insight.throughput.table import PHASE_NAMES, rows, text_table
-from lightning_ups.insight.throughput.timeline import Phase, StepTime, Timeline, clock_for
+from lightning_ups.insight.throughput.timeline import Phase, Timeline, clock_for
 from lightning_ups.insight.throughput.units import Count, counter, tensors_of
 
 __all__ = [
     "PHASE_NAMES",
     "Arithmetic",
-    "Bottleneck",
     "Check",
     "Count",
     "Flops",
@@ -23,7 +22,6 @@ __all__ = [
     "RankTimes",
     "Span",
     "StepFlops",
-    "StepTime",
     "Summary",
     "Timeline",
     "bottlenecks",

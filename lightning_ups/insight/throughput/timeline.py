@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from typing_extensions import override
 
-__all__ = ["PHASES", "Clock", "EventClock", "HostClock", "Phase", "StepTime", "Timeline", "clock_for"]
+__all__ = ["PHASES", "Clock", "EventClock", "Phase", "StepTime", "Timeline", "clock_for"]
 
 Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "other", "checkpoint", "validation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -21,42 +21,26 @@ _PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # not part of a step
 _BETWEEN = -1
 
 
-class Clock(Protocol):
-    """Marks points in the device's queue."""
+class Clock:
+    """Marks points in the device's queue. On a CPU they are the host's time."""
 
     def mark(self) -> Any:
         """Return a new mark."""
-        ...
+        return time.perf_counter()
 
     def passed(self, mark: Any) -> bool:
         """Return whether the device has reached ``mark``, without waiting for it."""
-        ...
+        return True
 
     def seconds(self, first: Any, second: Any) -> float:
         """Return the time between two marks that were passed."""
-        ...
+        return second - first
 
     def release(self, marks: list[Any]) -> None:
         """Take back marks that are no longer needed."""
 
     def wait(self) -> None:
         """Wait until all marks are passed; not for use in a step."""
-
-
-class HostClock(Clock):
-    """The host's time, for a CPU."""
-
-    @override
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    @override
-    def passed(self, mark: float) -> bool:
-        return True
-
-    @override
-    def seconds(self, first: float, second: float) -> float:
-        return second - first
 
 
 class EventClock(Clock):
@@ -93,7 +77,7 @@ class EventClock(Clock):
 
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of ``device``."""
-    return EventClock() if device.type == "cuda" else HostClock()
+    return EventClock() if device.type == "cuda" else Clock()
 
 
 @dataclass(frozen=True, slots=True)
