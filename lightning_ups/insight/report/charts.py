@@ -6,7 +6,7 @@ from math import ceil, floor, isfinite, log10
 
 from lightning_ups.insight.report.history import Point
 
-__all__ = ["is_drawn", "is_logarithmic", "line_chart", "number", "split_bar"]
+__all__ = ["is_logarithmic", "line_chart", "number", "split_bar"]
 
 Scale = Callable[[float], float]
 
@@ -19,7 +19,7 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, label: str) -> str:
 
     A value that is not finite is a gap with a mark at the upper edge.
     """
-    finite = [point for points in series.values() for point in points if is_drawn(point[1])]
+    finite = [point for points in series.values() for point in points if isfinite(point[1])]
     if not finite:
         return f'<p class="none">{escape(label)}: no finite value.</p>'
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
@@ -45,14 +45,9 @@ def line_chart(series: Mapping[str, Sequence[Point]], *, label: str) -> str:
     return "".join(parts) + (_legend([*series]) if len(series) > 1 else "")
 
 
-def is_drawn(value: float) -> bool:
-    """Return whether ``value`` can be drawn: it is finite and not close to the largest float."""
-    return isfinite(value) and abs(value) < 1e300
-
-
 def is_logarithmic(values: Sequence[float]) -> bool:
     """Return whether ``values`` are drawn on a logarithmic scale."""
-    return min(values) > 1e-300 and max(values) / min(values) > 1e3
+    return min(values) > 0 and max(values) / min(values) > 1e3
 
 
 def split_bar(shares: Mapping[str, float]) -> str:
@@ -82,9 +77,9 @@ def _line(name: str, points: Sequence[Point], *, color: int, x_of: Scale, y_of: 
     for run in _runs(points):
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in run)
         yield f'<polyline class="s{color}" points="{path}"><title>{escape(name)}</title></polyline>'
-    few = sum(is_drawn(y) for _, y in points) <= 40
+    few = sum(isfinite(y) for _, y in points) <= 40
     for x, y in points:
-        if not is_drawn(y):
+        if not isfinite(y):
             yield _dot(f"bad c{color}", x_of(x), _TOP, f"{name}: {y} at step {x:.0f}")
         elif few:
             yield _dot(f"c{color}", x_of(x), y_of(y), f"{name}: {number(y)} at step {x:.0f}")
@@ -97,7 +92,7 @@ def _dot(kind: str, x: float, y: float, text: str) -> str:
 def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
     run: list[Point] = []
     for point in points:
-        if is_drawn(point[1]):
+        if isfinite(point[1]):
             run.append(point)
         elif run:
             yield run

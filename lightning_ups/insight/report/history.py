@@ -4,7 +4,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, isnan, nan
+from math import isfinite, isnan, nan
 from numbers import Real
 from typing import Any
 
@@ -104,7 +104,7 @@ class History:
         """Add a point to each series, ignoring values that are not numbers."""
         for name, value in metrics.items():
             if name not in _NO_SERIES and isinstance(value, Real):
-                self._series.setdefault(str(name), _Series()).add(float(step), _float(value))
+                self._series.setdefault(str(name), _Series()).add(float(step), float(value))
 
     def charts(self, *, most: int = _MOST_CURVES) -> list[Chart]:
         """Return the charts, at most ``most`` of the user's first, with training and validation in one chart."""
@@ -153,10 +153,3 @@ def _short(name: str, section: str) -> str:
     if section == "Curves":
         return name
     return re.sub(r"(_ms|_gib|_per_s)$", "", name.partition("/")[2]).replace("_per_s_per_device", " per device")
-
-
-def _float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer beyond all floats
-        return inf

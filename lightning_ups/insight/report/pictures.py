@@ -3,11 +3,12 @@
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from lightning_ups._compat.optional.packages import require
-from lightning_ups.insight.report.charts import is_drawn, is_logarithmic
+from lightning_ups.insight.report.charts import is_logarithmic
 from lightning_ups.insight.report.history import Chart
 from lightning_ups.insight.report.html_page import readable
 
@@ -48,7 +49,7 @@ def _write(
         axes = figure.subplots()
         drawn: list[float] = []
         for name, points in chart.series.items():
-            finite = [point for point in points if is_drawn(point[1])]
+            finite = [point for point in points if isfinite(point[1])]
             drawn += [y for _, y in finite]
             axes.plot([x for x, _ in finite], [y for _, y in finite], label=_plain(name), linewidth=1.4)
         if drawn and is_logarithmic(drawn):

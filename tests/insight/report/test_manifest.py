@@ -32,13 +32,6 @@ def test_difference_names_what_changed_came_and_went(tmp_path):
     assert difference(tmp_path / "a.json", str(tmp_path / "b.json")) == expected
 
 
-def test_a_manifest_survives_the_disk(tmp_path):
-    manifest = {"a": {"b": [1.5, None, "\u00fc"]}, "c": True}
-    write(manifest, tmp_path / "m.json")
-    assert read(tmp_path / "m.json") == manifest
-    assert difference(manifest, tmp_path / "m.json") == {}
-
-
 def test_a_reader_never_finds_half_a_manifest(tmp_path):
     path, stop, torn = tmp_path / "m.json", threading.Event(), []
     write({"values": [0] * 50_000}, path)
