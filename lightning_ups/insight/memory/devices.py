@@ -84,12 +84,7 @@ def device_of(name: str) -> Device:
     Raises:
         ValueError: If it is unknown.
     """
-    if _is_number(name):
-        if float(name) < 1:
-            raise ValueError(
-                f"{name} GiB is too small for a GPU: the driver alone takes 0.6."
-                " Use its size in GiB, as in --gpu 24, or its name, as in --gpu h100-80."
-            )
+    if name.replace(".", "", 1).isdecimal():
         return Device(name=f"a GPU of {float(name):g} GiB", gib=float(name), capability=(9, 0))
     words = name.lower().removeprefix("nvidia ").removeprefix("geforce ").replace(" ", "-")
     if (known := DEVICES.get(words)) is not None:
@@ -103,10 +98,6 @@ def device_of(name: str) -> Device:
         f"The GPU {name!r} is not in the table."
         f" Use one of {', '.join(near or DEVICES)}, or its memory in GiB, as in --gpu 24."
     )
-
-
-def _is_number(name: str) -> bool:
-    return name.replace(".", "", 1).isdecimal()
 
 
 def textbook(*, parameters: float = 7e9, devices: int = 8) -> dict[str, dict[str, float]]:

@@ -28,9 +28,6 @@ def test_names(said, key):
 def test_a_number_is_its_memory():
     assert device_of("24").gib == 24
     assert device_of("79.5").gib == 79.5
-    assert device_of("2").gib == 2
-    with pytest.raises(ValueError, match=r"0\.5 GiB.*--gpu"):
-        device_of("0.5")
 
 
 @pytest.mark.parametrize(("said", "near"), [("a100", "a100-80, a100-40"), ("h101", "h100"), ("tpu", "Use one of")])
@@ -47,7 +44,3 @@ def test_less_is_usable_than_there_is_and_less_still_with_others():
     assert alone > 0.95 * device.gib * GIB
     assert device.workspace == 64 * 2**20
     assert DEVICES["rtx-4090"].workspace < 20 * 2**20
-
-
-def test_every_device_has_more_than_its_driver_takes():
-    assert all(device.usable(devices=2) > 5 * GIB for device in DEVICES.values())
