@@ -95,15 +95,6 @@ def test_both_compute_the_same(product):
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
 
 
-def test_a_layer_by_transformer_engine_is_timed_with_what_precedes_it():
-    shapes = []
-    with fake_te.installed():
-        timer = timer_on(torch.device("cpu"), clock=clock([6.0, 1.5, 3.5], shapes), backend="eager")
-        times = timer(PRODUCT, "te-current")
-    assert times.total_ms == 6.0
-    assert shapes == [[(32, 64), (48, 64)], (32, 48), [(32, 64)]]
-
-
 @pytest.mark.parametrize(
     ("measured", "parts"),
     [

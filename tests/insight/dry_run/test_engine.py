@@ -4,11 +4,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_ups.insight.dry_run import DryRun, FakeCopies, call_training_step, loss_in, plain_run
-from tests.toys import Net, data, trainer
+from tests.toys import Net, data
 
 
 def run(module, batch=None):
@@ -43,23 +42,6 @@ def test_a_step_changes_nothing():
     assert module.losses == []
     assert "log" not in vars(module)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-
-
-class Writing(Net):
-    def training_step(self, batch, batch_idx):
-        for logger in (self.logger, *self.loggers):
-            logger.log_metrics({"seen": 1.0})
-            logger.experiment.add_text("seen", "this")
-        return super().training_step(batch, batch_idx)
-
-
-def test_loggers_are_not_written_to(tmp_path):
-    module = Writing()
-    module.trainer = trainer(tmp_path)
-    module.trainer.loggers = [CSVLogger(tmp_path)]
-    run(module)
-    assert module.logger is module.trainer.logger
-    assert not module.logger.experiment.metrics
 
 
 class Registering(Net):
@@ -112,19 +94,6 @@ def test_manual_optimization_with_all_that_lightning_offers():
     assert "optimizers" not in vars(module)
 
 
-class Alone(Manual):
-    def training_step(self, batch, batch_idx):
-        self.optimizers().step()
-        assert self.lr_schedulers() is None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_manual_optimization_with_one_optimizer():
-    assert run(Alone()) is None
-
-
 class Asking(Net):
     def training_step(self, batch):
         assert self.trainer.world_size == 4
@@ -154,12 +123,3 @@ def test_a_step_may_fetch_its_batch():
 @pytest.mark.parametrize("output", [None, {}, "loss"])
 def test_not_every_result_has_a_loss(output):
     assert loss_in(output) is None
-
-
-def test_random_state_is_restored_and_warnings_are_silenced():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    with plain_run(nn.Dropout(), torch.ones(2)) as dry_run:
-        dry_run.module(dry_run.batch + torch.rand(2, device="cpu").to("meta"))
-    assert torch.equal(torch.rand(3), expected)

@@ -3,15 +3,12 @@
 import random
 
 import numpy as np
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.insight.throughput import step_flops
-from lightning_ups.models import GPTModule
 from lightning_ups.precision import BF16Precision
 from tests.toys import Net, loader, trainer
 
@@ -52,44 +49,6 @@ def test_logging_and_the_trainer_may_be_used_as_always(tmp_path):
     assert counted(Usual(), tmp_path) == 2 * LAYER
 
 
-def test_a_batch_alone_is_enough(tmp_path):
-    class Short(Hooked):
-        def training_step(self, batch):
-            return self.layer(batch).sum()
-
-    assert counted(Short(), tmp_path) == 2 * LAYER
-
-
-def test_manual_optimization_steps_nothing(tmp_path):
-    class Manual(Hooked):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, index):
-            first, second = self.optimizers()
-            for optimizer in (first, second):
-                self.toggle_optimizer(optimizer)
-                loss = self.layer(batch).sum()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                self.clip_gradients(optimizer, gradient_clip_val=1.0)
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-
-        def on_train_batch_start(self, batch, index):
-            before = self.layer.weight.clone()
-            super().on_train_batch_start(batch, index)
-            assert torch.equal(self.layer.weight, before)
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-
-    module = Manual()
-    assert counted(module, tmp_path) == 4 * LAYER
-    assert module.global_step == 2 * 2
-
-
 def test_every_generator_goes_on_as_if_nothing_had_happened(tmp_path):
     class Random(Hooked):
         def training_step(self, batch, index):
@@ -112,19 +71,6 @@ def test_every_generator_goes_on_as_if_nothing_had_happened(tmp_path):
     assert module.drawn == (random.random(), float(np.random.rand()), float(torch.rand(1)))
 
 
-def test_the_run_is_the_same_bit_for_bit(tmp_path):
-    class Counting(Net):
-        def on_train_batch_start(self, batch, index):
-            step_flops(self, batch)
-
-    nets = Net(), Counting()
-    for net in nets:
-        torch.manual_seed(0)
-        trainer(tmp_path, epochs=2).fit(net, loader(4))
-    assert torch.equal(*(torch.stack(net.losses) for net in nets))
-    assert len(nets[1].losses) == 4
-
-
 def test_what_this_package_does_to_a_module_is_seen_through(tmp_path):
     """Compiled, recomputed, with weights of low precision: FLOPs are the plain module's."""
 
@@ -142,16 +88,3 @@ def test_what_this_package_does_to_a_module_is_seen_through(tmp_path):
     trainer(tmp_path, callbacks=[plain], epochs=1).fit(Net(), loader(4))
     assert callback.found.model == plain.found.model
     assert callback.found.hardware > callback.found.model == plain.found.hardware
-
-
-def test_a_gpt_is_what_arithmetic_says(tmp_path):
-    class Counted(GPTModule):
-        found = None
-
-        def on_train_batch_start(self, batch, index):
-            self.found = step_flops(self, batch)
-
-    module = Counted(size="tiny")
-    rows = DataLoader(torch.randint(0, 256, (2, 33)), batch_size=2)
-    trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, rows, rows)
-    assert module.found.model == pytest.approx(module.config.flops_per_token(32) * 64, rel=0.001)

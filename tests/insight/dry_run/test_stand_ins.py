@@ -19,13 +19,6 @@ def test_attributes_of_a_trainer_are_copied_and_written_to_the_stand_in(tmp_path
     assert not real.loggers[0].experiment.metrics
 
 
-def test_without_a_trainer_there_are_defaults():
-    trainer = StandInTrainer(None, lambda value, _: value, num_nodes=2)
-    assert (trainer.max_steps, trainer.num_nodes, trainer.loggers) == (1000, 2, [])
-    with pytest.raises(AttributeError, match="'fit_loop'"):
-        _ = trainer.fit_loop
-
-
 def test_an_optimizer_calls_its_closure_and_does_nothing_else():
     optimizer = StandInOptimizer()
     assert optimizer.step(lambda: 3) == 3

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ups._compat.torch.fake_tensors import fake_mode
-from lightning_ups.insight.memory.account import GIB, Ledger, Moment, allocated, readable
+from lightning_ups.insight.memory.account import GIB, Ledger, allocated, readable
 
 KB = 1024
 
@@ -149,17 +148,6 @@ def test_a_wrapper_has_the_memory_of_what_it_wraps():
     ledger.claim([state], "optimizer state")
     codes, scale, table = KB, 512, KB  # a byte each; 4 numbers; 256 of float32
     assert ledger.total == codes + scale + table
-
-
-def test_it_is_a_mode_under_which_dynamo_traces():
-    assert issubclass(Ledger, TorchDispatchMode)
-    assert Ledger.is_infra_mode()
-
-
-def test_sums_of_a_moment():
-    moment = Moment(held={("activations", "a"): 1, ("activations", ""): 5, ("buffers", ""): 2})
-    assert moment.total == 8
-    assert [*moment.by_owner("activations")] == ["", "a"]
 
 
 @pytest.mark.parametrize(

@@ -183,14 +183,6 @@ def test_in_one_graph_nothing_moves():
     assert offloading(Compile(scope="model")).on_host == 0
 
 
-def test_offloading_that_is_asked_instead():
-    asked = run(gpt(4), precision=BF16Precision(weights="masters"))
-    declared = long(ActivationOffload())
-    wanted = measure_run(asked, LONG, change=Change(offloading=True))
-    assert wanted == declared
-    assert wanted.on_host == 0  # of a MiB, which is what a callback without arguments asks for, there is none
-
-
 def test_under_sharding_parameters_are_of_the_type_of_computation_and_nothing_steps():
     step = measure_run(run(precision=BF16Precision(weights="masters"), strategy=FSDP2Strategy, devices=4), BATCH)
     assert step.fixed.of("parameters") == pytest.approx(2 * sum(step.elements.values()), rel=0.02)
@@ -311,52 +303,46 @@ class Depends(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Unpacks(Depends):
-    """Gives its model what cannot be unpacked."""
+class Failing(Depends):
+    """Takes a function of the module and the batch as its step."""
 
-    def __init__(self):
+    def __init__(self, step):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.inner, self.step = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), step
 
     def training_step(self, batch, _):
-        return self.inner(**batch).sum()
+        return self.step(self, batch)
 
 
-def test_a_reason_behind_the_lines_of_a_module_is_said():
-    with pytest.raises(Uncountable, match=r"Sequential\(\.\.\.\) argument after \*\* must be a mapping"):
-        measure_run(run(Unpacks()), torch.empty(3, 4))
+def fail(*_):
+    raise FileNotFoundError
 
 
-class Unwritten(Depends):
-    """Says nothing of why it fails."""
-
-    def training_step(self, batch, _):
-        raise FileNotFoundError
-
-
-def test_an_error_without_text_is_named_by_its_class():
-    with pytest.raises(Uncountable, match=r"Unwritten .*FileNotFoundError"):
-        measure_run(run(Unwritten()), torch.empty(3, 4))
-
-
-class Limited(Depends):
-    """Takes four rows at the most."""
-
-    def training_step(self, batch, _):
-        return (self.layer(batch) + torch.zeros(4, 4).expand(len(batch), 4)).sum()
-
-
-def test_torch_logs_nothing_of_what_is_said(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "shape", "reason"),
+    [
+        (Depends(), (3, 4), r"Depends.training_step .*nonzero.*MemoryForensics"),
+        (Depends(), (3, 5), r"RuntimeError.*fast_dev_run\.$"),
+        (
+            Failing(lambda module, batch: module.inner(**batch)),
+            (3, 4),
+            r"Sequential\(\.\.\.\) argument after",
+        ),
+        (Failing(fail), (3, 4), "FileNotFoundError"),
+        (Failing(lambda *_: None), (1, 4), "Failing.training_step returned NoneType"),
+        (Failing(lambda _, batch: torch.zeros(4, 4).expand(len(batch), 4)), (8, 4), "must match the existing"),
+    ],
+    ids=["needs values", "shapes", "long text", "no text", "no loss", "sizes"],
+)
+def test_a_step_that_cannot_be_counted_names_the_reason_and_logs_nothing(monkeypatch, module, shape, reason):
     logged = []
     monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
-    with pytest.raises(Uncountable, match="must match the existing size"):
-        measure_run(run(Limited()), torch.empty(8, 4))
+    with pytest.raises(Uncountable, match=reason):
+        measure_run(run(module), torch.empty(shape))
     assert not logged
 
 
-def test_what_depends_on_numbers_is_said():
-    with pytest.raises(Uncountable, match=r"Depends.training_step .*nonzero.*MemoryForensics"):
-        measure_run(run(Depends()), torch.empty(3, 4))
+def test_a_step_that_needs_values_for_other_batches_only_is_counted():
     assert measure_run(run(Depends()), torch.empty(1, 4)).peak.total > 0
 
 
@@ -371,41 +357,6 @@ class Sampling(Depends):
 
 def test_distributions_are_no_such_thing():
     assert measure_run(run(Sampling()), torch.empty(3, 4)).peak.total > 0
-
-
-def test_an_error_of_the_users_is_said():
-    with pytest.raises(Uncountable, match=r"fast_dev_run\.$") as caught:
-        measure_run(run(Depends()), torch.empty(3, 5))
-    assert "RuntimeError" in str(caught.value)
-
-
-class Manual(Depends):
-    """Makes its own steps."""
-
-    def training_step(self, batch, _):
-        self.log("x", 1)
-
-
-def test_a_step_without_a_loss_is_said():
-    with pytest.raises(Uncountable, match=r"Manual.training_step returned NoneType"):
-        measure_run(run(Manual()), torch.empty(1, 4))
-
-
-class Asks(Depends):
-    """Asks its Trainer, and logs."""
-
-    def training_step(self, batch, batch_idx):
-        self.log_dict({"step": self.global_step, "epoch": self.current_epoch, "world": self.trainer.world_size})
-        return {"loss": self.layer(batch).sum()}
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        total = self.trainer.estimated_stepping_batches
-        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total)]
-
-
-def test_there_is_a_stand_in_for_the_trainer():
-    assert measure_run(run(Asks()), torch.empty(1, 4)).peak.total > 0
 
 
 class Wide(LightningModule):

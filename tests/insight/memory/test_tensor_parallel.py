@@ -110,9 +110,3 @@ def test_ties_stay_and_gradients_have_the_size_of_the_part():
         tokens = torch.zeros(TOKENS, dtype=torch.long)
         model(tokens, tokens).backward()
     assert all(p.grad.shape == p.shape for p in model.parameters())
-
-
-def test_what_does_not_divide_is_refused():
-    model = gpt()
-    with pytest.raises(ValueError, match="Choose a tensor_parallel_size that divides"):
-        styles_of(model, plan=plan_of(model, "gpt"), size=3)

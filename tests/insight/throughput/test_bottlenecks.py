@@ -132,32 +132,20 @@ def test_the_costliest_comes_first():
     assert [each.name for each in bottlenecks(both)] == ["slow exchange", "slow loader"]
 
 
-def test_idle_time_that_the_loader_leaves_is_the_loaders():
-    waiting = run(split=split(data=0.4), inspection=looked(idle=0.4, waits=(("a.py:1 (f)", 1),)))
-    assert [each.name for each in bottlenecks(waiting)] == ["slow loader"]
-
-
-def test_steps_that_the_loader_makes_uneven_are_the_loaders():
-    waiting = run(split=split(data=0.4), uneven=0.45, step_p95_s=4.0)
-    assert [each.name for each in bottlenecks(waiting)] == ["slow loader"]
+@pytest.mark.parametrize(
+    "effect",
+    [{"inspection": looked(idle=0.4, waits=(("a.py:1 (f)", 1),))}, {"uneven": 0.45, "step_p95_s": 4.0}],
+    ids=["idle", "uneven"],
+)
+def test_what_the_loader_causes_is_the_loaders(effect):
+    assert [each.name for each in bottlenecks(run(split=split(data=0.4), **effect))] == ["slow loader"]
 
 
 def test_of_few_steps_none_is_called_uneven():
     assert bottlenecks(run(uneven=0.3, step_p95_s=4.0, steps=19)) == []
 
 
-def test_one_slow_rank_is_named():
-    def rank(forward):
-        return RankTimes(steps=1, seconds=1.0, units=1.0, split={"forward": forward}, split_seconds=1.0)
-
-    found = first_change(run(ranks=[rank(0.2), rank(0.2), rank(0.3)]))
-    assert found.name == "slow rank"
-    assert "rank 2 takes 50% longer" in found.what
-
-
 def test_a_slow_rank_costs_what_the_others_wait():
-    from lightning_ups.insight.throughput import RankTimes
-
     def rank(forward):
         return RankTimes(steps=2, seconds=2.0, units=1.0, split={"forward": 2 * forward}, split_seconds=2.0)
 

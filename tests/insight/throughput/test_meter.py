@@ -100,14 +100,10 @@ def summary(**settings):
 def test_the_slowest_rank_is_the_one_that_works_longest_itself():
     found = summary(ranks=[rank(0.9), rank(0.9), rank(1.4), rank(0.9)]).slowest_rank
     assert found == (2, pytest.approx(0.5))
-    assert summary(ranks=[rank(1.0)]).slowest_rank is None
-
-
-def test_of_two_ranks_one_is_held_against_the_other():
-    found = summary(ranks=[rank(0.9), rank(1.9)])
-    assert found.slowest_rank == (1, pytest.approx(1.0))  # twice as long
-    assert found.waited_for == pytest.approx(0.1)  # one second in ten
-    assert summary(ranks=[rank(1.0)]).waited_for == 0
+    two, alone = summary(ranks=[rank(0.9), rank(1.9)]), summary(ranks=[rank(1.0)])
+    assert two.slowest_rank == (1, pytest.approx(1.0))  # twice as long
+    assert two.waited_for == pytest.approx(0.1)  # one second in ten
+    assert (alone.slowest_rank, alone.waited_for) == (None, 0)
 
 
 def test_what_lies_between_two_steps_is_none():

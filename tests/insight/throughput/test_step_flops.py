@@ -1,8 +1,5 @@
 """FLOPs of a step are counted without touching anything of the run."""
 
-import copy
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -73,21 +70,6 @@ def test_rows_of_several_experts_cost_what_each_meets():
     assert found.model == 2 * 2 * 32 * 8 * 16, "forward, and the gradient of the weights"
 
 
-def test_distributions_check_no_numbers():
-    def step(model, batch):
-        y = model(batch)
-        drawn = torch.distributions.Normal(y, y.exp()).rsample()
-        return drawn.sum() - torch.distributions.Categorical(logits=y).entropy().mean()
-
-    assert step_flops(nn.Linear(8, 4), torch.randn(2, 8), step=step).model == 2 * (2 * 2 * 8 * 4)
-
-
-def test_a_gpt_costs_what_is_computed_by_hand():
-    found = step_flops(GPT(TINY), tokens(), step=next_token)
-    assert found.model == pytest.approx(GPT_STEP, rel=0.01)  # by hand: half of seq x seq; counted: with the diagonal
-    assert (found.hardware, found.low_precision) == (found.model, 0)
-
-
 def test_nothing_of_the_run_is_touched():
     torch.manual_seed(0)
     module, x = Noisy(), torch.randn(6, 8)
@@ -101,15 +83,6 @@ def test_nothing_of_the_run_is_touched():
     assert torch.equal(after["total"], before["total"])
     assert after["plain"] == before["plain"]
     assert torch.equal(after["random"], before["random"])
-
-
-def test_random_numbers_go_on_as_if_nothing_had_happened():
-    module, x = Noisy(), torch.randn(6, 8)
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    step_flops(module, x, step=lambda twin, x: twin(x + torch.rand(1, device="cpu").to(x.device)))
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_loss_may_come_in_a_mapping_or_have_been_differentiated():
@@ -149,18 +122,6 @@ def test_a_compiled_module_is_counted_and_not_compiled():
     assert graphs == []
 
 
-def test_a_copy_counts_the_copys_layers():
-    module = nn.Sequential(nn.Linear(8, 4))
-    twice = copy.deepcopy(module).append(nn.Linear(4, 4))
-
-    def step(twin, x):
-        return twin(x).sum()
-
-    assert (
-        step_flops(twice, torch.randn(2, 8), step=step).model > step_flops(module, torch.randn(2, 8), step=step).model
-    )
-
-
 def test_layers_in_fp8_are_counted_apart():
     class Float8Linear(nn.Linear):  # as torchao names its own
         def forward(self, x):
@@ -189,12 +150,6 @@ def test_metrics_are_left_alone():
     module = Module()
     assert step_flops(module, torch.randn(2, 8), step=lambda twin, x: twin(x)).model == 2 * 2 * 8 * 4 * 2
     assert not module.accuracy.update_called
-
-
-def test_recurrent_layers_keep_their_weights_twice():
-    lstm = nn.LSTM(8, 16, batch_first=True)
-    assert step_flops(lstm, torch.randn(2, 5, 8), step=lambda twin, x: twin(x)[0].sum()).model > 0
-    assert all(p.device.type == "cpu" for p in lstm.parameters())
 
 
 def test_what_cannot_run_without_data_raises():
@@ -257,13 +212,3 @@ def sharded_step():
 
 def test_a_sharded_model_costs_what_the_whole_one_does(ranks):
     assert ranks(sharded_step) == pytest.approx(GPT_STEP, rel=0.01)
-
-
-@pytest.mark.slow
-def test_a_big_model_is_counted_in_seconds():
-    with torch.device("meta"):
-        model = GPT(SIZES["8B"])
-    start = time.perf_counter()
-    found = step_flops(model, torch.randint(0, 9, (1, 8193)), step=next_token)
-    assert time.perf_counter() - start < 60
-    assert found.model == pytest.approx(SIZES["8B"].flops_per_token(8192) * 8192, rel=0.01)

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 from lightning_ups.insight.throughput.inspection import Inspection
@@ -52,13 +53,8 @@ def test_the_table_says_what_was_measured():
     ):
         assert part in text, part
     assert "checkpoint" not in text
-
-
-def test_thresholds_stand_in_columns():
-    lines = [line for line in text_table(FULL).splitlines() if line.endswith(("pass", "FAIL")) or "> 80 %" in line]
-    assert len({line.index("%  ") for line in lines if "> 80 %  " in line}) <= 2
-    assert any(line.startswith("  MFU") and line.endswith("pass") for line in lines)
-    assert any(line.startswith("  waiting for data") and line.endswith("FAIL") for line in lines)
+    assert re.search(r"\n  MFU +61.0% .*pass\n", text)
+    assert re.search(r"\n  waiting for data +40.0% .*FAIL\n", text)
 
 
 def test_a_run_without_trouble_says_so():
