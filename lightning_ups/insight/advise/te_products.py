@@ -128,12 +128,7 @@ def _product(borrower: Borrower, rows: int) -> Product:
 
 
 class Modules(nn.Module):
-    """A product by torch in bfloat16: linear layers after an optional norm.
-
-    Args:
-        product: The product.
-        device: The device.
-    """
+    """A product by torch in bfloat16: linear layers after an optional norm."""
 
     def __init__(self, product: Product, *, device: torch.device) -> None:
         super().__init__()

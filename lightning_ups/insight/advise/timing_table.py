@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from lightning_ups._compat.environment import versions
 from lightning_ups.insight.advise.linear_shapes import Product
+from lightning_ups.insight.report import write
 
 __all__ = ["BFLOAT16", "Table", "Timer", "Times", "cache_path", "obtain_table", "where"]
 
@@ -97,13 +97,8 @@ class Table:
         """Write the table atomically, without doubtful times, which are measured again."""
         kept = {p: {name: _parts(t) for name, t in by.items() if not t.doubt} for p, by in sorted(self.times.items())}
         products = [{"shape": _shape(p), "times": by} for p, by in kept.items() if by]
-        text = json.dumps({"format": _FORMAT, "place": dict(self.place), "products": products}, indent=1)
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        os.replace(name, path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write({"format": _FORMAT, "place": dict(self.place), "products": products}, Path(path))
 
     def joined(self, other: Self) -> Self:
         """Return a table with the times of both, preferring ``other``."""

@@ -1,6 +1,7 @@
 """Stand-ins for the Trainer, its optimizers and its loggers: a step may use them, and nothing of the run changes."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -76,21 +77,15 @@ class StandInOptimizer:
             raise AttributeError(name)
         return self._call
 
-    def toggle_model(self, *_: Any, **__: Any) -> "_Context":
+    def toggle_model(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """Change nothing."""
-        return _Context()
+        return nullcontext()
 
     sync_gradients = toggle_model
 
     @staticmethod
     def _call(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         return closure() if callable(closure) else None
-
-
-class _Context:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class _StandInLogger:

@@ -5,11 +5,12 @@ until its last reference is gone. That works on fake tensors too.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,7 @@ Kind = Literal[
     "workspaces",
 ]
 Phase = Literal["setup", "forward", "backward", "optimizer"]
+_Name = TypeVar("_Name", bound=str)
 FIXED: tuple[Kind, ...] = ("parameters", "master weights", "gradients", "optimizer state")
 
 
@@ -79,18 +81,18 @@ class Moment:
 
     def by_kind(self) -> dict[Kind, int]:
         """Return the bytes of each kind, the largest first."""
-        sums: dict[Kind, int] = {}
-        for (kind, _), size in self.held.items():
-            sums[kind] = sums.get(kind, 0) + size
-        return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
+        return _summed((kind, size) for (kind, _), size in self.held.items())
 
     def by_owner(self, *kinds: Kind) -> dict[str, int]:
         """Return the bytes of each owner of these kinds, the largest first."""
-        sums: dict[str, int] = {}
-        for (kind, owner), size in self.held.items():
-            if kind in kinds:
-                sums[owner] = sums.get(owner, 0) + size
-        return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
+        return _summed((owner, size) for (kind, owner), size in self.held.items() if kind in kinds)
+
+
+def _summed(sizes: Iterable[tuple[_Name, int]]) -> dict[_Name, int]:
+    sums: Counter[_Name] = Counter()
+    for name, size in sizes:
+        sums[name] += size
+    return dict(sums.most_common())
 
 
 @dataclass

@@ -32,13 +32,7 @@ _OURS: tuple[tuple[str, str, str], ...] = (  # pattern of names, title, section
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart of one or more series.
-
-    Args:
-        title: The title.
-        section: The heading of its section.
-        series: The points of each series, by name.
-    """
+    """A chart of one or more series of points, by name, under the heading of a section."""
 
     title: str
     section: str

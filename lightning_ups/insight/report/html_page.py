@@ -19,7 +19,6 @@ class Content:
     """The content of a report. Empty parts are omitted.
 
     Args:
-        title: The title.
         subtitle: When and where the run was, and how it ended.
         error: The error that ended it.
         tiles: The most important figures, by name.
@@ -27,9 +26,7 @@ class Content:
         checks: Thresholds: name, measured, wanted, verdict (``"pass"``, ``"FAIL"`` or ``"-"``), note.
         figures: Other figures, by name.
         split: Shares of a step, by phase.
-        charts: The charts.
         left_out: Names of curves without a chart.
-        manifest: The manifest of the run.
     """
 
     title: str

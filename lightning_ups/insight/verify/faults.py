@@ -1,7 +1,7 @@
 """Faults of numerics, injected into one block to show that ``verify`` finds them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -30,8 +30,7 @@ def _skipped(block: nn.Module) -> Iterator[None]:
         leaves[index] = given[0] + 0 * leaves[index] if given else 0 * leaves[index]
         return tree_unflatten(leaves, spec)
 
-    handle = block.register_forward_hook(hook, with_kwargs=True)
-    with _removed(handle):
+    with block.register_forward_hook(hook, with_kwargs=True):
         yield
 
 
@@ -42,8 +41,10 @@ def _is_float(leaf: Any) -> bool:
 @contextmanager
 def _doubled(block: nn.Module) -> Iterator[None]:
     """The gradients of the block's parameters are doubled."""
-    handles = [p.register_hook(lambda gradient: 2 * gradient) for p in block.parameters() if p.requires_grad]
-    with _removed(*handles):
+    with ExitStack() as stack:
+        for p in block.parameters():
+            if p.requires_grad:
+                stack.enter_context(p.register_hook(lambda gradient: 2 * gradient))
         yield
 
 
@@ -142,12 +143,3 @@ class _Unscaled(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.clamp(-448, 448).to(torch.float8_e4m3fn).to(gradient.dtype)
-
-
-@contextmanager
-def _removed(*handles: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -132,15 +132,3 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     for path in (tmp_path / "nowhere.json", tmp_path):
         with pytest.raises(FileNotFoundError, match=rf"table of float8 times at {path} cannot be read"):
             obtain_table([SMALL], ["tensorwise"], device=CPU, path=path)
-
-
-def test_a_write_is_whole_or_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "table.json"
-    Table({"device": "cpu"}).write(path)
-    before = path.read_text()
-    table = Table(
-        {"device": "cpu"}, {SMALL: {BFLOAT16: Times(forward_ms=object(), dgrad_ms=1.0, wgrad_ms=1.0)}}
-    )  # cannot be written
-    with pytest.raises(TypeError):
-        table.write(path)
-    assert path.read_text() == before
