@@ -1,4 +1,4 @@
-"""Crops of one long row of tokens, taken a batch at a time."""
+"""Crops of one long sequence of tokens, copied one batch at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,35 +15,35 @@ __all__ = ["Crops", "batches", "check_counts"]
 
 
 def check_counts(of: str, *, optional: str, **counts: tuple[int | None, int]) -> None:
-    """Raise unless each count is a whole number of at least what is given beside it.
+    """Raise unless each of ``counts``, given with its minimum, is an integer that is not below it.
 
     Args:
-        of: The class that has them.
-        optional: Which of them may be None.
-        **counts: The counts and their least, by name.
+        of: The class whose arguments they are.
+        optional: The argument that may be None.
+        **counts: Values and minimums.
 
     Raises:
-        TypeError: If one is no whole number.
-        ValueError: If one is less.
+        TypeError: If one is not an integer.
+        ValueError: If one is below its minimum.
     """
-    why = "It counts what there is to train on, or to validate."
+    why = "It is a size of the data."
     for name, (value, least) in counts.items():
         check_least(name, value, least, of=of, why=why, optional=name == optional)
 
 
 class Crops(Dataset[Tensor]):
-    """Crops of equal length; the sampler chooses among them, and a whole batch is one copy.
+    """A dataset of crops of equal length, of which a batch is one copy.
 
     Args:
-        tokens: All tokens [length], of any integer type, which the crops keep.
-        starts: Where each crop starts [number of crops].
-        length: Tokens of a crop.
+        tokens: All tokens, 1-D, of any integer dtype, which the crops keep.
+        starts: The position of each crop, 1-D.
+        length: Tokens in a crop.
     """
 
     def __init__(self, tokens: Tensor, *, starts: Tensor, length: int) -> None:
         self.starts = starts
-        # A view: one row for every place where a crop can start. NumPy's, since torch would share so small a copy out
-        # among all cores, which then wait busily for more work, in the way of the threads that feed a GPU.
+        # A view with a row for each possible position. By NumPy, since torch uses all cores for such a small copy, and
+        # their busy waiting slows down the threads that feed a GPU.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens.numpy(), length)
 
     def __len__(self) -> int:
@@ -53,12 +53,12 @@ class Crops(Dataset[Tensor]):
         return torch.from_numpy(self._windows[self.starts[index]].copy())
 
     def __getitems__(self, indices: Sequence[int]) -> Tensor:
-        """Return the crops [batch, length]; a loader calls this instead of asking for them one by one."""
+        """Return the crops [batch, length]. A DataLoader calls this in place of ``__getitem__``."""
         return torch.from_numpy(self._windows[self.starts[torch.as_tensor(indices)].numpy()])
 
     @classmethod
     def random(cls, tokens: Tensor, *, length: int, count: int, seed: int) -> "Crops":
-        """Return ``count`` crops at random places of ``tokens``."""
+        """Return ``count`` crops of ``tokens`` at random positions."""
         random = torch.Generator().manual_seed(seed)
         return cls(tokens, starts=torch.randint(len(tokens) - length + 1, (count,), generator=random), length=length)
 
@@ -72,8 +72,8 @@ class Crops(Dataset[Tensor]):
 def batches(
     dataset: Dataset[Tensor], *, batch_size: int, pin_memory: bool, shuffle_seed: int | None = None
 ) -> DataLoader[Tensor]:
-    """Return a loader whose dataset makes whole batches; with ``shuffle_seed``, in an order that it fixes."""
-    # A batch takes some microseconds, and handing it over from a worker would take longer. Lightning cannot know.
+    """Return a DataLoader of a dataset that returns batches, shuffled if there is a ``shuffle_seed``."""
+    # A batch takes microseconds, less than its transfer from a worker process would.
     filterwarnings("ignore", message=".*does not have many workers")
     shuffled = shuffle_seed is not None
     return DataLoader(
@@ -92,7 +92,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _pinned(batch: Any) -> Any:
-    # By one thread as well, which the loader's own copy into pinned memory would not be.
+    # Copied by NumPy, in one thread, unlike the pinning of a DataLoader.
     pinned = torch.empty(batch.shape, dtype=batch.dtype, pin_memory=True)
     pinned.numpy()[...] = batch.numpy()
     return pinned

@@ -15,22 +15,21 @@ __all__ = ["RandomTokens"]
 
 
 class RandomTokens(LightningDataModule):
-    """Uniformly random tokens [batch, seq + 1], made as they are asked for.
+    """Uniformly random tokens [batch, seq + 1], generated on demand.
 
-    Nothing can be learned from them: the loss of a right model stays at the logarithm of ``vocab_size``. A sample
-    depends on its number and on ``seed`` alone.
+    The loss of a correct model stays at the logarithm of ``vocab_size``. A sample depends on its index and ``seed``.
 
     Args:
-        vocab_size: Tokens are drawn from zero up to this.
-        seq_len: Tokens that are predicted in each sample.
-        batch_size: Samples of a batch, on each device.
-        num_samples: Samples of an epoch, on all devices.
-        num_val_samples: Samples of a validation. None: two batches.
-        seed: Of the tokens.
+        vocab_size: Tokens are below this number.
+        seq_len: Predicted tokens in each sample.
+        batch_size: Samples in a batch on each device.
+        num_samples: Samples in an epoch, on all devices.
+        num_val_samples: Samples in a validation. None: two batches.
+        seed: For the tokens.
 
     Raises:
-        TypeError: If an argument is no whole number.
-        ValueError: If a number is too small for a batch.
+        TypeError: If an argument is not an integer.
+        ValueError: If a number is too small.
     """
 
     def __init__(
@@ -53,9 +52,9 @@ class RandomTokens(LightningDataModule):
             num_samples=(num_samples, 1),
             num_val_samples=(num_val_samples, 0),
         )
-        check_kind("seed", seed, int, of="RandomTokens", why="It is that of the tokens.")
+        check_kind("seed", seed, int, of="RandomTokens", why="It draws the tokens.")
         self.vocab_size, self.seq_len = vocab_size, seq_len
-        self.batch_size = int(batch_size)  # numpy's, a loader refuses
+        self.batch_size = int(batch_size)  # a DataLoader refuses NumPy integers
         self.num_samples = num_samples
         self.num_val_samples = 2 * batch_size if num_val_samples is None else num_val_samples
         self.seed = int(seed)
@@ -84,7 +83,7 @@ class _Samples(Dataset[Tensor]):
         return self._count
 
     def __getitem__(self, index: int) -> Tensor:
-        # Of a CPU generator's seed only 32 bits count: an odd factor keeps the seeds' ranges of them apart.
+        # A CPU generator uses 32 bits of its seed. An odd factor separates the ranges of different seeds.
         random = torch.Generator().manual_seed((self._seed * 2_654_435_761 + self._first + index) % 2**32)
         return torch.randint(self._vocab_size, (self._length,), generator=random)
 

@@ -1,4 +1,4 @@
-"""The source of Python's standard library as text to learn from: every machine has it."""
+"""The source code of Python's standard library as training text."""
 
 import hashlib
 import os
@@ -17,30 +17,30 @@ from lightning_ups.order.arguments import check_path, check_seed
 
 __all__ = ["StdlibText", "unigram_entropy"]
 
-# Tests outweigh the library; tables of characters and documentation topics are no source to speak of, and so alike from
-# file to file that they would flatter the held-out loss; the rest is not the library's, or not the same everywhere.
+# Tests are larger than the library. Tables of characters and documentation topics are so similar from file to file that
+# the validation loss would be too low. The other folders are not part of the library, or differ between machines.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"})
 _LEFT_OUT_FILES = ("_sysconfigdata", "_distutils_system_mod")
-_BETWEEN_FILES = b"\0"  # occurs in no source file, so that a sample that starts with it starts a file
+_BETWEEN_FILES = b"\0"  # does not occur in source files, so that it marks the beginning of one
 
 
 class StdlibText(LightningDataModule):
-    """The standard library's own source files, as bytes: 256 tokens, no tokenizer, no download, nothing written.
+    """The source files of Python's standard library as bytes: 256 tokens, without a tokenizer or a download.
 
-    One file in ``hold_out_one_in`` is for validation alone. Which, its name decides, on every machine alike. A batch is
-    a tensor of bytes [batch, seq + 1]. Training takes crops at random places, and validation the same ones each time.
+    A batch is a tensor of bytes [batch, seq + 1]. Training crops are at random positions; validation crops are always
+    the same. A hash of its name decides whether a file is for training or validation, equally on every machine.
 
     Args:
-        seq_len: Bytes that are predicted in each crop.
-        batch_size: Crops of a batch, on each device. None: 8 on a CPU, 512 on a GPU, which would idle over fewer.
-        hold_out_one_in: One file in so many is held out.
-        num_crops: Crops of an epoch, on all devices.
-        num_val_crops: Crops of a validation, evenly spread over the held-out files.
-        seed: Of the random places and of the order of the crops.
-        root: A folder of Python files to read instead. None: the standard library of the running Python.
+        seq_len: Predicted bytes in each crop.
+        batch_size: Crops in a batch on each device. None: 8 on a CPU, 512 on a GPU.
+        hold_out_one_in: One file in so many is for validation.
+        num_crops: Crops in a training epoch, on all devices.
+        num_val_crops: Crops in a validation, evenly spread over its files.
+        seed: For the positions and the order of training crops.
+        root: A folder of Python files. None: the standard library of this Python.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has a wrong type.
         ValueError: If a number is too small, or, when training begins, an epoch has fewer crops than a batch.
         RuntimeError: In ``setup``, if there are too few source files.
 
@@ -74,10 +74,10 @@ class StdlibText(LightningDataModule):
             num_val_crops=(num_val_crops, 0),
             batch_size=(batch_size, 1),
         )
-        check_seed(seed, of="StdlibText", why="It is that of the places.")
-        why = "It is a folder of Python files that is read instead of the standard library."
+        check_seed(seed, of="StdlibText", why="It draws the positions.")
+        why = "It is a folder of Python files."
         check_path("root", root, of="StdlibText", why=why)
-        # Numbers of numpy: a loader refuses them, and hashes of files are too large for them.
+        # A DataLoader refuses NumPy integers, and they overflow with hashes.
         self.batch_size = None if batch_size is None else int(batch_size)
         self.seq_len, self.hold_out_one_in = seq_len, int(hold_out_one_in)
         self.num_crops, self.num_val_crops, self.seed = num_crops, num_val_crops, int(seed)
@@ -97,15 +97,14 @@ class StdlibText(LightningDataModule):
         if shorter <= self.seq_len:
             more = ", or a smaller seq_len or hold_out_one_in" if names else ""
             raise RuntimeError(
-                f"{self.root} has {len(names)} source files, and training or validation would get {shorter} bytes of"
-                f" them, which is less than a crop of {self.seq_len + 1}."
-                " Some Pythons come without the source of their standard library, or with it inside a zip file."
+                f"{self.root} has {len(names)} source files, of which training or validation gets {shorter} bytes, less"
+                f" than a crop of {self.seq_len + 1}. Some Pythons lack the source files of their standard library."
                 f" Give a folder of Python files: StdlibText(root=...){more}."
             )
 
     @property
     def unigram_entropy(self) -> float:
-        """Entropy of the training bytes in nats a byte: the loss of a model that knows only how frequent each is."""
+        """The entropy of the training bytes in nats: the loss of a model that knows only their frequencies."""
         return unigram_entropy(self.train_tokens)
 
     @override
@@ -122,17 +121,17 @@ class StdlibText(LightningDataModule):
         return list(text.encode())
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens``; bytes that are no text are written as numbers."""
+        """Return the text of ``tokens``, with escapes for bytes that are not UTF-8."""
         return bytes(tokens).replace(_BETWEEN_FILES, b"\n").decode(errors="backslashreplace")
 
     def _loader(self, crops: Crops, *, shuffle_seed: int | None = None) -> DataLoader[Tensor]:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         size = self.batch_size or (512 if on_gpu else 8)
         least = size * (1 if self.trainer is None else self.trainer.world_size)
-        if shuffle_seed is not None and len(crops) < least:  # the last batch is left out if it is not full
+        if shuffle_seed is not None and len(crops) < least:  # incomplete batches are dropped
             raise ValueError(
                 f"StdlibText(num_crops={len(crops)}) has fewer crops in an epoch than a batch of {size} on each device."
-                " Training leaves out batches that are not full, and there would be no other."
+                " Training drops incomplete batches, and no other would remain."
                 f" Use num_crops={least} or more, or a smaller batch_size."
             )
         return batches(crops, batch_size=size, pin_memory=on_gpu, shuffle_seed=shuffle_seed)
@@ -143,18 +142,18 @@ class StdlibText(LightningDataModule):
 
 
 def unigram_entropy(tokens: Tensor) -> float:
-    """Return the entropy, in nats, of drawing one of ``tokens``, small integers that are not negative."""
+    """Return the entropy, in nats, of the distribution of ``tokens``, which are not negative."""
     share = torch.bincount(tokens.int()).double() / len(tokens)
     return -torch.special.xlogy(share, share).sum().item()
 
 
 def _source_files(root: Path) -> list[str]:
-    """Return the names, from ``root`` down, in an order that does not depend on the file system."""
+    """Return the sorted names of source files, relative to ``root``."""
     names = []
     for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in _LEFT_OUT]  # `os.walk` goes where this list says
+        inner[:] = [name for name in inner if name not in _LEFT_OUT]  # `os.walk` enters these
         sources = (name for name in files if name.endswith(".py") and not name.startswith(_LEFT_OUT_FILES))
-        # An editor's mark on a file that it has open is a link to nothing.
+        # Editors mark an open file by a broken link.
         paths = (path for name in sources if (path := Path(folder) / name).is_file())
         names += [path.relative_to(root).as_posix() for path in paths]
     return sorted(names)

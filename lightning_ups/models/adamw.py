@@ -1,4 +1,4 @@
-"""AdamW as language models use it: matrices decay, vectors do not."""
+"""AdamW with weight decay for matrices only."""
 
 from collections.abc import Iterable
 
@@ -7,12 +7,11 @@ from torch import nn
 
 __all__ = ["adamw", "decay_groups"]
 
-# Where torch has a kernel that makes the whole step; elsewhere torch chooses.
 _FUSED_DEVICES = ("cpu", "cuda")
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, object]]:
-    """Return the trainable ``parameters`` as optimizer groups: matrices decay; gains, biases and scalars do not."""
+    """Return the trainable ``parameters`` as optimizer groups: only matrices decay, not gains, biases and scalars."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
@@ -24,14 +23,14 @@ def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> 
 def adamw(
     module: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float, fused: bool | None = None
 ) -> torch.optim.AdamW:
-    """Return AdamW over the parameters that ``module`` has now.
+    """Return AdamW over the trainable parameters of ``module``.
 
     Args:
-        module: Its trainable parameters are optimized, a tied one once.
+        module: The module.
         lr: The peak learning rate.
         betas: Decay of the averages of gradient and squared gradient.
         weight_decay: Of matrices; see `decay_groups`.
-        fused: One kernel for the whole step. None: yes on CPU and CUDA.
+        fused: Use torch's fused AdamW. None: on CPU and CUDA.
     """
     groups = decay_groups(module.parameters(), weight_decay=weight_decay)
     if fused is None:

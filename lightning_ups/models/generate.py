@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_ups.order.arguments import check_kind, check_least, check_seed
+from lightning_ups.order.arguments import check_finite, check_least, check_seed
 
 __all__ = ["generate"]
 
@@ -24,42 +24,34 @@ def generate(
 ) -> Tensor:
     """Return ``prompt`` followed by ``num_tokens`` sampled tokens.
 
-    The whole context is computed anew for every token: right for a sample at the end of a run, not for serving.
-    The draws come from a generator of their own, so that training after it goes on as if nothing had been drawn.
+    There is no cache: the whole context is computed for each token. The global random state does not change.
 
     Args:
-        logits_of: Takes tokens [batch, seq] and returns logits [batch, seq, vocab]; a `GPT`, for one.
-        prompt: Tokens [batch, seq] of any integer type, at least one.
+        logits_of: Takes tokens [batch, seq] and returns logits [batch, seq, vocab], as a `GPT` does.
+        prompt: Tokens [batch, seq] of any integer dtype, at least one.
         num_tokens: How many tokens to add.
-        context: The longest sequence that ``logits_of`` takes; what lies further back is forgotten.
-        temperature: Divides the logits; 0 always takes the likeliest token.
-        top_k: Draw from so many of the likeliest tokens only, one at least. None: from all.
-        seed: Of the draws.
+        context: The longest sequence that ``logits_of`` supports; earlier tokens are ignored.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Sample from this number of the most likely tokens. None: from all.
+        seed: For sampling.
 
     Raises:
-        TypeError: If a number is none.
-        ValueError: If the prompt is empty or has other axes, the temperature is negative, or a number is too small.
+        TypeError: If a number has a wrong type.
+        ValueError: If the prompt is empty or has a wrong shape, or a number is out of range.
     """
-    if prompt.dim() != 2:
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(
-            f"generate was given a prompt of shape {tuple(prompt.shape)}."
-            " It is [batch, seq]: as many prompts as are to be continued, of equal length."
+            f"generate was given a prompt of shape {tuple(prompt.shape)}. It is [batch, seq] with at least one token."
             " Use prompt.unsqueeze(0) for a single one."
         )
-    check_kind("temperature", temperature, float, of="generate", why="It divides the logits.")
-    check_seed(seed, of="generate", why="It is that of the draws.")
+    check_finite("temperature", temperature, of="generate", why="It divides the logits.")
+    check_seed(seed, of="generate", why="It is for sampling.")
     for name, value, least, why in (
         ("num_tokens", num_tokens, 0, "It counts tokens to add."),
-        ("context", context, 1, "It counts tokens to look back at."),
-        ("top_k", top_k, 1, "It counts tokens to draw from."),
+        ("context", context, 1, "It counts tokens to read."),
+        ("top_k", top_k, 1, "It counts tokens to sample from."),
     ):
         check_least(name, value, least, of="generate", why=why, optional=name == "top_k")
-    if prompt.shape[1] == 0 or not temperature >= 0:
-        raise ValueError(
-            f"generate was given a prompt of {prompt.shape[1]} tokens and temperature={temperature}."
-            " The first token is drawn from what follows the prompt, and a temperature divides the logits."
-            " Give at least one token, and a temperature of 0 (no randomness) or more."
-        )
     random = torch.Generator(prompt.device).manual_seed(int(seed))
     tokens_BT = prompt.long()
     for _ in range(num_tokens):

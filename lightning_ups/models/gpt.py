@@ -1,11 +1,10 @@
-"""A Llama-shaped GPT: the reference model of this package, as a plain module and as a LightningModule.
+"""A GPT with the architecture of Llama, as a plain module and as a LightningModule.
 
 Shape suffixes: B batch, T position, D width of the model, H query heads, K heads of keys and values, G query heads
 for each of them, E width of a head, V vocabulary.
 
-Every module that holds weights has a ``reset_parameters`` that draws them from torch's global generator, in the order
-of ``modules()``, which is the order of construction. So a model that was built on the meta device and given memory is
-initialised bit for bit like one that was built in place, by calling ``reset_parameters`` module by module.
+Every module with weights has a ``reset_parameters`` that draws them from torch's global generator. After construction
+on the meta device, calling it in the order of ``modules()`` gives the same bits as construction in place.
 """
 # ruff: noqa: N803, N806 (shape suffixes are capitals)
 
@@ -41,21 +40,21 @@ class GPTConfig:
     Args:
         dim: Width of the model.
         num_layers: Number of blocks.
-        num_heads: Number of query heads; each is ``dim / num_heads`` wide.
-        num_kv_heads: Number of heads of keys and values, each shared by ``num_heads / num_kv_heads`` query heads.
+        num_heads: Number of query heads, each ``dim / num_heads`` wide.
+        num_kv_heads: Number of heads of keys and values, each for ``num_heads / num_kv_heads`` query heads.
         ffn_dim: Width of the SwiGLU feed-forward network.
         vocab_size: Number of tokens.
-        max_seq_len: Longest sequence: the length of the table of rotary angles.
+        max_seq_len: The longest sequence.
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
-        qk_norm: Normalise queries and keys, each head by itself, before they are rotated.
-        tie: Let the head use the embedding's weight.
-        loss: How the loss is computed from targets: from all ``logits`` at once, or ``chunked``, some rows at a time,
-            by `lightning_ups.kernels.linear_cross_entropy`, which never has them all in memory.
+        qk_norm: Normalize queries and keys of each head before rotation.
+        tie: Share one weight between embedding and head.
+        loss: ``logits`` computes all logits at once; ``chunked`` some rows at a time, in less memory, by
+            `lightning_ups.kernels.linear_cross_entropy`.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If a number is too small, the heads do not divide, or ``loss`` is unknown.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a number is out of range, heads do not divide, or ``loss`` is unknown.
     """
 
     dim: int
@@ -75,9 +74,7 @@ class GPTConfig:
         _check_shape("GPTConfig", **asdict(self))
         if self.dim % (2 * self.num_heads) or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads} do not fit together."
-                " A head has an even width of dim / num_heads, and each head of keys and values serves equally many"
-                " query heads."
+                f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads} do not divide."
                 " Make dim a multiple of twice num_heads, and num_heads a multiple of num_kv_heads."
             )
 
@@ -92,13 +89,11 @@ class GPTConfig:
         return self.num_heads // self.num_kv_heads
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Return the floating-point operations that training needs for one token of a sequence of ``seq_len``.
+        """Return the FLOPs that training needs for one token of a sequence of ``seq_len``.
 
-        ``6 x (weights in matrix products) + 6 x num_layers x dim x seq_len``. Forward costs 2 operations a weight and
-        backward twice that. In attention, the scores and the weighted sum cost ``2 x dim`` each for every position
-        that is looked at, which is half of ``seq_len`` on average, since attention is causal; backward costs twice as
-        much. The embedding is a look-up and costs nothing; norms, rotation and activations are left out, and so is
-        whatever is computed twice.
+        ``6 x (weights in matrix products) + 6 x num_layers x dim x seq_len``. Forward takes 2 operations per weight,
+        and in attention ``4 x dim`` for each visible position, on average ``seq_len / 2``. Backward takes twice as
+        much. Norms, rotation, activations and recomputation do not count.
         """
         projections = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.dim
         weights = self.num_layers * self.dim * (projections + 3 * self.ffn_dim) + self.vocab_size * self.dim
@@ -106,7 +101,7 @@ class GPTConfig:
 
 
 def _check_shape(of: str, **given: Any) -> None:
-    """Refuse what is no value of a `GPTConfig`, by the name of the class ``of`` that got it."""
+    """Raise unless the ``given`` arguments of class ``of`` are valid values of a `GPTConfig`."""
     for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
         if name in given:
             check_least(name, given[name], 1, of=of, why="It is a size of the model.")
@@ -177,20 +172,17 @@ class GPT(nn.Module):
 
         Args:
             tokens: Integers [batch, seq].
-            targets: The token that follows each [batch, seq]; -100 is not counted.
+            targets: The next token for each [batch, seq]; -100 is ignored.
         """
         if tokens.dim() != 2:
             raise ValueError(
-                f"Tokens of shape {tuple(tokens.shape)} were given to a GPT."
-                " They are [batch, seq]."
+                f"GPT expects tokens [batch, seq], not of shape {tuple(tokens.shape)}."
                 " Use tokens.unsqueeze(0) for a single sequence."
             )
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
-                f"A sequence of {tokens.shape[1]} tokens was given to a GPT with"
-                f" max_seq_len={self.config.max_seq_len}."
-                " The rotary angles are tabulated up to that length."
-                " Make the sequences shorter, or build the model with a larger max_seq_len."
+                f"A sequence of {tokens.shape[1]} tokens is longer than max_seq_len={self.config.max_seq_len}."
+                " Use shorter sequences, or a model with a larger max_seq_len."
             )
         x_BTD = self.embedding(tokens)
         for block in self.layers:
@@ -204,24 +196,24 @@ class GPT(nn.Module):
 
     @property
     def read_past_forward(self) -> Mapping[str, str]:
-        """Children whose weight is read where their forward does not run, each with the setting that does it."""
+        """Children whose weight is used without calling their forward, with the setting that causes it."""
         return {"head": "loss='chunked'"} if self.config.loss == "chunked" else {}
 
     def init_weights(self) -> None:
-        """Initialise every weight and table anew, from torch's global generator, as construction did."""
+        """Initialize all weights and tables, from torch's global generator, as in construction."""
         for module in self.modules():
             if reset := getattr(module, "reset_parameters", None):
                 reset()
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make embedding and head one parameter again, if they are to be; ``to_empty`` and its kin part them."""
+        """Make embedding and head share a parameter, if configured. Calls such as ``to_empty`` separate them."""
         if self.config.tie:
             self.head.weight = self.embedding.weight
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each added to what came in."""
+    """Attention and a feed-forward network, each added to its input."""
 
     def __init__(self, config: GPTConfig, rope: "RotaryTable", *, out_std: float) -> None:
         super().__init__()
@@ -239,15 +231,14 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with one product for queries, keys and values.
 
-    The rows of ``qkv`` lie group by group, for each head of keys and values its query heads, its key and its value, so
-    that a shard of the rows is whole groups.
+    The rows of ``qkv`` are grouped by heads of keys and values: query heads, key, value. A shard has complete groups.
     """
 
     def __init__(self, config: GPTConfig, rope: "RotaryTable", *, out_std: float) -> None:
         super().__init__()
         self.num_groups, self.head_dim = config.num_groups, config.head_dim
-        self.rows_together = {"qkv": (config.num_groups + 2) * config.head_dim}  # where devices split the product
-        self.rope = rope  # the model's one table; a block takes only its input, so that nothing casts the angles
+        self.rows_together = {"qkv": (config.num_groups + 2) * config.head_dim}  # for tensor parallelism
+        self.rope = rope  # shared; as an argument of the block it would be cast
         self.qkv = Linear(config.dim, config.num_kv_heads * (config.num_groups + 2) * config.head_dim)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
@@ -263,34 +254,27 @@ class Attention(nn.Module):
 
 
 def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
-    """Return causal attention; query heads share the heads of keys and values in order."""
+    """Return causal attention."""
     grouped = q_BHTE.shape[1] != k_BKTE.shape[1]
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped)
 
 
 def plain_weight(head: nn.Module) -> Tensor:
-    """Return the weight of ``head``, whose forward is going to be passed over."""
+    """Return the weight of ``head``, whose forward is not going to be called."""
     if type(head).forward is not Linear.forward:
         raise ValueError(
-            f"The head became a {type(head).__name__}, and loss='chunked' would pass it over."
-            " That loss reads the head's weight and multiplies it itself, so what a conversion does in the head's"
-            " forward would have no effect."
+            f"The head became a {type(head).__name__}, whose forward loss='chunked' does not call."
             " Leave the head out of the conversion, or use loss='logits'."
         )
     if "forward" in head.__dict__:
         raise ValueError(
-            "The head's forward was replaced, as in_float32 and callbacks with patterns do, and loss='chunked' would"
-            " pass it over."
-            " That loss reads the head's weight and multiplies it itself, so the setting would have no effect."
+            "The head's forward was replaced by in_float32 or a callback, and loss='chunked' does not call it."
             " Leave the head out of in_float32 and of blocks, or use loss='logits'."
         )
     if isinstance(head.weight, DTensor):
         raise ValueError(
-            "The head's weight is split over devices where loss='chunked' reads it: by tensor parallelism, or since the"
-            " head is sharded as a block of its own."
-            " That loss needs all classes of a row on one device, and passes over the head's forward, which gathers"
-            " them."
-            " Use loss='logits', or, without tensor parallelism, leave the head out of blocks."
+            "The head's weight is split over devices, by tensor parallelism or as a sharded block, and loss='chunked'"
+            " needs all of it. Use loss='logits', or, without tensor parallelism, leave the head out of blocks."
         )
     assert isinstance(head.weight, Tensor)
     return head.weight
@@ -313,8 +297,7 @@ class FeedForward(nn.Module):
 class CrossEntropy(nn.CrossEntropyLoss):
     """The mean cross-entropy in float32.
 
-    A module, so that it can be compiled where only blocks are: uncompiled, the logits are in memory several times in
-    float32, and read or written a dozen times.
+    It is a module so that it can be compiled with the blocks: eagerly, the logits are in memory several times.
     """
 
     @override
@@ -353,9 +336,9 @@ class RotaryTable(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear map without bias, drawn so that it keeps the variance of its input, times ``scale`` squared.
+    """A linear layer without bias, initialized to multiply the variance of its input by ``scale`` squared.
 
-    With ``draw=False`` the weight is another module's, and nothing is drawn.
+    With ``draw=False`` the weight belongs to another module and is not initialized.
     """
 
     def __init__(self, in_features: int, out_features: int, *, scale: float = 1.0, draw: bool = True) -> None:
@@ -369,7 +352,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding with small entries: it is also the head where weights are tied."""
+    """An embedding with small entries, since it may also be the head."""
 
     std = 0.02
 
@@ -381,31 +364,29 @@ class Embedding(nn.Embedding):
 class GPTModule(LightningModule):
     """Trains a `GPT` to predict the next token.
 
-    A batch is a tensor of integer tokens [batch, seq + 1] of any integer type: all but the last are read, all but the
-    first are predicted. The model, ``self.model``, is built in ``configure_model``, so that it never needs to exist
-    whole.
+    A batch is a tensor of tokens [batch, seq + 1] of any integer dtype. The model, ``self.model``, is built in
+    ``configure_model``, so that a strategy can shard it before it takes memory.
 
     Args:
-        size: A shape from `SIZES`; the arguments down to ``loss``, where given, change it.
+        size: A shape from `SIZES`, which the arguments down to ``loss`` change.
         vocab_size: Number of tokens.
         max_seq_len: Longest sequence.
-        qk_norm: Normalise queries and keys.
-        tie: Let the head use the embedding's weight.
+        qk_norm: Normalize queries and keys.
+        tie: Share one weight between embedding and head.
         rope_theta: Base of the rotary frequencies.
-        loss: From all ``logits`` at once, or ``chunked``, without ever having them all in memory.
+        loss: From all ``logits`` at once, or ``chunked``, in less memory.
         lr: The peak learning rate.
         betas: Decay of AdamW's averages.
         weight_decay: Of matrices; vectors do not decay.
-        schedule: How the learning rate falls after the warm-up: along a ``cosine`` to the last step; ``wsd``, level and
-            then linearly over the last ``decay_fraction``; or not at all, ``constant``.
+        schedule: How the learning rate decays after the warm-up: ``cosine``; ``wsd``, linearly over the last
+            ``decay_fraction`` of the run; or ``constant``, not at all.
         warmup_steps: Optimizer steps over which the learning rate rises.
         final_fraction: The last learning rate as a fraction of the peak.
-        decay_fraction: The part of the run over which ``wsd`` falls.
-        fused: AdamW's step as one kernel. None: yes on CPU and CUDA. Lightning's own ``bf16-mixed`` refuses to clip
-            gradients with it.
+        decay_fraction: The part of the run over which ``wsd`` decays.
+        fused: Use torch's fused AdamW. None: on CPU and CUDA. Lightning's ``bf16-mixed`` cannot clip gradients with it.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has a wrong type.
         ValueError: If a choice is unknown or a number is out of range.
 
     Example::
@@ -437,7 +418,7 @@ class GPTModule(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         check_choice("size", size, tuple(SIZES), of="GPTModule", why="It names a shape of the model.")
-        why = "It is how the learning rate falls after the warm-up."
+        why = "It is how the learning rate decays after the warm-up."
         check_choice("schedule", schedule, get_args(Schedule), of="GPTModule", why=why)
         why = "It counts the steps over which the learning rate rises."
         check_least("warmup_steps", warmup_steps, 0, of="GPTModule", why=why)
@@ -471,9 +452,7 @@ class GPTModule(LightningModule):
         if isinstance(tokens, int) and tokens > self.config.vocab_size:
             raise ValueError(
                 f"{type(data).__name__} has a vocabulary of {tokens} tokens, and the model one of"
-                f" {self.config.vocab_size}."
-                " A token beyond the model's has no embedding; on a GPU it ends the process without saying so."
-                f" Give GPTModule vocab_size={tokens}."
+                f" {self.config.vocab_size}. Larger tokens have no embedding. Give GPTModule vocab_size={tokens}."
             )
 
     @override
@@ -489,7 +468,7 @@ class GPTModule(LightningModule):
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        # Not on the progress bar: Lightning would wait for the GPU at every step to read it.
+        # Not on the progress bar, for which Lightning waits for the GPU in each step.
         self.log("train_loss", loss)
         return loss
 
@@ -502,7 +481,7 @@ class GPTModule(LightningModule):
         self.log("test_loss", self.loss(batch), sync_dist=True, batch_size=len(batch))
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats a token, of predicting the tokens of ``batch`` [batch, seq + 1]."""
+        """Return the mean cross-entropy of the predicted tokens of ``batch`` [batch, seq + 1]."""
         return self.model(batch[:, :-1].long(), batch[:, 1:].long())
 
     @override
@@ -519,5 +498,5 @@ class GPTModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
 
     def generate(self, prompt: Tensor, **options: Any) -> Tensor:
-        """Return ``prompt`` [batch, seq] and what the model says next; see `generate` for the options."""
+        """Return ``prompt`` [batch, seq] followed by sampled tokens; see `generate` for the options."""
         return generate(self.model, prompt, context=self.config.max_seq_len, **options)

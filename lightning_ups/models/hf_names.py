@@ -1,4 +1,4 @@
-"""The names and shapes that Hugging Face's Llama and Qwen3 give the weights of a `GPT`, both ways."""
+"""Conversion of state dicts between a `GPT` and Hugging Face's Llama and Qwen3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ _SPLIT = "model.layers.{}.self_attn.{}_proj.weight"
 
 
 def hf_config(config: GPTConfig) -> dict[str, Any]:
-    """Return what a ``config.json`` says of this shape: the arguments of ``LlamaConfig``, or ``Qwen3Config``."""
+    """Return the content of ``config.json``: the arguments of ``LlamaConfig`` or ``Qwen3Config``."""
     return {
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -46,7 +46,7 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def to_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Return the state dict of a `GPT` as Hugging Face names it; a tied head is left out, as files do.
+    """Return the state dict of a `GPT` with the names of Hugging Face, without a tied head.
 
     Raises:
         ValueError: If ``state`` is not that of a GPT of this shape.
@@ -61,7 +61,7 @@ def to_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
 
 
 def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Return a state dict of Hugging Face's as a `GPT` names it.
+    """Return a state dict of Hugging Face with the names of a `GPT`.
 
     Raises:
         ValueError: If ``state`` is not that of a model of this shape.
@@ -77,7 +77,7 @@ def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]
 
 
 def _names(config: GPTConfig) -> dict[str, str]:
-    """Return our name and theirs for every weight that is the same tensor in both."""
+    """Return both names of each weight that is the same tensor in both."""
     model = {ours: theirs for ours, theirs in _MODEL.items() if not (config.tie and ours == "head")}
     block = _BLOCK | (_QK_NORM if config.qk_norm else {})
     for layer in range(config.num_layers):
@@ -89,7 +89,6 @@ def _check(state: Mapping[str, Tensor], wanted: set[str], *, tied: set[str], con
     found = set(state) - tied if config.tie else set(state)
     if found != wanted:
         raise ValueError(
-            f"The state dict lacks {sorted(wanted - found)[:4]} and has {sorted(found - wanted)[:4]} besides."
-            f" Its names are not those of {config}."
-            " Give the state dict of the whole model and nothing else, and the config that it was built with."
+            f"The state dict lacks {sorted(wanted - found)[:4]} and has unknown {sorted(found - wanted)[:4]}."
+            f" Its names are not those of {config}. Give the complete state dict and the config that it was built with."
         )

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by optimizer step: warm-up, then cosine, or level and then down, or level."""
+"""Learning-rate schedules by optimizer step: a warm-up, then cosine, constant with a final decay, or constant."""
 
 import math
 from functools import partial
@@ -28,8 +28,8 @@ def scheduler(
     """
     if schedule != "constant" and not 0 < total_steps < math.inf:
         raise ValueError(
-            f"The schedule {schedule!r} was asked for in a run whose number of steps is not known."
-            " It falls towards the last step."
+            f"schedule={schedule!r} needs the number of steps, since it decays until the last one, and this run has no"
+            " end."
             " Set max_steps or max_epochs of the Trainer, or use schedule='constant'."
         )
     rule = partial(
@@ -52,7 +52,7 @@ def factor(
     final_fraction: float,
     decay_fraction: float,
 ) -> float:
-    """Return what the peak learning rate is multiplied by at ``step``, counted from zero.
+    """Return the factor of the peak learning rate at ``step``, counted from zero.
 
     Linear from ``1 / warmup_steps`` up to 1 over the warm-up. Then ``cosine`` falls to ``final_fraction`` at the last
     step; ``wsd`` (warm-up, stable, decay) stays at 1 and falls linearly over the last ``decay_fraction`` of the
