@@ -122,13 +122,6 @@ def test_what_lies_on_the_host_is_not_on_the_device():
     assert moment.of("workspaces") == 64
 
 
-def test_streamed_state_takes_its_chunks_and_nothing_else():
-    layout = Layout(sharding="full", shards=1, devices=1, stepping=4, on_host={"optimizer state": 1.0}, chunk=7)
-    moment = peak_of(step(blocks=100), layout)
-    assert moment.of("temporaries") in (0, 3 * 7)
-    assert moment.of("optimizer state") == 0
-
-
 def taken_in_optimizer(**layout):
     moment = Moment(phase="optimizer", held={("optimizer state", ""): 80, ("temporaries", ""): 9})
     return peak_of(replace(step(), peaks={"optimizer": moment}), Layout(**layout)).by_kind()
