@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests import count_house
 from tests.count_house import HERE
 
@@ -14,6 +16,7 @@ def test_the_script_prints_a_table():
     assert "| files opened: A new refusal | two |" in printed
 
 
+@pytest.mark.slow
 def test_a_fit_enters_its_strategy_and_its_precision():
     entered = count_house.entered_by_a_fit(HERE.parent)
     assert {"strategies/fsdp2.py", "callbacks/compile.py", "callbacks/activation_checkpoint.py"} <= {*entered}

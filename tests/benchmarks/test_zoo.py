@@ -160,6 +160,7 @@ def test_an_interval_over_rounds_is_wider_than_rounds_that_agree(import_benchmar
     assert low < 1.5 < 2 < 3 < high
 
 
+@pytest.mark.slow
 def test_a_run_through_the_command_is_not_made_again(run_benchmark, tmp_path, zoo):
     words = ("--tiny", "--only", "lightning_boring", "--sides", "stock", "--output", "zoo.jsonl")
     done = run_benchmark("zoo", *words, OMP_NUM_THREADS="1")

@@ -56,6 +56,7 @@ def ticks(folder):
     return (folder / "ticks").read_text().split()
 
 
+@pytest.mark.slow
 def test_one_run_executes_at_a_time_while_others_compile(start, tmp_path):
     runs = [start(name) for name in "abc"]
     assert [run.wait(60) for run in runs] == [0, 0, 0]
@@ -64,6 +65,7 @@ def test_one_run_executes_at_a_time_while_others_compile(start, tmp_path):
     assert not [*tmp_path.glob("[0-9]*")]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_holds_nobody_up(start, tmp_path, import_benchmark):
     dying = start("dies")
     while not (tmp_path / "ticks").exists():

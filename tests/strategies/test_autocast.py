@@ -133,7 +133,13 @@ def test_fsdp2_gives_the_losses_of_stock_ddp(ranks, tmp_path, name):
     assert ours == pytest.approx(stock, rel=3e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "t5", "bert", "encoder", "convolutions"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gpt2", "bert", "convolutions"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama, tied", "t5", "encoder")),
+    ],
+)
 def test_simple_fsdp_gives_the_losses_of_stock_ddp(ranks, tmp_path, name):
     # T5 adds one bias to the scores of every layer, and a graph sums its gradients in another order.
     stock_is = "ddp, compiled" if name == "t5" else "ddp"

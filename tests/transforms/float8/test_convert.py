@@ -372,6 +372,7 @@ def test_caches_of_graphs_know_every_file_that_decides_on_a_launch(monkeypatch, 
     assert wanted <= sources
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     ["tensorwise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rowwise", "rowwise_with_gw_hp"))],
