@@ -32,6 +32,7 @@ from lightning_ups.insight.memory import (
     is_out_of_memory,
     readable,
 )
+from lightning_ups.insight.report import run_folder
 from lightning_ups.order import Run, Stage
 from lightning_ups.order.arguments import check_least
 from lightning_ups.transforms.blocks import find_blocks
@@ -93,7 +94,7 @@ class MemoryForensics(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._default_folder = Path(trainer.log_dir or trainer.default_root_dir)  # a collective
+        self._default_folder = Path(run_folder(trainer))  # a collective
         self.text, self._batch, self._retries, self._warned = None, None, None, False
         if self.history:
             begin_history(trainer.strategy.root_device)

@@ -7,7 +7,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from typing_extensions import override
 
 from lightning_ups.config.output import note
-from lightning_ups.insight.report import reserve
+from lightning_ups.insight.report import give_to_loggers, reserve, run_folder
 
 __all__ = ["SavedConfig"]
 
@@ -22,7 +22,7 @@ class SavedConfig(SaveConfigCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        folder = trainer.log_dir or trainer.default_root_dir  # a collective: on every rank
+        folder = run_folder(trainer)  # a collective: on every rank
         if self.already_saved or self.overwrite or not self.save_to_log_dir or "://" in folder:
             super().setup(trainer, pl_module, stage)
             return
@@ -42,6 +42,7 @@ class SavedConfig(SaveConfigCallback):
             return
         self.parser.save(self.config, str(self.path), skip_none=False, overwrite=True, multifile=self.multifile)
         self.save_config(trainer, pl_module, stage)
+        give_to_loggers(trainer, self.path)
 
 
 def _keeps_checkpoints(trainer: Trainer, folder: str) -> bool:

@@ -17,8 +17,8 @@ def test_no_file_of_the_users_is_overwritten(ups, folder):
 def test_a_logger_that_has_no_folder(ups, folder):
     done = ups("fit", tree=run(trainer={"logger": {"class_path": "tests.cli_toys.Nowhere"}}))
     assert done.code == 0, done.err
-    assert (folder / "config.yaml").exists()
-    assert "--config config.yaml" in done.out
+    assert (folder / "nowhere" / "run-1" / "config.yaml").exists()
+    assert "--config nowhere/run-1/config.yaml" in done.out
 
 
 def test_a_folder_that_cannot_be_written(ups, folder):

@@ -1,6 +1,7 @@
 """What really took effect in a run, kept beside its logs."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,16 @@ from lightning_ups._compat.environment import (
 )
 from lightning_ups._compat.lightning.loggers import logged_hyperparameters
 from lightning_ups._compat.optional.nvml import gpu_states
-from lightning_ups.insight.report import difference, dtype_name, flattened, layer_dtypes, reserve, write
+from lightning_ups.insight.report import (
+    difference,
+    dtype_name,
+    flattened,
+    give_to_loggers,
+    layer_dtypes,
+    reserve,
+    run_folder,
+    write,
+)
 from lightning_ups.insight.throughput import tensors_of
 from lightning_ups.order import (
     OnlyOne,
@@ -54,8 +64,9 @@ _SCHEMA = 1
 class RunManifest(Callback, OnlyOne):
     """Write down what really took effect: versions, device, blocks, graphs, types, mesh, flags, environment.
 
-    One JSON file for each run (fit, validate, test or predict), beside the logs: ``manifest.json``, or the first of
-    ``manifest-2.json`` and so on that is free, so that none is ever overwritten. It is written after the first
+    One JSON file for each run (fit, validate, test or predict): ``manifest.json``, or the first of ``manifest-2.json``
+    and so on that is free, so that none is ever overwritten. It lies beside the logs or, with a logger that has one
+    folder for all runs, beside the checkpoints; MLflow, W&B and Comet get a copy. It is written after the first
     optimizer step, at the end, and after an exception, each time as a whole. Values are read back from torch and from
     the trainer, not copied from the settings. What is known before the first step goes to the loggers'
     hyperparameters too. ``fast_dev_run`` and ``barebones`` leave no file, as with Lightning's own. Rank zero writes;
@@ -93,7 +104,7 @@ class RunManifest(Callback, OnlyOne):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_second(Run.of(trainer))
-        self._folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks: every rank has to
+        self._folder = run_folder(trainer)  # asks the other ranks: every rank has to
         self.path, self._report = None, Report()
         self._seen_batch = self._written = False
         self._started, self._graphs_before = time.perf_counter(), graphs_made()
@@ -174,6 +185,8 @@ class RunManifest(Callback, OnlyOne):
         if "model" not in self.manifest and error is None:  # after an error, nothing here may hide it by another
             self._look(trainer)
         self._write(trainer)
+        if self.path is not None:
+            give_to_loggers(trainer, self.path)
 
     # What
 
@@ -355,6 +368,7 @@ def _sizes(tensor: Tensor) -> str:
     return ", ".join(map(str, [tensor.size(0), *["*"] * (tensor.dim() - 1)] if ragged else tensor.shape))
 
 
+_FORBIDDEN, _LONGEST_NAME = re.compile(r"[^0-9A-Za-z_\-. :/]"), 250  # in names, by MLflow
 _TO_LOGGERS = ("versions", "device", "model", "precision", "strategy", "optimizers", "training", "flags")
 
 
@@ -363,7 +377,10 @@ def _hyperparameters(manifest: Mapping[str, Any], report: Report) -> dict[str, A
     for part, facts in report.parts.items():
         flat |= {f"manifest/{part}/{name}": fact for name, fact in facts.items() if not isinstance(fact, Mapping)}
     flat = {name: value for name, value in flat.items() if not name.endswith("/lines")}
-    return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flat.items()}
+    return {
+        _FORBIDDEN.sub("", name)[:_LONGEST_NAME]: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in flat.items()
+    }
 
 
 def _name(thing: Any) -> str:

@@ -17,7 +17,16 @@ from lightning_ups._compat.optional.packages import has
 from lightning_ups.callbacks.acceleration_flags import AccelerationFlags
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
 from lightning_ups.callbacks.logs.token_throughput import TokenThroughput
-from lightning_ups.insight.report import Content, History, can_draw, page, reserve, write_pictures
+from lightning_ups.insight.report import (
+    Content,
+    History,
+    can_draw,
+    give_to_loggers,
+    page,
+    reserve,
+    run_folder,
+    write_pictures,
+)
 from lightning_ups.insight.throughput import PHASE_NAMES, Summary, checks, first_change, rows
 from lightning_ups.transforms.patching import instead_of
 from lightning_ups.transforms.quoted import quoted
@@ -33,7 +42,7 @@ class TrainingReport(Callback):
     need no setting for that. A run that fails has its report too.
 
     The page is ``report.html`` beside the logs, or the first of ``report-2.html`` and so on that is free; the pictures
-    are in a folder of the same name.
+    are in a folder of the same name. MLflow, W&B and Comet get a copy of both.
 
     Args:
         pictures: Write PNGs, for which matplotlib is needed. None: where it is installed.
@@ -70,7 +79,7 @@ class TrainingReport(Callback):
         self._open = stage == "fit" and not (trainer.fast_dev_run or trainer.barebones)  # type: ignore[attr-defined]
         if not self._open:
             return
-        self._folder = trainer.log_dir or trainer.default_root_dir  # asks the other ranks: every rank has to
+        self._folder = run_folder(trainer)  # asks the other ranks: every rank has to
         self._history, self._began, self.path = History(), datetime.now(), None
         self._of_another_fit = _kept(trainer)
         if self._tells:  # in a run that writes a page, and not in one that only looks
@@ -140,6 +149,7 @@ class TrainingReport(Callback):
             )
             return
         rank_zero_info(f"TrainingReport: {self.path}")
+        give_to_loggers(trainer, self.path, self.path.with_suffix(""))
 
     def _content(self, trainer: Trainer, *, status: str, error: str) -> Content:
         manifest = _found(trainer, RunManifest)

@@ -5,6 +5,7 @@ from lightning_ups.insight.report.history import Chart, History
 from lightning_ups.insight.report.html_page import Content, page
 from lightning_ups.insight.report.manifest import difference, flattened, reserve, write
 from lightning_ups.insight.report.pictures import can_draw, write_pictures
+from lightning_ups.insight.report.run_files import give_to_loggers, run_folder
 
 __all__ = [
     "Chart",
@@ -14,9 +15,11 @@ __all__ = [
     "difference",
     "dtype_name",
     "flattened",
+    "give_to_loggers",
     "layer_dtypes",
     "page",
     "reserve",
+    "run_folder",
     "write",
     "write_pictures",
 ]

@@ -324,7 +324,7 @@ def test_tensorboard_compares_two_runs_by_the_manifest_and_the_modules_own(tmp_p
     assert [run["manifest/flags/attention"] for run in shown.values()][1] == "['math']"
     for run in shown.values():
         assert run["manifest/model/blocks/count"] == 3
-        assert run["manifest/precision/layers/Linear/param float32, compute float32"] == 7
+        assert run["manifest/precision/layers/Linear/param float32 compute float32"] == 7
         assert run["manifest/optimizers/0/class"] == "torch.optim.adamw.AdamW"
 
 

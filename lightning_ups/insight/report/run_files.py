@@ -1,0 +1,70 @@
+"""Where the files of a run lie, and which loggers keep copies of them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_ups.transforms.quoted import quoted
+
+__all__ = ["give_to_loggers", "run_folder"]
+
+
+def run_folder(trainer: Trainer) -> str:
+    """Return the folder of this run. Call it on every rank, since rank zero tells the others.
+
+    It is ``trainer.log_dir`` where that belongs to one run. Loggers such as W&B have one folder for all runs; in it,
+    the folder of a run is the one to which Lightning writes its checkpoints.
+    """
+    folder = trainer.log_dir or trainer.default_root_dir
+    if not trainer.loggers or isinstance(trainer.loggers[0], (TensorBoardLogger, CSVLogger)) or "://" in folder:
+        return folder
+    if trainer.is_global_zero:
+        name, version = trainer.loggers[0].name, trainer.loggers[0].version
+        folder = str(Path(folder, str(name), version if isinstance(version, str) else f"version_{version}"))
+    return trainer.strategy.broadcast(folder)
+
+
+def give_to_loggers(trainer: Trainer, *paths: Path) -> None:
+    """Let the loggers of ``trainer`` that keep files (MLflow, W&B, Comet) keep ``paths``; call it on rank zero."""
+    for logger in trainer.loggers:
+        keep = next((keep for kind, keep in _KEEPERS.items() if isinstance(logger, kind)), None)
+        if keep is None:
+            continue
+        try:
+            keep(logger, [path for path in paths if path.exists()])
+        except Exception as error:  # noqa: BLE001  (a server that is not reached ends no run)
+            rank_zero_warn(
+                f"{type(logger).__name__} did not keep {', '.join(path.name for path in paths)}: {quoted(error)}."
+                f" The files are in {paths[0].parent}, and the run is not affected."
+            )
+
+
+def _to_mlflow(logger: Any, paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            logger.experiment.log_artifacts(logger.run_id, str(path), artifact_path=path.name)
+        else:
+            logger.experiment.log_artifact(logger.run_id, str(path))
+
+
+def _to_wandb(logger: Any, paths: Sequence[Path]) -> None:
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            logger.experiment.save(str(file.absolute()), base_path=str(path.parent.absolute()), policy="now")
+
+
+def _to_comet(logger: Any, paths: Sequence[Path]) -> None:
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            logger.experiment.log_asset(str(file), file_name=str(file.relative_to(path.parent)))
+
+
+_KEEPERS: dict[type, Callable[[Any, Sequence[Path]], None]] = {
+    MLFlowLogger: _to_mlflow,
+    WandbLogger: _to_wandb,
+    CometLogger: _to_comet,
+}

@@ -1,0 +1,138 @@
+"""What loggers with a store of their own get of a run, and where its files lie."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import wandb
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from torch import nn
+
+from lightning_ups.callbacks import RunManifest, StepGuard, TokenThroughput, TrainingReport
+from lightning_ups.cli import main
+from lightning_ups.precision import BF16Precision
+from tests.command import DATA, MODEL
+from tests.toys import Net, loader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Normalized(Net):
+    """Has layers of more types than one, whose names MLflow would refuse."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(self.norm(batch), batch_idx)
+        self.log("loss/train", loss)
+        return loss
+
+
+def mlflow_logger(folder):
+    return MLFlowLogger("experiment", tracking_uri=f"file:{folder}/mlruns")
+
+
+def wandb_logger(folder):
+    return WandbLogger(project="project", save_dir=folder / "wandb-logs", offline=True)
+
+
+LOGGERS = {
+    "mlflow": mlflow_logger,
+    "wandb": wandb_logger,
+    "tensorboard": lambda folder: TensorBoardLogger(folder),
+    "csv": lambda folder: CSVLogger(folder),
+}
+
+
+@pytest.fixture(autouse=True)
+def local(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    yield
+    wandb.finish()
+
+
+def fit(folder, logger, *callbacks, **options):
+    Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=logger,
+        callbacks=[*callbacks],
+        plugins=[BF16Precision()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        **options,
+    ).fit(Normalized(), loader(4))
+
+
+def fit_and_report(folder, logger):
+    report, manifest = TrainingReport(pictures=False), RunManifest()
+    fit(folder, logger, manifest, TokenThroughput(), report, StepGuard())
+    wandb.finish()
+    return manifest.path, report.path
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_every_name_and_value_fits_every_logger_and_each_run_has_its_own_folder(tmp_path, name):
+    paths = [fit_and_report(tmp_path / "root", LOGGERS[name](tmp_path)) for _ in range(2)]
+    assert [path.name for pair in paths for path in pair] == ["manifest.json", "report.html"] * 2
+    assert paths[0][0].parent == paths[0][1].parent != paths[1][0].parent == paths[1][1].parent
+
+
+def test_mlflow_keeps_manifest_and_report_and_can_search_its_experiments(tmp_path):
+    logger = mlflow_logger(tmp_path)
+    fit_and_report(tmp_path / "root", logger)
+    kept = {file.path for file in logger.experiment.list_artifacts(logger.run_id)}
+    assert {"manifest.json", "report.html"} <= kept
+    parameters = logger.experiment.get_run(logger.run_id).data.params
+    assert any(re.fullmatch(r"manifest/precision/layers/BatchNorm1d/.*float32.*", name) for name in parameters)
+    assert {each.name for each in logger.experiment.search_experiments()} == {"experiment", "Default"}
+
+
+def test_wandb_keeps_manifest_and_report(tmp_path):
+    logger = wandb_logger(tmp_path)
+    manifest, report = fit_and_report(tmp_path / "root", logger)
+    (kept,) = (tmp_path / "wandb-logs" / "wandb").glob("offline-run-*/files")
+    assert json.loads((kept / "manifest.json").read_text()) == json.loads(manifest.read_text())
+    assert (kept / "report.html").read_text() == report.read_text()
+
+
+def test_a_store_that_is_not_reached_ends_no_run(tmp_path, monkeypatch):
+    logger = mlflow_logger(tmp_path)
+
+    def refuse(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(type(logger.experiment), "log_artifact", refuse)
+    with pytest.warns(UserWarning, match=r"MLFlowLogger did not keep manifest\.json: .*no route to host"):
+        manifest, _ = fit_and_report(tmp_path / "root", logger)
+    assert manifest.exists()
+
+
+def of_rank(folder):
+    manifest = RunManifest()
+    logger = WandbLogger(project="project", save_dir=folder, offline=True)
+    fit(folder, [logger, CSVLogger(folder)], manifest, strategy="ddp", devices=2)
+    return manifest._folder
+
+
+def test_ranks_agree_on_the_folder(ranks, tmp_path):
+    assert Path(ranks(of_rank, tmp_path)).parent == tmp_path / "project"
+
+
+def test_the_command_line_gives_its_configuration_to_mlflow(tmp_path):
+    logger = {"class_path": "lightning.pytorch.loggers.MLFlowLogger"}
+    logger["init_args"] = {"tracking_uri": f"file:{tmp_path}/mlruns"}
+    run = {"accelerator": "cpu", "max_steps": 2, "enable_progress_bar": False, "logger": logger}
+    (tmp_path / "run.yaml").write_text(json.dumps({"trainer": run, "model": MODEL, "data": DATA}))
+    main(["fit", "--config", "run.yaml"])
+    kept = {path.name for path in (tmp_path / "mlruns").glob("*/*/artifacts/*")}
+    assert {"config.yaml", "manifest.json"} <= kept
