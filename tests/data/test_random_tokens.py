@@ -37,7 +37,7 @@ def test_validation_has_samples_of_its_own():
     assert not seen & {*held_out}
 
 
-def test_numbers_of_numpy_will_do():
+def test_numpy_integers_are_accepted():
     numbers = dict.fromkeys(("vocab_size", "seq_len", "batch_size", "num_samples"), numpy.int64(4))
     (batch,) = RandomTokens(**numbers, seed=numpy.int64(3)).train_dataloader()
     (other,) = RandomTokens(**{name: int(number) for name, number in numbers.items()}, seed=3).train_dataloader()

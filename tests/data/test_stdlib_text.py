@@ -53,7 +53,7 @@ def test_the_standard_library_is_found_and_read_in_a_second(library):
     assert library.train_tokens.dtype == torch.uint8
 
 
-def test_every_source_file_is_on_one_side(tmp_path):
+def test_each_file_is_for_training_or_validation(tmp_path):
     names = folder(tmp_path)
     data = made(tmp_path)
     assert sorted(data.train_files + data.val_files) == sorted(names)
@@ -84,7 +84,7 @@ def test_the_order_of_the_folder_does_not_matter(tmp_path, monkeypatch):
     assert torch.equal(second.train_tokens, first.train_tokens)
 
 
-def test_another_file_moves_no_file_to_the_other_side(tmp_path):
+def test_a_new_file_moves_no_other_file(tmp_path):
     folder(tmp_path)
     before = made(tmp_path)
     (tmp_path / "extra.py").write_text("x")
@@ -92,18 +92,18 @@ def test_another_file_moves_no_file_to_the_other_side(tmp_path):
     assert {*after.val_files} - {"extra.py"} == {*before.val_files}
 
 
-def test_a_python_without_source_is_told(tmp_path):
+def test_a_folder_without_source_files_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match=r"0 source files.*StdlibText\(root=\.\.\.\)\.$"):
         made(tmp_path)
 
 
-def test_files_that_are_all_on_one_side_are_told_with_the_numbers_to_change(tmp_path):
+def test_files_that_are_all_for_training_are_an_error(tmp_path):
     folder(tmp_path)
     with pytest.raises(RuntimeError, match=r"StdlibText\(root=\.\.\.\), or a smaller seq_len or hold_out_one_in\.$"):
         made(tmp_path, hold_out_one_in=10**6)
 
 
-def test_what_is_named_like_a_source_file_and_is_none_is_left_out(tmp_path):
+def test_only_regular_files_are_read(tmp_path):
     names = folder(tmp_path)
     (tmp_path / ".#open.py").symlink_to("somebody@a.machine:1234")  # as an editor marks a file that it has open
     (tmp_path / "folder.py").mkdir()
@@ -114,7 +114,7 @@ def test_what_is_named_like_a_source_file_and_is_none_is_left_out(tmp_path):
 # --- entropy
 
 
-def test_numbers_of_numpy_will_do(tmp_path):
+def test_numpy_integers_are_accepted(tmp_path):
     folder(tmp_path)
     names = ("batch_size", "hold_out_one_in", "num_crops", "seed")
     one, other = (made(tmp_path, **dict.fromkeys(names, kind(4))) for kind in (numpy.int64, int))
@@ -131,7 +131,7 @@ def test_an_epoch_without_a_whole_batch_is_refused(tmp_path):
         two.train_dataloader()
 
 
-def test_entropy_is_that_of_the_training_bytes_by_hand(tmp_path):
+def test_entropy_of_the_training_bytes(tmp_path):
     folder(tmp_path)
     data = made(tmp_path)
     counts = Counter(b"\0".join((tmp_path / name).read_bytes() for name in data.train_files))
@@ -180,7 +180,7 @@ def test_batches_for_a_gpu_are_large_and_pinned(library, tmp_path):
         library.trainer = None
 
 
-def test_text_there_and_back():
+def test_encoding_and_decoding():
     data = StdlibText()
     assert data.decode(data.encode("def f(): 'naïve'\n")) == "def f(): 'naïve'\n"
     assert data.decode([255, 0, 65]) == "\\xff\nA"

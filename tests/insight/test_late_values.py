@@ -41,7 +41,7 @@ def test_each_number_is_what_item_says_in_its_place(device):
     assert LateValues({}).read() == {}
 
 
-def test_they_are_as_they_were_when_they_set_out(device):
+def test_later_writes_do_not_change_the_values(device):
     value = torch.tensor(1.0)
     late = LateValues({"a": value})
     value.add_(1)
@@ -59,7 +59,7 @@ def test_looking_does_not_wait_and_reading_does(device):
     assert later.arrived()
 
 
-def test_patience_ends(device):
+def test_reading_may_time_out(device):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
         LateValues({"a": torch.tensor(1.0)}).read(patience_s=0.05)
@@ -76,7 +76,7 @@ def test_only_single_numbers_of_a_gpu_come_late(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_nobody_waits_for_a_gpu():
+def test_the_host_does_not_wait_for_a_gpu():
     far = {name: value.detach().cuda() for name, value in VALUES.items()}
     a = torch.randn(4096, 4096, device="cuda")
     LateValues(far).read()  # the first copy allocates pinned memory

@@ -99,9 +99,9 @@ def test_a_token_does_not_see_what_follows(options):
 def test_loss_is_the_mean_cross_entropy_in_float32():
     model, batch = built().to(torch.bfloat16), tokens()
     loss = model(batch, batch)
-    by_hand = -model(batch).float().log_softmax(-1).gather(-1, batch[..., None]).mean()
+    expected = -model(batch).float().log_softmax(-1).gather(-1, batch[..., None]).mean()
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, by_hand)
+    torch.testing.assert_close(loss, expected)
 
 
 class Largest(TorchDispatchMode):

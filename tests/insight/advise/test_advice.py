@@ -48,7 +48,7 @@ def test_microbatches_count():
     assert found.gain(found.winners) == pytest.approx(80 / 60 - 1)
 
 
-def test_what_loses_is_left_in_bfloat16():
+def test_slower_layers_stay_in_bfloat16():
     found = advice(wide=(10.0, 10.5), step_ms=40.0)
     assert not found.winners
     assert len(found.losers) == 3
@@ -57,11 +57,11 @@ def test_what_loses_is_left_in_bfloat16():
     assert untimed == "leave bfloat16: all layers by tensorwise would mean +9.1% of the time of these products"
 
 
-def test_a_difference_that_times_do_not_show_is_none():
+def test_differences_within_the_noise_do_not_count():
     assert not advice(wide=(10.0, 9.8)).winners
 
 
-def test_what_saves_too_little_of_the_step_is_left_alone():
+def test_layers_that_save_too_little_stay_in_bfloat16():
     found = advice(wide=(1.0, 0.9), step_ms=1000.0)
     assert not found.winners
     assert "saves too little with the rest" in found.losers["layers.0.up"]
@@ -69,7 +69,7 @@ def test_what_saves_too_little_of_the_step_is_left_alone():
 
 
 @pytest.mark.parametrize(("busy_ms", "idle"), [(None, None), (36.1, None), (30.0, 0.25)])
-def test_a_device_that_waits_for_the_host_makes_the_gain_hypothetical(busy_ms, idle):
+def test_the_verdict_tells_how_long_the_device_is_idle(busy_ms, idle):
     found = advice(step_ms=40.0, busy_ms=busy_ms)
     assert found.idle == idle
     assert ("25%" in found.verdict()) == (idle is not None)

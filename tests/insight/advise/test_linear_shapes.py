@@ -105,7 +105,7 @@ def test_shapes_are_counted_over_layers():
     assert str(Product(2, 3, 5)) == "2 x 3 x 5"
 
 
-def test_what_is_computed_as_one_says_so():
+def test_fused_products_have_names_and_flops():
     network = Product(2, 4, 8, norm="RMSNorm", activation="swiglu")
     assert str(network) == "2 x 4 x 8 by swiglu and back after RMSNorm"
     assert network.flops == 3 * Product(2, 4, 8).flops

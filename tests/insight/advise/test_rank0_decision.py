@@ -4,14 +4,14 @@ import torch.distributed as dist
 from lightning_ups.insight.advise.rank0_decision import decide_on_rank0
 
 
-def test_alone_it_is_what_was_found():
+def test_without_ranks_the_result_is_returned():
     assert decide_on_rank0(lambda: {"layer": "is slower"}, by="Advice") == {"layer": "is slower"}
     with pytest.raises(KeyError, match="broken"):
         decide_on_rank0(lambda: {}["broken"], by="Advice")
 
 
 def decide(fail):
-    """Return what each rank was told, or its error."""
+    """Return the result of each rank, or its error."""
     mine = dist.get_rank()
 
     def find():
@@ -33,7 +33,7 @@ def test_all_ranks_do_as_rank_0_found(ranks):
     assert ranks(decide, False) == [{"found by": "0"}] * 2
 
 
-def test_where_it_fails_no_rank_waits_for_ever(ranks):
+def test_a_failure_on_rank_0_raises_on_all_ranks(ranks):
     first, other = ranks(decide, True)
     assert first == "KeyError: 'broken'"
     assert other.startswith("RuntimeError: Advice failed on rank 0")

@@ -32,7 +32,7 @@ def called(model, conversion, *, seq):
     return layers_in_step(model, read_first(conversion).values(), torch.zeros(2, seq, dtype=torch.long))
 
 
-def test_what_is_computed_as_one_is_one_product(plan):
+def test_fused_layers_are_one_product(plan):
     layers, others = engine_layers(plan[1], called(*plan, seq=16))
     assert not others
     assert {layer.name: layer.calls for layer in layers if layer.name.startswith("layers.0")} == {
@@ -54,7 +54,7 @@ def test_each_names_all_modules_that_it_computes(plan):
     assert read_first(plan[1])["layers.0.ffn"] == "layers.0.ffn.gate"
 
 
-def test_what_does_not_run_or_gets_other_rows_says_so(plan):
+def test_modules_that_do_not_run_have_a_reason(plan):
     some = [layer for layer in called(*plan, seq=7) if not layer.name.startswith("layers.1")]
     layers, others = engine_layers(plan[1], some)
     assert not layers
@@ -62,7 +62,7 @@ def test_what_does_not_run_or_gets_other_rows_says_so(plan):
     assert others["layers.1.ffn"] == "does not run in a training step"
 
 
-def test_layers_that_read_one_input_are_one_product():
+def test_layers_with_the_same_input_are_one_product():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

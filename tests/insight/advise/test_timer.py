@@ -73,7 +73,7 @@ FUSED = {
 
 @pytest.mark.parametrize(("product", "weights", "results"), FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("recipe", [BFLOAT16, "te-delayed", "te-current", "te-block"])
-def test_what_is_computed_as_one_is_timed_as_one(product, weights, results, recipe):
+def test_fused_layers_are_timed_together(product, weights, results, recipe):
     found = []
     with fake_te.installed():
         times = timer_on(torch.device("cpu"), clock=clock([6.0, 1.5, 3.5], found), backend="eager")(product, recipe)
@@ -104,7 +104,7 @@ def test_both_compute_the_same(product):
         ([6.0, 7.0, 8.0], (6.0, 0.0, 0.0)),
     ],
 )
-def test_noise_makes_no_part_negative_and_is_told(measured, parts):
+def test_noise_makes_times_doubtful_and_no_part_negative(measured, parts):
     timer = timer_on(torch.device("cpu"), clock=clock(measured, []), backend="eager")
     times = timer(PRODUCT, BFLOAT16)
     assert parts_of(times) == parts
@@ -137,13 +137,13 @@ def busy(seed, *, share, factor=4.0):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_others_on_the_device_change_no_part_much(seed):
+def test_other_load_on_the_device_hardly_changes_times(seed):
     device = clock([6.0, 1.5, 3.5], [], slower=busy(seed, share=0.5))
     times = timer_on(torch.device("cpu"), clock=device, backend="eager")(PRODUCT, BFLOAT16)
     assert parts_of(times) == pytest.approx((1.5, 2.0, 2.5), rel=0.1)
 
 
-def test_where_runs_differ_there_are_more_and_it_is_told_by_how_much():
+def test_varying_times_are_repeated_and_doubtful():
     doubts, rounds = [], []
     for share in (0.0, 0.9):
         runs = []

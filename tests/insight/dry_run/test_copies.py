@@ -1,4 +1,4 @@
-"""Twins of single things; what they are for is in tests/callbacks/test_held_state.py."""
+"""Copies of single objects. What they are for is tested in tests/callbacks/test_held_state.py."""
 
 import collections
 import functools
@@ -44,7 +44,7 @@ def copy_of(value):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_what_nothing_changes_is_shared(value):
+def test_immutable_objects_are_shared(value):
     assert copy_of(value) is value
 
 
@@ -68,16 +68,16 @@ def test_what_nothing_changes_is_shared(value):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")
-def test_an_iterator_stands_where_the_runs_own_does_or_is_not_touched(make):
+def test_copying_an_iterator_does_not_advance_it(make):
     iterator, fresh = make(), make()
     next(iterator), next(fresh)
-    twin = copy_of(iterator)
-    if not isinstance(twin, NotCopied):
-        next(twin)
+    copied = copy_of(iterator)
+    if not isinstance(copied, NotCopied):
+        next(copied)
     assert [repr(x)[:9] for x in iterator] == [repr(x)[:9] for x in fresh]
 
 
-def test_functions_that_share_a_variable_share_it_in_their_twins():
+def test_functions_that_share_a_variable_share_it_in_their_copies():
     count = 0
 
     def up():
@@ -93,7 +93,7 @@ def test_functions_that_share_a_variable_share_it_in_their_twins():
     assert (two(), count, read()) == ((1, 1), 0, (0, 1))
 
 
-def test_what_is_compiled_or_cached_is_neither_in_a_twin():
+def test_copies_are_not_compiled_and_do_not_use_caches():
     class Held:
         def __init__(self):
             self.scaled, self.calls = functools.lru_cache(self.scale), 0
@@ -104,12 +104,12 @@ def test_what_is_compiled_or_cached_is_neither_in_a_twin():
             return by
 
     held = Held()
-    twin = copy_of(held)
-    assert [twin.scaled(2), twin.scaled(2), twin.compiled(3)] == [2, 2, 3]
-    assert (twin.calls, held.calls, held.scaled.cache_info().currsize) == (3, 0, 0)
+    copied = copy_of(held)
+    assert [copied.scaled(2), copied.scaled(2), copied.compiled(3)] == [2, 2, 3]
+    assert (copied.calls, held.calls, held.scaled.cache_info().currsize) == (3, 0, 0)
 
 
-def test_keys_that_are_parameters_are_the_twins():
+def test_keys_that_are_parameters_are_the_copies():
     layer = nn.Linear(2, 2)
     one, states = copy_of((layer, {layer.weight: "a", (layer.bias, 1): "b"}))
     assert states[one.weight] == "a"
@@ -131,22 +131,22 @@ def test_keys_that_are_parameters_are_the_twins():
     ids=lambda value: type(value).__name__,
 )
 def test_containers_keep_their_class(value):
-    twin = copy_of(value)
-    assert type(twin) is type(value)
-    assert twin is not value
+    copied = copy_of(value)
+    assert type(copied) is type(value)
+    assert copied is not value
     if not isinstance(value, torch.return_types.max):
-        assert twin == value
+        assert copied == value
 
 
-def test_a_long_array_is_seen_and_not_written():
+def test_a_long_array_becomes_a_read_only_view():
     array = np.arange(2**18)
-    twin = copy_of(array)
-    assert np.shares_memory(twin, array)
+    copied = copy_of(array)
+    assert np.shares_memory(copied, array)
     with pytest.raises(ValueError, match="read-only"):
-        twin[0] = 1
+        copied[0] = 1
 
 
-def test_an_error_of_the_users_class_is_no_error_of_counting():
+def test_an_error_in_a_copied_class_does_not_stop_counting():
     class Hashed:
         def __hash__(self):
             raise ValueError("not now")
@@ -156,7 +156,7 @@ def test_an_error_of_the_users_class_is_no_error_of_counting():
     assert step_flops(nn.Linear(2, 2), batch, step=lambda m, b: m(b["x"]).sum()).model > 0
 
 
-def test_a_module_whose_end_acts_is_not_doubled():
+def test_a_module_with_a_del_method_is_not_copied():
     class Ending(nn.Linear):
         ended = 0
 
@@ -165,9 +165,9 @@ def test_a_module_whose_end_acts_is_not_doubled():
 
     model = nn.Sequential(Ending(2, 2))
     with pytest.raises(NotCopiedError, match=r"self.0, an Ending, whose __del__ would"):
-        step_flops(model, torch.ones(1, 2), step=lambda twin, x: twin(x).sum())
+        step_flops(model, torch.ones(1, 2), step=lambda copied, x: copied(x).sum())
     with pytest.raises(NotCopiedError, match="self, an Ending"):
-        step_flops(model[0], torch.ones(1, 2), step=lambda twin, x: twin(x).sum())
+        step_flops(model[0], torch.ones(1, 2), step=lambda copied, x: copied(x).sum())
     assert Ending.ended == 0
 
 
@@ -182,7 +182,7 @@ def test_nothing_of_the_run_is_kept():
     try:
         batch = {"x": torch.ones(1, 2), "ids": torch.ones(3, dtype=torch.long)}
         left = [weakref.ref(tensor) for tensor in batch.values()]
-        step_flops(Own(), batch, step=lambda twin, batch: twin(batch["x"]).sum())
+        step_flops(Own(), batch, step=lambda copied, batch: copied(batch["x"]).sum())
         del batch
         assert [reference() for reference in left] == [None, None]
     finally:

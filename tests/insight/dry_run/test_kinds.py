@@ -41,7 +41,7 @@ class Number(int): ...
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_classes_are_told_apart(holds, kinds, others):
+def test_kinds_of_classes(holds, kinds, others):
     assert all(map(holds, kinds))
     assert not any(map(holds, others))
 

@@ -22,7 +22,7 @@ def follow(values, func, *args, **kwargs):
     return result
 
 
-def test_what_is_computed_of_known_values_is_known():
+def test_results_of_known_values_are_known():
     values, x = known(torch.tensor([3, 5]))
     mask = follow(values, torch.lt, follow(values, torch.arange, 6, device=x.device), follow(values, torch.max, x))
     assert torch.equal(values[mask], torch.arange(6) < 5)
@@ -38,7 +38,7 @@ def test_real_numbers_random_ones_and_large_tensors_are_not():
     assert values[x] is None
 
 
-def test_writing_is_followed_or_makes_all_unknown():
+def test_writes_are_followed():
     values, x = known(torch.tensor([3, 5]))
     follow(values, torch.Tensor.add_, x, 1)
     follow(values, torch.Tensor.__setitem__, x, 0, 9)
@@ -66,20 +66,20 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_was_written_with_what_is_not_known_is_not_known(write):
+def test_writes_of_unknown_values_make_values_unknown(write):
     values, x = known(torch.zeros(2, 3, dtype=torch.bool))
     write(values, x)
     assert values[x] is None
 
 
-def test_a_write_through_a_view_is_one_into_the_whole():
+def test_a_write_through_a_view_is_followed():
     values, x = known(torch.zeros(2, 3, dtype=torch.bool))
     for row, n in zip(follow(values, torch.Tensor.unbind, x), (1, 3), strict=True):
         follow(values, torch.Tensor.fill_, follow(values, torch.Tensor.__getitem__, row, slice(0, n)), True)
     assert values[x].tolist() == [[True, False, False], [True, True, True]]
 
 
-def test_a_generator_of_the_user_is_left_as_it_is():
+def test_random_operators_are_not_followed():
     values, x = known(torch.zeros(2, 3, dtype=torch.bool))
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()

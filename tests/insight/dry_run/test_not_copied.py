@@ -14,7 +14,7 @@ def test_every_use_in_a_step_names_the_object(use):
         use(NotCopied(uses, "self.x, a generator"))
 
 
-def test_it_may_be_held_compared_and_built_upon():
+def test_a_placeholder_may_be_held_and_compared():
     uses = Uses()
     held = NotCopied(uses, "")
     with uses.watched():

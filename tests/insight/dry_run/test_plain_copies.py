@@ -71,7 +71,7 @@ def test_every_generator_goes_on_as_if_nothing_had_happened(tmp_path):
     assert module.drawn == (random.random(), float(np.random.rand()), float(torch.rand(1)))
 
 
-def test_what_this_package_does_to_a_module_is_seen_through(tmp_path):
+def test_flops_are_those_of_the_plain_module(tmp_path):
     """Compiled, recomputed, with weights of low precision: FLOPs are the plain module's."""
 
     class Found(Callback):

@@ -22,7 +22,7 @@ def test_sizes_are_those_of_the_allocator():
     assert [allocated(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
-def test_what_is_alive_is_counted_and_what_is_freed_is_not(ledger):
+def test_live_memory_is_counted_until_it_is_freed(ledger):
     a = floats(1)
     b = a + 1
     assert ledger.total == 2 * KB
@@ -33,7 +33,7 @@ def test_what_is_alive_is_counted_and_what_is_freed_is_not(ledger):
     assert ledger.peak.total == 2 * KB
 
 
-def test_a_result_that_nobody_keeps_counts_for_the_peak_only(ledger):
+def test_a_freed_temporary_counts_for_the_peak_only(ledger):
     kept = (floats(2) * 2).sum()  # 2, and 2 more until it is summed
     assert ledger.total == 512  # a number is a whole grain
     assert ledger.peak.total == 4 * KB
@@ -50,7 +50,7 @@ def test_views_are_no_memory(ledger):
     assert ledger.total == 0
 
 
-def test_a_change_in_place_is_no_memory(ledger):
+def test_in_place_operators_take_no_memory(ledger):
     a = floats(1)
     a.add_(1)
     torch._foreach_mul_([a], 2)
@@ -97,7 +97,7 @@ def test_the_peak_of_each_phase_and_what_was_alive_then(ledger):
     assert b.shape == (2048,)
 
 
-def test_what_is_not_fixed_has_a_peak_of_its_own(ledger):
+def test_memory_that_is_not_fixed_has_its_own_peak(ledger):
     ledger.start("backward", "x")
     temporary = floats(4)
     del temporary
@@ -140,7 +140,7 @@ def test_tied_tensors_are_counted_once():
     assert ledger.total == allocated(1200)
 
 
-def test_a_wrapper_has_the_memory_of_what_it_wraps():
+def test_a_wrapper_subclass_has_the_memory_of_its_tensors():
     from torchao.optim.subclass_8bit import OptimState8bit
 
     state = OptimState8bit.zeros((1024,), block_size=256)

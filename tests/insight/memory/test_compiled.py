@@ -55,7 +55,7 @@ def _kept(y, ledger):
     return kept
 
 
-def test_a_compiled_block_keeps_what_its_products_need():
+def test_a_compiled_block_saves_inputs_of_matrix_products():
     # The product before the chain, and what enters the product after it; the input is the block's before. The last
     # result is alive.
     assert saved(compiled=True) == 2 * (64 + 64 + 64) * KB
@@ -68,7 +68,7 @@ def left():
     return LEFT
 
 
-def test_all_is_given_back(fresh_process):
+def test_no_tensor_stays_alive(fresh_process):
     """Where a compilation has failed before, Dynamo holds on to one of the next one's tensors."""
     assert fresh_process(left) == [0, 0]
 
@@ -103,7 +103,7 @@ def test_gradients_that_the_graph_reduces_are_claimed_as_they_are_made(reduces):
         assert not claimed
 
 
-def test_what_is_fused_is_never_there():
+def test_fused_results_take_no_memory():
     mode, ledger = fake_mode(), Ledger()
     module = FakeCopies(mode=mode).copy(Block())
     with mode, ledger, torch.no_grad():

@@ -26,7 +26,7 @@ def kept(function, *shapes, dtype=torch.float32):
     return found
 
 
-def test_a_norm_keeps_a_number_for_each_row():
+def test_a_norm_saves_one_value_per_row():
     assert kept(lambda x, w: F.rms_norm(x, (256,), w), (64, 256), (256,)) == 64 * KB + 512
     assert kept(lambda x: F.rms_norm(x, (256,)), (64, 256), dtype=torch.bfloat16) == 32 * KB + 512
 
@@ -43,7 +43,7 @@ def test_a_norm_module_too_and_in_recomputation():
     assert x.grad.shape == (4, 256)
 
 
-def test_a_norm_of_mixed_types_is_taken_apart_as_a_gpu_does():
+def test_a_norm_of_mixed_dtypes_is_decomposed():
     fused = kept(lambda x, w: F.rms_norm(x, (256,), w), (64, 256), (256,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's: there is no fused kernel for these

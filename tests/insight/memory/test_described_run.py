@@ -27,7 +27,7 @@ def on_meta(module):
 
 
 def gpt(blocks, kind=GPTModule):
-    """Return the tiny GPT with so many blocks: each takes a rehearsal some time."""
+    """Return the tiny GPT with this number of blocks: each makes a dry run slower."""
     module = kind(size="tiny")
     module.config = replace(module.config, num_layers=blocks)
     return on_meta(module)
@@ -59,7 +59,7 @@ def test_the_module_stays_as_it_is():
     assert "log" not in vars(asked.module)
 
 
-def test_precisions_hold_what_they_hold():
+def test_memory_of_parameters_masters_and_state_by_precision():
     fixed = {
         name: measure_run(run(precision=precision), BATCH).fixed
         for name, precision in {
@@ -152,14 +152,14 @@ def test_with_checkpointing_the_inputs_of_blocks_move(compiles):
     assert offloading(*others).on_host == 4 * INPUT
 
 
-def test_what_compiled_code_saves_moves():
+def test_activations_of_compiled_blocks_are_offloaded():
     blocks, _ = saved_of(long(Compile()))
     moved = offloading(Compile())
     assert saved_of(moved)[0] == [0, 0, INPUT, blocks[3]]
     assert moved.on_host == sum(blocks)
 
 
-def test_in_one_graph_nothing_moves():
+def test_nothing_is_offloaded_from_one_graph():
     assert offloading(Compile(scope="model")).on_host == 0
 
 
@@ -197,7 +197,7 @@ def test_accumulated_batches_have_wide_gradients():
 
 
 @pytest.mark.parametrize("name", sorted({*FOREIGN} - {"configure_model"}))
-def test_modules_of_others(name):
+def test_modules_of_other_libraries(name):
     module, batch = FOREIGN[name]()
     step = measure_run(run(module), batch)
     assert step.peaks["backward"].total > step.fixed.total > 0
@@ -335,7 +335,7 @@ class Sampling(Depends):
         return drawn.sum() - torch.distributions.Categorical(logits=y).entropy().mean()
 
 
-def test_distributions_are_no_such_thing():
+def test_distributions_do_not_need_values():
     assert measure_run(run(Sampling()), torch.empty(3, 4)).peak.total > 0
 
 
@@ -381,7 +381,7 @@ class Spectral(nn.Module):
         return self.out(torch.fft.irfft(torch.fft.rfft(x)[..., :8] @ self.weight, n=64))
 
 
-def test_what_computes_in_float32_does_so_under_sharding_too():
+def test_float32_layers_stay_float32_under_sharding():
     asked = run(Wide(), precision=BF16Precision(weights="masters", in_float32=["net.1"]))
     asked.module.net = nn.Sequential(nn.Linear(64, 64), Spectral(), nn.Linear(64, 64))
     sharded = replace(asked, strategy=Placement.of(FSDP2Strategy), num_devices=2)
@@ -394,7 +394,7 @@ def test_what_computes_in_float32_does_so_under_sharding_too():
     [("masters", {}, False), ("masters", {"fused": True}, False), ("autocast", {}, True)],
     ids=str,
 )
-def test_a_step_that_is_one_kernel_takes_nothing(weights, options, compiles):
+def test_a_one_kernel_optimizer_step_has_no_temporaries(weights, options, compiles):
     def taken(**others):
         step = measure_run(
             run(None, *([Compile()] if compiles else []), precision=BF16Precision(weights=weights)),

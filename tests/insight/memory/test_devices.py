@@ -25,13 +25,13 @@ def test_names(said, key):
     assert device_of(said) is DEVICES[key]
 
 
-def test_a_number_is_its_memory():
+def test_a_number_is_the_memory_in_gib():
     assert device_of("24").gib == 24
     assert device_of("79.5").gib == 79.5
 
 
 @pytest.mark.parametrize(("said", "near"), [("a100", "a100-80, a100-40"), ("h101", "h100"), ("tpu", "Use one of")])
-def test_the_unknown_is_not_guessed(said, near):
+def test_an_unknown_gpu_is_an_error(said, near):
     with pytest.raises(ValueError, match=r"as in --gpu 24\.$") as caught:
         device_of(said)
     assert near in str(caught.value)

@@ -62,7 +62,7 @@ def test_weights_that_are_gathered_in_float8_take_a_byte():
     assert peak_of(some, Layout(sharding="full", shards=4, devices=4)).of("gather buffers") == 2 * M + 2 * M + sent
 
 
-def test_a_block_is_whole_while_it_runs():
+def test_a_block_is_gathered_while_it_runs():
     moment = peak_of(step(activations=10**9), Layout(sharding="full", shards=4, devices=4))
     assert (moment.phase, moment.place) == ("backward", "b3")
     whole, arriving, sent = 2 * M, 2 * M, 4 * M
@@ -70,7 +70,7 @@ def test_a_block_is_whole_while_it_runs():
     assert moment.of("parameters") == 4 * M
 
 
-def test_kept_weights_are_whole_until_backward_has_passed():
+def test_sharding_gradients_keeps_gathered_weights_until_backward():
     full, kept = (
         peak_of(step(activations=10**9), Layout(sharding=sharding, shards=4, devices=4))
         for sharding in ("full", "gradients")
@@ -78,7 +78,7 @@ def test_kept_weights_are_whole_until_backward_has_passed():
     assert kept.total - full.total == (4 - 2) * 2 * M  # all four blocks, in place of this one and the next
 
 
-def test_what_no_block_holds_is_whole_all_the_time():
+def test_parameters_outside_of_blocks_are_always_gathered():
     without, with_root = (
         peak_of(step(activations=10**9, root=root), Layout(sharding="full", shards=4, devices=4)) for root in (0, 3 * M)
     )
@@ -115,7 +115,7 @@ def test_ddp_has_its_buckets():
     assert two.total - one.total == 2 * 4 * M
 
 
-def test_what_lies_on_the_host_is_not_on_the_device():
+def test_offloaded_state_is_not_on_the_device():
     layout = Layout(sharding="full", shards=2, devices=2, on_host={"optimizer state": 0.75}, workspace=64)
     moment = peak_of(step(activations=10**9), layout)
     assert moment.of("optimizer state") == 0.25 * 8 * 4 * M / 2
@@ -127,7 +127,7 @@ def taken_in_optimizer(**layout):
     return peak_of(replace(step(), peaks={"optimizer": moment}), Layout(**layout)).by_kind()
 
 
-def test_what_is_on_the_device_of_state_on_the_host():
+def test_chunks_of_optimizer_state_on_the_host():
     whole, half = {"optimizer state": 1.0}, {"optimizer state": 0.5}
     assert taken_in_optimizer() == {"optimizer state": 80, "temporaries": 9}
     assert taken_in_optimizer(on_host=whole, chunk=7) == {"temporaries": 3 * 7}
@@ -290,7 +290,7 @@ def _planned(sharding, precision, rows=16, callbacks=()):
         pytest.param("32", "full", marks=pytest.mark.slow),
     ],
 )
-def test_against_what_is_alive_under_fsdp2(ranks, sharding, precision):
+def test_the_plan_matches_live_memory_under_fsdp2(ranks, sharding, precision):
     measured = ranks(_most_alive, sharding, precision)
     planned = _planned(sharding, precision)
     assert planned.total == pytest.approx(measured, rel=0.1)
@@ -305,7 +305,7 @@ def test_against_what_is_alive_under_fsdp2(ranks, sharding, precision):
     ],
     ids=["plain", "moved", "inputs moved"],
 )
-def test_activations_of_what_enters_in_float32(ranks, callbacks):
+def test_activations_under_fsdp2_with_float32_inputs(ranks, callbacks):
     # So many rows that the activations are most of it, in bfloat16 as parameters are gathered.
     measured = ranks(_most_alive, "full", "bf16", 2048, callbacks)
     planned = _planned("full", "bf16", 2048, callbacks)

@@ -1,18 +1,15 @@
-"""What is moved to the host in a rehearsal, against a step on the CPU whose live memory is followed."""
+"""Offloaded memory in a dry run compared with the live memory of a real step on a CPU."""
 
-import weakref
 from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_ups._compat.torch.fake_tensors import fake_mode
 from lightning_ups._compat.torch.tensors.autograd import outside_modes
 from lightning_ups.insight.dry_run import FakeCopies
-from lightning_ups.insight.memory.account import Ledger, allocated
+from lightning_ups.insight.memory.account import Ledger
 from lightning_ups.insight.memory.offloaded import HostMemory
 from lightning_ups.insight.memory.step import StepParts, measure
 from lightning_ups.transforms.activation_offload import offload_activations
@@ -39,44 +36,17 @@ def model(depth=6):
     return nn.Sequential(*(Block() for _ in range(depth)))
 
 
-class Live(TorchDispatchMode):
-    """Follows the memory of the tensors that are made, apart from that of the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = self.peak = 0
-        self.sizes = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.note(leaf)
-        return result
-
-    def note(self, tensor, size=None):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = allocated(storage.nbytes()) if size is None else size
-            self.total += self.sizes[storage._cdata]
-            self.peak = max(self.peak, self.total)
-            weakref.finalize(storage, self._freed, storage._cdata)
-
-    def _freed(self, key):
-        self.total -= self.sizes.pop(key)
-
-
 class Apart(LateMemory):
     """A host whose memory is none of the device's."""
 
-    def __init__(self, live):
+    def __init__(self, ledger):
         super().__init__()
-        self.live = live
+        self.ledger = ledger
 
     def host(self, nbytes):
         with outside_modes():
             memory = super().host(nbytes)
-        self.live.note(memory, size=0)
+        self.ledger.leave_out(memory)
         return memory
 
 
@@ -100,21 +70,20 @@ def measured(**setting):
     """Return the most that a second step takes, and the memory of the host."""
     module, x = model(), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    live = Live()
-    memory = Apart(live)
-    for tensor in (x, *module.parameters()):
-        live.note(tensor)
-    with moving(module, memory, **setting) as undo, live:
+    ledger = Ledger()
+    memory = Apart(ledger)
+    ledger.claim((x, *module.parameters()), "parameters")
+    with moving(module, memory, **setting) as undo, ledger:
         for _ in range(2):
             if undo.kept is not None:
                 undo.kept.copies.clear()  # as the callback does once the first step has shown what is recomputed
-            live.peak = live.total
+            ledger.forget_peaks()
             loss = module(x).sum()
             optimizer.zero_grad()
             loss.backward()
             del loss
             optimizer.step()
-    return live.peak, memory.on_host
+    return ledger.peak.total, memory.on_host
 
 
 def dry_run(**setting):
@@ -136,14 +105,14 @@ def dry_run(**setting):
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_as_much_as_was_measured(setting):
+def test_planned_offloading_matches_measured_offloading(setting):
     peak, used = measured(**setting)
     step, host = dry_run(**setting)
     assert step.peak.total == pytest.approx(peak, rel=0.01)
     assert host == used > 0
 
 
-def test_whose_what_comes_back_is():
+def test_activations_keep_their_owner_when_they_return():
     step, _ = dry_run()
     here = step.loose["backward", "2"].by_owner("activations")
     assert here["1"] == 4 * INPUT + INPUT  # what this block was given as well

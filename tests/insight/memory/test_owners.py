@@ -18,7 +18,7 @@ def stepped(model, optimizer):
     return optimizer
 
 
-def test_who_holds_what():
+def test_holders_by_kind_and_block():
     model = module()
     optimizer = stepped(model, torch.optim.AdamW(model.parameters()))
     found = holders(model, optimizers=[optimizer], blocks={"first": model[0]}, device=CPU)
@@ -31,7 +31,7 @@ def test_who_holds_what():
     assert found.of("master weights") == 0
 
 
-def test_masters_are_told_from_parameters():
+def test_master_weights_are_not_parameters():
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     masters = MasterWeights(model, dtype=torch.bfloat16)
     optimizer = MasteredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), masters)
@@ -46,7 +46,7 @@ def test_the_rest_is_activations():
     assert found.of("activations") > 9 * 10**5
 
 
-def test_what_is_elsewhere_is_not_counted():
+def test_memory_on_other_devices_is_not_counted():
     model = module()
     assert holders(model, blocks={}, device=torch.device("meta")).total == 0
 

@@ -53,7 +53,7 @@ def fitting(gib_beyond):
 
 
 def gpt(blocks):
-    """Return the tiny GPT with so many blocks: each takes a rehearsal some time. Two are gathered at once."""
+    """Return the tiny GPT with this number of blocks: each makes a dry run slower. Two are gathered at once."""
     module = GPTModule(size="tiny")
     module.config = replace(module.config, num_layers=blocks)
     return module
@@ -63,7 +63,7 @@ def names(plan):
     return [variant.name for variant in plan.variants()]
 
 
-def test_the_neighbours_of_a_plain_run():
+def test_variants_of_a_plain_run():
     plan = planner()
     assert names(plan)[0] == "Compile"
     assert {"ActivationCheckpoint(save=matmuls)", "ActivationCheckpoint(save=nothing)", "OptimizerOffload"} <= {
@@ -72,7 +72,7 @@ def test_the_neighbours_of_a_plain_run():
     assert not any("FSDP2" in name or "DDP" in name for name in names(plan))  # one device has nothing to shard over
 
 
-def test_what_is_declared_is_no_neighbour():
+def test_declared_callbacks_are_not_variants():
     plan = planner(Compile(), ActivationCheckpoint(save="nothing"), OptimizerOffload())
     assert "Compile" not in names(plan)
     assert "OptimizerOffload" not in names(plan)
@@ -83,7 +83,7 @@ def test_what_is_declared_is_no_neighbour():
 
 
 @pytest.mark.parametrize("strategy", [SingleDeviceStrategy, FSDP2Strategy])
-def test_state_of_eight_bits_and_the_wide_gradients_that_its_step_takes(strategy):
+def test_the_variant_of_eight_bit_adamw_is_what_that_optimizer_takes(strategy):
     torchao = pytest.importorskip("torchao.optim")
     plan = planner(batch=(1, 9), strategy=strategy, devices=1 if strategy is SingleDeviceStrategy else 2)
     (variant,) = [v for v in plan.variants() if v.name == "AdamW8bit"]
@@ -98,7 +98,7 @@ def offered(*args, **options):
     return next((v for v in planner(*args, **options).variants() if v.name == "ActivationOffload"), None)
 
 
-def test_offloading_of_what_blocks_save_is_a_neighbour_where_blocks_run_by_themselves():
+def test_activation_offload_is_a_variant_where_blocks_run_separately():
     alone, with_inputs = offered(), offered(ActivationCheckpoint(save="nothing"))
     assert alone.rank > with_inputs.rank
     assert "slower" in alone.price
@@ -121,7 +121,7 @@ WIDE = (64, 257)  # of the tiny GPT, with products of 4 MiB and more
 @pytest.mark.parametrize(
     "others", [(), (ActivationCheckpoint(save="nothing"),), (Compile(),)], ids=["alone", "recomputed", "compiled"]
 )
-def test_the_neighbour_is_what_the_callback_is(others):
+def test_the_variant_of_offloading_equals_the_callback(others):
     plan, declared = (
         planner(*callbacks, *others, batch=WIDE, module=gpt(3)) for callbacks in ((), (ActivationOffload(),))
     )
@@ -140,7 +140,7 @@ def test_the_memory_of_the_host_that_offloading_takes():
     assert plan.moment(plan.declared).on_host == step.on_host + state > state > 0
 
 
-def test_offloading_that_would_move_nothing_is_no_cure():
+def test_offloading_that_moves_nothing_is_an_error():
     plan = planner()  # whose blocks save less than a MiB at a time
     (variant,) = [v for v in plan.variants() if v.name == "ActivationOffload"]
     with pytest.raises(Uncountable, match=r"^ActivationOffload would move nothing.* Use larger batches\.$"):
@@ -162,7 +162,7 @@ def test_the_largest_batch_where_what_is_too_small_stays():
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDP2Strategy])
-def test_what_to_write_is_yaml(strategy):
+def test_variants_have_valid_yaml(strategy):
     for variant in planner(ActivationCheckpoint(), strategy=strategy, devices=2).variants():
         written = yaml.safe_load(variant.yaml)
         assert written is not None or all(line.startswith("# ") for line in variant.yaml.splitlines())
@@ -170,7 +170,7 @@ def test_what_to_write_is_yaml(strategy):
         assert all(item["class_path"] in vars(lightning_ups.callbacks) for item in callbacks)
 
 
-def test_a_batch_in_two_parts_has_the_gradients_of_an_accumulation():
+def test_halved_batches_accumulate_wide_gradients():
     plan = planner(batch=(2, 65))
     halved = next(variant for variant in plan.variants() if "accumulated twice" in variant.name)
     accumulated = planner(batch=(1, 65))
@@ -180,7 +180,7 @@ def test_a_batch_in_two_parts_has_the_gradients_of_an_accumulation():
     assert wide > 1.5 * plan._step(plan.declared, samples=2).peaks["backward"].of("gradients")
 
 
-def test_ways_to_shard():
+def test_variants_of_sharding():
     assert {"FSDP2Strategy(sharding=gradients)", "FSDP2Strategy(sharding=full)"} <= {
         *names(planner(strategy=DDPStrategy, devices=4))
     }
@@ -212,7 +212,7 @@ def test_offloaded_by_a_callback():
 
 
 @pytest.mark.parametrize("update", ["host", "torchao"])
-def test_where_the_host_makes_the_step_no_chunk_comes_to_the_device(update):
+def test_optimizer_steps_on_the_host_need_no_chunks(update):
     masters = "autocast" if update == "torchao" else "masters"
     streamed, there = (planner(OptimizerOffload(update=u), precision=BF16Precision(weights=masters))
                        for u in ("device", update))  # fmt: skip
@@ -225,15 +225,15 @@ def test_where_the_host_makes_the_step_no_chunk_comes_to_the_device(update):
     assert after.of("optimizer state", "master weights") == 0
 
 
-def test_what_a_step_says_that_it_keeps_on_the_host():
+def test_host_resident_memory_is_not_on_the_device():
     callback = ActivationCheckpoint(save="matmuls")
     callback.host_resident = {"activations": 0.5}
     plain, hosted = planner(), planner(callback)
-    # It is not rehearsed on fakes: its own copies would be counted.
+    # The dry run leaves it out, since its copies would be counted.
     assert hosted.moment(hosted.declared).of("activations") < plain.moment(plain.declared).of("activations")
 
 
-def test_a_batch_between_two_rehearsed_ones_and_beyond():
+def test_memory_of_other_batch_sizes_is_interpolated():
     plan = planner(precision=Precision())
     for samples in (3, 7, 16):
         exact = planner(precision=Precision(), batch=(samples, 65))
@@ -284,8 +284,8 @@ class Scores(LightningModule):
 
 def test_the_longest_sequence_of_a_module_whose_memory_grows_with_its_square(monkeypatch):
     seen = []
-    rehearse = plan_module.measure_run
-    monkeypatch.setattr(plan_module, "measure_run", lambda *a, **k: seen.append(1) or rehearse(*a, **k))
+    measure = plan_module.measure_run
+    monkeypatch.setattr(plan_module, "measure_run", lambda *a, **k: seen.append(1) or measure(*a, **k))
     plan = planner(gib=16, batch=(4, 64), module=Scores())
     longest = plan.longest_sequence(plan.declared)
     assert len(seen) <= 8, "each may take some seconds"
@@ -298,7 +298,7 @@ def test_the_longest_sequence_that_the_module_takes():
     assert 129 <= plan.longest_sequence(plan.declared) <= 257
 
 
-def test_a_module_that_takes_no_longer_sequences_says_so():
+def test_a_module_without_longer_sequences_is_an_error():
     plan = planner(gib=10, batch=(4, 257))
     with pytest.raises(Uncountable, match="max_seq_len"):
         plan.longest_sequence(plan.declared)
@@ -327,7 +327,7 @@ def test_the_three_cheapest_cures():
 
 
 @pytest.mark.slow
-def test_cures_that_are_enough_come_first():
+def test_only_sufficient_cures_are_listed_if_there_are_some():
     plan = planner(batch=(64, 65))
     before = plan.moment(plan.declared).total
     nothing = plan.moment(Variant(name="", change=Change(checkpointing="nothing"))).total
@@ -337,13 +337,13 @@ def test_cures_that_are_enough_come_first():
         assert tight.fits(variant), variant.name
 
 
-def test_each_change_is_rehearsed_once(monkeypatch):
+def test_each_change_is_measured_once(monkeypatch):
     plan = planner()
     calls = []
     import lightning_ups.insight.memory.plan as plans
 
-    rehearse = plans.measure_run
-    monkeypatch.setattr(plans, "measure_run", lambda *a, **k: calls.append(k["change"]) or rehearse(*a, **k))
+    measure = plans.measure_run
+    monkeypatch.setattr(plans, "measure_run", lambda *a, **k: calls.append(k["change"]) or measure(*a, **k))
     for _ in range(2):
         plan.moment(plan.declared)
         plan.moment(Variant(name="", change=Change(checkpointing="nothing")))
@@ -417,7 +417,7 @@ def test_matrices_that_are_split_are_counted_as_parts(sharding):
     assert 0.5 * before.of("activations") < found.of("activations") < 0.9 * before.of("activations")
 
 
-def test_a_split_that_cannot_be_is_said():
+def test_a_size_that_does_not_divide_is_an_error():
     plan = planner(strategy=FSDP2Strategy, devices=3, tensor_parallel_size=3, tensor_parallel_plan="gpt")
     with pytest.raises(Uncountable, match="cannot be split along dimension"):
         plan.moment(plan.declared)

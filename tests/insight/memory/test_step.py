@@ -1,4 +1,4 @@
-"""A rehearsed step against arithmetic by hand, and against peaks that an H200 had."""
+"""A step in a dry run compared with arithmetic, and with peaks measured on an H200."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def step_parts(*, optimizer=torch.optim.SGD, depth=3, microbatches=1, **options)
     )
 
 
-def test_a_step_by_hand():
+def test_a_step_against_arithmetic():
     step = measure(step_parts(), ledger=Ledger())
     assert step.elements == step.trained == {"": 0, "0": N, "1": N, "2": N}
     assert step.fixed.by_kind() == {"parameters": 3 * BYTES, "gradients": 3 * BYTES, "batch": BYTES}
@@ -61,12 +61,12 @@ def test_gradients_come_as_backward_goes():
         (torch.optim.AdamW, {"amsgrad": True, "foreach": True}, 3),
     ],
 )
-def test_what_optimizers_keep(optimizer, options, state):
+def test_memory_of_optimizer_state(optimizer, options, state):
     step = measure(step_parts(optimizer=optimizer, **options), ledger=Ledger())
     assert step.fixed.of("optimizer state") == pytest.approx(3 * state * BYTES, abs=3 * 512)
 
 
-def test_a_fused_step_takes_nothing_and_one_of_all_at_once_a_copy():
+def test_temporaries_of_fused_and_foreach_optimizers():
     fused, foreach = (
         measure(step_parts(optimizer=torch.optim.AdamW, **options), ledger=Ledger())
         .peaks["optimizer"]

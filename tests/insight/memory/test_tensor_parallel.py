@@ -88,7 +88,7 @@ def really_split(name):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
-def test_one_device_has_what_it_has_in_truth(ranks, name):
+def test_shapes_are_those_of_real_tensor_parallelism(ranks, name):
     make, plan = MODELS[name]
     mode = fake_mode()
     model = FakeCopies(mode=mode).copy(make())

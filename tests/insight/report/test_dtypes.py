@@ -29,7 +29,7 @@ def model():
 
 
 @pytest.mark.parametrize("context", [nullcontext, autocast])
-def test_it_says_what_each_layer_really_returns(context):
+def test_compute_dtypes_are_those_of_real_outputs(context):
     net, seen = model(), {}
 
     def note(module, _, out):
@@ -48,7 +48,7 @@ def test_it_says_what_each_layer_really_returns(context):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_module_that_was_scripted_is_one_of_its_own():
+def test_a_scripted_module_counts_as_its_own_class():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     said = layer_dtypes(nn.Sequential(scripted, nn.Linear(4, 4)), device=CPU, context=nullcontext)
     assert said == {"Linear": {"param float32, compute float32": 1}, "RecursiveScriptModule": {"param float32": 1}}
@@ -73,7 +73,7 @@ class Doubled(nn.Linear):
         return super().forward(x.double()) * 2
 
 
-def test_a_subclass_is_taken_for_its_base_only_if_it_computes_like_it():
+def test_a_subclass_with_its_own_forward_has_no_known_compute_dtype():
     net = nn.Sequential(Initialised(2, 2), Doubled(2, 2))
     assert layer_dtypes(net, device=CPU, context=autocast) == {
         "Doubled": {"param float32, autocast bfloat16": 1},

@@ -27,7 +27,7 @@ def test_training_and_validation_share_a_chart():
     assert set(chart.series) == {"train_loss_step", "val_loss", "train/loss"}
 
 
-def test_figures_of_ours_have_sections_of_their_own():
+def test_figures_of_this_package_have_their_sections():
     made = history(
         "gpu/power_w",
         "throughput/tokens_per_s",
@@ -87,7 +87,7 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
     assert isnan(made.series["bad"][0][1])
 
 
-def test_of_thousands_of_curves_the_first_are_drawn_and_the_others_named():
+def test_the_number_of_charts_is_limited():
     made = History()
     made.add({f"layer{number}/norm": 1.0 for number in range(300)} | {"gpu/power_w": 600.0}, 0)
     charts = made.charts(most=20)

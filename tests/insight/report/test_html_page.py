@@ -69,7 +69,7 @@ def test_every_tag_is_closed():
     assert checker.tags.count("svg") == 3
 
 
-def test_what_is_not_known_is_left_out():
+def test_empty_parts_are_omitted():
     text = page(Content(title="Net", subtitle="finished"))
     assert "<section" not in text
     assert "<h1>Net</h1>" in text

@@ -73,7 +73,7 @@ def test_no_two_runs_get_one_path(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "[]", "x"])
-def test_a_file_that_is_no_manifest_is_named(tmp_path, content):
+def test_a_file_that_is_not_a_manifest_is_an_error(tmp_path, content):
     (tmp_path / "m.json").write_text(content)
     with pytest.raises(ValueError, match=r"m\.json is not a manifest"):
         read(tmp_path / "m.json")

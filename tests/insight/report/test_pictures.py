@@ -33,7 +33,7 @@ def test_names_may_be_anything_and_no_picture_is_lost(tmp_path):
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
-def test_of_thousands_of_curves_some_are_drawn(tmp_path, monkeypatch):
+def test_the_number_of_pictures_is_limited(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(pictures, "_MOST", 3)
     charts = [Chart(title=f"c{number}", section="Curves", series={"c": [(0, 1.0)]}) for number in range(9)]

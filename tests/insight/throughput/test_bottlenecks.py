@@ -79,7 +79,7 @@ def test_each_threshold_can_fail(changed, name):
     assert [check.name for check in checks(run(**changed)) if check.passed is False] == [name]
 
 
-def test_what_was_not_measured_neither_passes_nor_fails_and_says_why():
+def test_thresholds_without_measurement_have_a_reason():
     bare = Summary(unit="tokens", device="cpu", num_devices=1, steps=3, warmup_steps=0, why_no_mfu="no peak")
     found = {check.name: check for check in checks(bare)}
     assert [check.passed for check in found.values()] == [None, None, None, True, None, None]
@@ -137,11 +137,11 @@ def test_the_costliest_comes_first():
     [{"inspection": looked(idle=0.4, waits=(("a.py:1 (f)", 1),))}, {"uneven": 0.45, "step_p95_s": 4.0}],
     ids=["idle", "uneven"],
 )
-def test_what_the_loader_causes_is_the_loaders(effect):
+def test_time_lost_to_the_loader_has_one_cause(effect):
     assert [each.name for each in bottlenecks(run(split=split(data=0.4), **effect))] == ["slow loader"]
 
 
-def test_of_few_steps_none_is_called_uneven():
+def test_few_steps_are_never_uneven():
     assert bottlenecks(run(uneven=0.3, step_p95_s=4.0, steps=19)) == []
 
 
@@ -160,7 +160,7 @@ def test_workers_that_start_with_each_epoch_are_named():
     assert "persistent_workers" not in first_change(run(between_s=50.0, hints={"num_workers": 0})).change
 
 
-def test_of_a_loader_that_is_not_torchs_nothing_is_guessed():
+def test_an_unknown_loader_gets_general_advice():
     (found,) = [each for each in bottlenecks(run(split={"data": 0.5}, hints={})) if each.name == "slow loader"]
     assert found.change.startswith("raise num_workers")
 

@@ -17,11 +17,11 @@ COPY = "Memcpy HtoD (Pinned -> Device)"
         (MATMUL, "compute"),
     ],
 )
-def test_kernels_are_told_apart_by_name(name, kind):
+def test_kinds_of_kernels(name, kind):
     assert kind_of(name) == kind
 
 
-def test_what_compute_hides_is_not_exposed():
+def test_hidden_communication_is_not_exposed():
     # 0-100 compute, 50-150 communication, 150-200 nothing, 200-300 compute with a copy beside it, 300-400 a copy alone.
     spans = [
         Span(REDUCE, 50, 150),
@@ -42,6 +42,6 @@ def test_the_time_looked_at_may_be_longer_than_what_was_seen():
     assert inspect_spans([Span(MATMUL, 0, 100)], steps=1, seconds=400e-6).idle == pytest.approx(0.75)
 
 
-def test_nothing_seen_says_nothing():
+def test_without_spans_nothing_is_known():
     found = inspect_spans([], steps=2, waits=[("a.py:3 (step)", 2)])
     assert (found.idle, found.exposed_communication, found.waits) == (None, None, (("a.py:3 (step)", 2),))

@@ -24,7 +24,7 @@ def test_pauses_count_in_the_warmup_too():
     assert meter.pauses == {"checkpoint": 0.0, "validation": 2.0}
 
 
-def test_a_window_is_what_came_since_the_last():
+def test_a_window_has_the_steps_since_the_last_one():
     meter = Meter(warmup_steps=0)
     meter.add(step(0))
     assert meter.window()["units_per_s"] == 20
@@ -54,7 +54,7 @@ def test_shares_are_of_the_steps_that_were_split():
 
 
 @pytest.mark.parametrize(("units", "uneven"), [(10.0, 0.5), (10.5, 0.5), (12.0, 0.0)])
-def test_what_some_steps_take_longer_is_known_where_steps_are_of_one_size(units, uneven):
+def test_uneven_time_is_known_for_steps_of_equal_size(units, uneven):
     meter = Meter(warmup_steps=1)
     assert meter.uneven == 0.0
     for number, seconds in enumerate((9.0, 1.0, 1.0, 1.0, 1.0, 6.0)):
@@ -106,7 +106,7 @@ def test_the_slowest_rank_is_the_one_that_works_longest_itself():
     assert (alone.slowest_rank, alone.waited_for) == (None, 0)
 
 
-def test_what_lies_between_two_steps_is_none():
+def test_time_between_epochs_is_not_a_step():
     meter = Meter(warmup_steps=0)
     meter.add(step(-1, 3.0, units=None, pauses={"checkpoint": 2.0}))
     assert (len(meter.seconds), meter.between, meter.pauses["checkpoint"]) == (0, 3.0, 2.0)

@@ -43,15 +43,15 @@ def test_known_devices(name, bf16, fp8):
         "",
     ],
 )
-def test_what_is_not_known_is_not_guessed(name):
+def test_unknown_devices_have_no_peaks(name):
     assert peaks_of(name) is None
 
 
-def test_what_the_user_did_not_say_is_not_known():
+def test_peaks_that_are_not_given_are_unknown():
     assert given_peaks({"fp8": 100.0}, arithmetic="bf16").of("bf16") is None
 
 
-def test_a_user_knows_the_device():
+def test_peaks_may_be_given():
     assert given_peaks(100.0, arithmetic="tf32").of("tf32") == 100e12
     both = given_peaks({"bf16": 1.0, "fp8": 2.0}, arithmetic="bf16")
     assert (both.of("bf16"), both.of("fp8")) == (1e12, 2e12)
@@ -59,6 +59,6 @@ def test_a_user_knows_the_device():
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, {"bf17": 1.0}, {"bf16": float("nan")}])
-def test_nonsense_is_refused(wrong):
+def test_invalid_peaks_are_an_error(wrong):
     with pytest.raises(ValueError, match="peak_tflops"):
         given_peaks(wrong, arithmetic="bf16")

@@ -42,13 +42,13 @@ def test_rows_of_several_experts_cost_what_each_meets():
 def test_a_loss_may_come_in_a_mapping_or_have_been_differentiated():
     layer, x = nn.Linear(8, 4), torch.randn(2, 8)
     costs = {
-        step_flops(layer, x, step=lambda twin, x: {"loss": twin(x).sum()}).model,
-        step_flops(layer, x, step=lambda twin, x: twin(x).sum().backward()).model,
+        step_flops(layer, x, step=lambda copied, x: {"loss": copied(x).sum()}).model,
+        step_flops(layer, x, step=lambda copied, x: copied(x).sum().backward()).model,
     }
     assert costs == {2 * 2 * 8 * 4 * 2}
 
 
-def test_what_is_recomputed_is_no_part_of_what_the_model_needs():
+def test_recomputed_flops_do_not_count_for_the_model():
     model = GPT(TINY)
     plain = step_flops(model, tokens(), step=next_token)
     blocks = [*model.layers] if hasattr(model, "layers") else [*model.blocks]
@@ -63,8 +63,8 @@ def test_what_is_recomputed_is_no_part_of_what_the_model_needs():
 def test_checkpointing_by_the_users_own_hand_is_seen():
     layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
     x = torch.randn(4, 8)
-    found = step_flops(layers, x, step=lambda twin, x: checkpoint(twin, x, use_reentrant=False).sum())
-    assert found.model == step_flops(layers, x, step=lambda twin, x: twin(x).sum()).model
+    found = step_flops(layers, x, step=lambda copied, x: checkpoint(copied, x, use_reentrant=False).sum())
+    assert found.model == step_flops(layers, x, step=lambda copied, x: copied(x).sum()).model
     assert found.hardware - found.model == 2 * 2 * 4 * 8 * 8
 
 
@@ -72,7 +72,7 @@ def test_a_compiled_module_is_counted_and_not_compiled():
     graphs = []
     layer = nn.Linear(8, 4)
     compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    assert step_flops(compiled, torch.randn(2, 8), step=lambda twin, x: twin(x).sum()).model == 2 * 2 * 8 * 4 * 2
+    assert step_flops(compiled, torch.randn(2, 8), step=lambda copied, x: copied(x).sum()).model == 2 * 2 * 8 * 4 * 2
     assert graphs == []
 
 
@@ -82,7 +82,7 @@ def test_layers_in_fp8_are_counted_apart():
             raise RuntimeError("needs a GPU")
 
     model = nn.Sequential(nn.Linear(8, 16), Float8Linear(16, 16), nn.Linear(16, 4))
-    found = step_flops(model, torch.randn(2, 8), step=lambda twin, x: twin(x).sum())
+    found = step_flops(model, torch.randn(2, 8), step=lambda copied, x: copied(x).sum())
     assert found.low_precision == 3 * 2 * 2 * 16 * 16
     assert found.model == 2 * 2 * (8 * 16 * 2 + 16 * 16 * 3 + 16 * 4 * 3)
 
@@ -102,13 +102,13 @@ def test_metrics_are_left_alone():
             return out.sum()
 
     module = Module()
-    assert step_flops(module, torch.randn(2, 8), step=lambda twin, x: twin(x)).model == 2 * 2 * 8 * 4 * 2
+    assert step_flops(module, torch.randn(2, 8), step=lambda copied, x: copied(x)).model == 2 * 2 * 8 * 4 * 2
     assert not module.accuracy.update_called
 
 
 def test_what_cannot_run_without_data_raises():
     with pytest.raises(RuntimeError):
-        step_flops(nn.Linear(8, 4), torch.randn(2, 8), step=lambda twin, x: twin(x[x.nonzero()[0]]).sum())
+        step_flops(nn.Linear(8, 4), torch.randn(2, 8), step=lambda copied, x: copied(x[x.nonzero()[0]]).sum())
 
 
 def test_a_hugging_face_model_is_counted():
@@ -123,7 +123,9 @@ def test_a_hugging_face_model_is_counted():
     )
     model = transformers.LlamaForCausalLM(config)
     ids = torch.randint(0, 128, (2, 32))
-    found = step_flops(model, {"input_ids": ids, "labels": ids}, step=lambda twin, batch: {"loss": twin(**batch).loss})
+    found = step_flops(
+        model, {"input_ids": ids, "labels": ids}, step=lambda copied, batch: {"loss": copied(**batch).loss}
+    )
     weights = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 64 * 128
     attention = 2 * 6 * 64 * 32  # layers x 6 x dim x seq, causal
     assert found.model == pytest.approx(2 * 32 * (6 * weights + attention), rel=0.03)
@@ -131,7 +133,7 @@ def test_a_hugging_face_model_is_counted():
     model.config.use_cache = False
     for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
         again = step_flops(
-            model, {"input_ids": ids, "labels": ids, **mask}, step=lambda twin, batch: twin(**batch).loss
+            model, {"input_ids": ids, "labels": ids, **mask}, step=lambda copied, batch: copied(**batch).loss
         )
         assert again == found
 
@@ -148,7 +150,7 @@ def test_lengths_decide_how_much_is_computed():
             return self.layer(x[:, : int(lengths.max())]).sum()
 
     batch = (torch.randn(2, 9, 8), torch.tensor([3, 5]))
-    found = step_flops(Cut(), batch, step=lambda twin, batch: twin(*batch))
+    found = step_flops(Cut(), batch, step=lambda copied, batch: copied(*batch))
     assert found.model == 2 * 2 * 2 * 5 * 8 * 8  # forward, and the gradient of the weight
 
 

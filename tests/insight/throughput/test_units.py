@@ -61,12 +61,12 @@ IMAGE = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
         ({"loss_scale": torch.tensor(1.0)}, "batches", 1),
     ],
 )
-def test_what_there_is_is_found(batch, unit, number):
+def test_tokens_samples_or_batches_are_counted(batch, unit, number):
     name, count, _ = counter("auto", None, batch)
     assert (name, count(batch)) == (unit, number)
 
 
-def test_it_is_said_what_is_counted():
+def test_the_counted_tensor_is_named():
     said = [counter("auto", None, batch)[2] for batch in ({"a": [IDS]}, torch.randn(4, 8), ["text"])]
     assert said == [
         "the elements of 'a.0' in the batch",
@@ -75,7 +75,7 @@ def test_it_is_said_what_is_counted():
     ]
 
 
-def test_batches_need_not_be_alike():
+def test_batches_may_differ():
     x, y = torch.randn(4, 8), torch.randn(3, 8)
     _, count, _ = counter("auto", None, {"a": x, "b": y})
     assert [count(batch) for batch in ({"a": x, "b": y}, {"a": None, "b": y}, {"b": y}, (x,), None)] == [4, 3, 3, 4, 0]
@@ -103,19 +103,19 @@ def test_a_tensor_may_be_named(unit, key, expected):
     assert count({"a": []}) == 0  # of this batch there are none
 
 
-def test_a_function_counts_what_it_likes():
+def test_a_function_may_count():
     name, count, _ = counter("frames", lambda batch: len(batch), [1, 2, 3])
     assert (name, count([1, 2])) == ("frames", 2)
 
 
-def test_a_batch_that_has_none_is_refused():
+def test_a_batch_without_such_a_tensor_is_an_error():
     with pytest.raises(ValueError, match="count=a function of the batch"):
         counter("tokens", None, IMAGE)
     with pytest.raises(ValueError, match="no tensor"):
         counter("samples", None, ["text"])
 
 
-def test_a_name_that_is_not_there_lists_those_that_are():
+def test_an_unknown_name_lists_the_tensors():
     with pytest.raises(ValueError, match=r"input_ids \[4, 16\].*Use one of these names"):
         counter("auto", "inputs", {"input_ids": IDS})
 

@@ -95,7 +95,7 @@ def test_the_first_of_several_is_the_first_that_ran():
     assert first_block(found_by(backward), NAMES) == "layers.1"  # backward comes to it first
 
 
-def test_what_is_not_a_number_leaves_every_band():
+def test_nan_leaves_every_band():
     found = found_by(scale("layers.1", "added", math.nan))
     assert first_block(found, NAMES) == "layers.1"
     plain = training()
@@ -124,7 +124,7 @@ def test_a_training_that_ends_early_leaves_the_band():
     assert departures(plain, training(steps=1), band_between(plain, plain))
 
 
-def test_the_same_in_every_bit():
+def test_equal_trainings_are_the_same():
     assert is_same(training(), training())
     assert not is_same(training(), training(noise=1e-6))
 
@@ -145,5 +145,5 @@ def test_a_sample_is_the_same_for_equal_sizes_and_small_tensors_are_whole():
     assert len(sampled(large)) == 2**16
 
 
-def test_how_far_beyond():
+def test_excess_is_relative_to_the_allowed_distance():
     assert Departure(step=0, block=None, what="loss", distance=3.0, allowed=1.5).excess == 2.0

@@ -107,7 +107,7 @@ class Narrowing(nn.Linear):
         return {"states": super().forward(x), "count": len(x)}
 
 
-def test_what_is_skipped_adds_nothing_where_it_cannot_return_its_input():
+def test_a_skipped_block_with_another_output_shape_returns_zeros():
     block, x = Narrowing(8, 4), torch.randn(2, 8)
     with FAULTS["a skipped block"](block):
         found = block(x=x)
@@ -116,7 +116,7 @@ def test_what_is_skipped_adds_nothing_where_it_cannot_return_its_input():
     assert block(x=x)["states"].any()
 
 
-def test_a_block_without_a_product_says_what_to_leave_out():
+def test_a_block_without_matrix_products_is_an_error():
     with (
         pytest.raises(ValueError, match=r"LayerNorm .*--no_faults"),
         FAULTS["a stale scale"](nn.LayerNorm(4)),

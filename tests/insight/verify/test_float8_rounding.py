@@ -34,7 +34,7 @@ def error(found, right):
 
 
 @pytest.mark.parametrize(("recipe", "rounding"), RECIPES.items())
-def test_it_rounds_as_the_recipe_does(recipe, rounding):
+def test_rounding_has_the_error_of_the_recipe(recipe, rounding):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 96, bias=False))
     x = data()

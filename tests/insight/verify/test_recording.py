@@ -31,7 +31,7 @@ def run(model, tape, *, calls=1):
     return watch.steps[0]
 
 
-def test_what_each_block_did():
+def test_recorded_values_of_each_block():
     model, tape = Model(), Tape()
     step = run(model, tape)
     assert [*step.blocks] == ["layers.0", "layers.1", "layers.2", REST]
