@@ -110,11 +110,6 @@ class Table:
         names = [BFLOAT16, *recipes]
         return [(p, name) for p in products for name in names if name not in self.times.get(p, {})]
 
-    def recipes_of(self, products: Iterable[Product]) -> list[str]:
-        """Return the recipes with times of all ``products``."""
-        timed = [self.times.get(p, {}) for p in products]
-        return [name for name in timed[0] if name != BFLOAT16 and all({name, BFLOAT16} <= by.keys() for by in timed)]
-
     def fill(self, products: Iterable[Product], recipes: Iterable[str], timer: Timer) -> int:
         """Measure missing times, and return how many."""
         missing = self.missing(products, recipes)
@@ -174,7 +169,7 @@ def obtain_table(
     if missing and path is not None:
         raise ValueError(
             f"{path}, a table for {table.place.get('device')}, has no time of {missing[0][0]} by {missing[0][1]} and of"
-            f" {len(missing) - 1} others. Omit the path on a GPU to measure them{_or_of(table.recipes_of(products))}."
+            f" {len(missing) - 1} others. Omit the path on a GPU to measure them."
         )
     if missing and timer is None:
         raise RuntimeError(
@@ -185,10 +180,6 @@ def obtain_table(
         table.fill(products, recipes, timer)
         table.write(cached)
     return table
-
-
-def _or_of(recipes: Sequence[str]) -> str:
-    return f"; or use a recipe of the table: {', '.join(recipes)}" if recipes else ""
 
 
 def where(device: torch.device) -> dict[str, str]:

@@ -11,6 +11,7 @@ from lightning_ups._compat.optional.packages import require
 from lightning_ups.insight.report.charts import is_logarithmic
 from lightning_ups.insight.report.history import Chart
 from lightning_ups.insight.report.html_page import readable
+from lightning_ups.insight.report.manifest import reserve
 
 __all__ = ["can_draw", "write_pictures"]
 
@@ -31,7 +32,6 @@ def can_draw() -> Any:
 def write_pictures(folder: Path, *, charts: Sequence[Chart], split: Mapping[str, float]) -> list[Path]:
     """Write a PNG for each chart, at most 40, and one for the split of a step, and return their paths."""
     figures = can_draw()
-    folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the font has no such script
@@ -59,7 +59,7 @@ def _write(
         axes.set_title(_plain(chart.title))
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
-        written.append(_saved(figure, folder, f"{chart.section}-{chart.title}", taken=written))
+        written.append(_saved(figure, folder, f"{chart.section}-{chart.title}"))
     if split:
         figure = figures.Figure(figsize=(8.0, 2.2), layout="constrained")
         axes, left = figure.subplots(), 0.0
@@ -70,7 +70,7 @@ def _write(
         axes.set_yticks([])
         axes.set_xlim(0, 1)
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        written.append(_saved(figure, folder, "split", taken=written))
+        written.append(_saved(figure, folder, "split"))
 
 
 def _plain(text: str) -> str:
@@ -79,11 +79,8 @@ def _plain(text: str) -> str:
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def _saved(figure: Any, folder: Path, name: str, *, taken: Sequence[Path]) -> Path:
+def _saved(figure: Any, folder: Path, name: str) -> Path:
     stem = re.sub(r"\W+", "-", readable(name).lower()).strip("-")[:60]
-    path, number = folder / f"{stem}.png", 1
-    while path in taken:
-        number += 1
-        path = folder / f"{stem}-{number}.png"
+    path = reserve(folder, name=stem, ending=".png")
     figure.savefig(path, dpi=120)
     return path

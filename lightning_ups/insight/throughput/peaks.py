@@ -39,18 +39,12 @@ _A100 = Peaks(bf16=312.0, fp8=None, tf32=156.0, fp32=19.5)
 # Patterns of complete names, without "NVIDIA", in lower case.
 _KNOWN: tuple[tuple[str, Peaks], ...] = (
     # Data centre
-    (r"gb300", Peaks(bf16=2500.0, fp8=5000.0, tf32=1250.0, fp32=80.0)),
-    (r"gb200", Peaks(bf16=2500.0, fp8=5000.0, tf32=1250.0, fp32=80.0)),
-    (r"b300( sxm6 ac)?", Peaks(bf16=2250.0, fp8=4500.0, tf32=1125.0, fp32=75.0)),
-    (r"b200( 180gb hbm3e)?", Peaks(bf16=2250.0, fp8=4500.0, tf32=1125.0, fp32=75.0)),
+    (r"gb[23]00", Peaks(bf16=2500.0, fp8=5000.0, tf32=1250.0, fp32=80.0)),
+    (r"b300( sxm6 ac)?|b200( 180gb hbm3e)?", Peaks(bf16=2250.0, fp8=4500.0, tf32=1125.0, fp32=75.0)),
     (r"b100", Peaks(bf16=1750.0, fp8=3500.0, tf32=875.0, fp32=60.0)),
-    (r"(gh200 480gb|gh200 144g hbm3e|gh200)", _H100_SXM),
-    (r"h200 nvl", _H100_NVL),
-    (r"h200( sxm)?", _H100_SXM),
-    (r"h100 nvl", _H100_NVL),
+    (r"gh200( 480gb| 144g hbm3e)?|h200( sxm)?|h100 80gb hbm3|h100 sxm5( 80gb)?|h800( sxm5)?", _H100_SXM),
+    (r"h[12]00 nvl", _H100_NVL),
     (r"h100 pcie", Peaks(bf16=756.0, fp8=1513.0, tf32=378.0, fp32=51.2)),
-    (r"(h100 80gb hbm3|h100 sxm5|h100 sxm5 80gb)", _H100_SXM),
-    (r"h800( sxm5)?", _H100_SXM),
     (r"h20", Peaks(bf16=148.0, fp8=296.0, tf32=74.0, fp32=44.0)),
     (r"a(100|800)[- ](sxm4[- ](40|80)gb|pcie[- ](40|80)gb|80gb pcie|40gb pcie|sxm4)", _A100),
     (r"a30", Peaks(bf16=165.0, fp8=None, tf32=82.0, fp32=10.3)),
