@@ -19,6 +19,7 @@ __all__ = [
     "is_epoch_over",
     "is_logging_step",
     "is_within_step",
+    "leaves_no_files",
     "logged_step",
     "reloads_unlike",
     "restarted_loaders",
@@ -180,3 +181,10 @@ def is_logging_step(trainer: Any) -> bool:
     """Return whether the step that is ending is one that Lightning logs."""
     every = trainer.log_every_n_steps
     return every > 0 and (logged_step(trainer) + 1) % every == 0
+
+
+def leaves_no_files(trainer: Any) -> bool:
+    """Return whether a run only tries something: ``fast_dev_run``, ``barebones``, or a trial of Lightning's Tuner."""
+    # The Tuner begins a fit whose first callback makes the trials, and then ends it.
+    tunes = any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
+    return bool(trainer.fast_dev_run or trainer.barebones or tunes)

@@ -29,6 +29,7 @@ from lightning_ups._compat.environment import (
     without_secrets,
     working_tree,
 )
+from lightning_ups._compat.lightning.fit_loop import leaves_no_files
 from lightning_ups._compat.lightning.loggers import logged_hyperparameters
 from lightning_ups._compat.optional.nvml import gpu_states
 from lightning_ups.insight.report import (
@@ -69,7 +70,8 @@ class RunManifest(Callback, OnlyOne):
     folder for all runs, beside the checkpoints; MLflow, W&B and Comet get a copy. It is written after the first
     optimizer step, at the end, and after an exception, each time as a whole. Values are read back from torch and from
     the trainer, not copied from the settings. What is known before the first step goes to the loggers'
-    hyperparameters too. ``fast_dev_run`` and ``barebones`` leave no file, as with Lightning's own. Rank zero writes;
+    hyperparameters too. ``fast_dev_run``, ``barebones`` and trials of
+    the Tuner leave no file. Rank zero writes;
     training is not slowed, and no random number is drawn.
 
     Args:
@@ -215,7 +217,7 @@ class RunManifest(Callback, OnlyOne):
             "steps": trainer.global_step,
             "epochs": trainer.current_epoch,
         }
-        if trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+        if leaves_no_files(trainer):
             return  # a trial of the code leaves nothing behind; its folder would be the one that the user is in
         try:
             if "://" in self._folder:

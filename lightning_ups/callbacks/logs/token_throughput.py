@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ups._compat.lightning.fit_loop import leaves_no_files
 from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.callbacks.logs.measured.measured_run import MeasuredRun, Settings
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
@@ -121,7 +122,7 @@ class TokenThroughput(Callback, OnlyOne):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close()
-        if not trainer.fast_dev_run and not trainer.barebones:  # type: ignore[attr-defined]
+        if not leaves_no_files(trainer):
             self.open(trainer)
 
     def open(self, trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.fit_loop import is_logging_step, logged_step
+from lightning_ups._compat.lightning.fit_loop import is_logging_step, leaves_no_files, logged_step
 from lightning_ups._compat.optional.packages import has
 from lightning_ups.callbacks.acceleration_flags import AccelerationFlags
 from lightning_ups.callbacks.logs.run_manifest import RunManifest
@@ -76,7 +76,7 @@ class TrainingReport(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._undo.close()
-        self._open = stage == "fit" and not (trainer.fast_dev_run or trainer.barebones)  # type: ignore[attr-defined]
+        self._open = stage == "fit" and not leaves_no_files(trainer)
         if not self._open:
             return
         self._folder = run_folder(trainer)  # asks the other ranks: every rank has to

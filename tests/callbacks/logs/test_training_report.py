@@ -3,11 +3,13 @@
 import re
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 
 from lightning_ups.callbacks import RunManifest, TokenThroughput, TrainingReport
-from tests.toys import Net, data, loader
+from tests.toys import Net, data, loader, trainer
 
 
 class Logging(Net):
@@ -184,6 +186,29 @@ def test_fast_dev_run_leaves_nothing(tmp_path):
     fit(tmp_path, report, fast_dev_run=2, max_epochs=1)
     assert report.path is None
     assert not [*tmp_path.glob("*.html")]
+
+
+class Tuned(Net):
+    def __init__(self):
+        super().__init__()
+        self.lr, self.batch_size = 0.1, 4
+
+    def train_dataloader(self):
+        return loader(self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_trials_of_the_tuner_leave_the_names_to_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report, manifest, throughput = TrainingReport(pictures=False), RunManifest(), TokenThroughput()
+    run, model = trainer(tmp_path, callbacks=[throughput, manifest, report], epochs=20), Tuned()
+    Tuner(run).lr_find(model, num_training=5)
+    Tuner(run).scale_batch_size(model, max_trials=1, steps_per_trial=1)
+    assert (report.path, manifest.path, throughput.summary) == (None, None, None)
+    run.fit(model)
+    assert (report.path.name, manifest.path.name) == ("report.html", "manifest.json")
 
 
 def test_evaluation_leaves_no_report(tmp_path):
