@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_ups.insight.throughput.inspection import Inspection
-from lightning_ups.insight.throughput.timeline import PHASES, StepTime
+from lightning_ups.insight.throughput.timeline import PAUSES, PHASES, StepTime
 
 __all__ = ["Flops", "Meter", "RankTimes", "Summary", "quantile"]
 
@@ -122,25 +124,26 @@ def _own_work(rank: RankTimes) -> float:
     return sum(rank.split.get(phase, 0.0) for phase in ("data", "transfer", "forward", "other")) / max(1, rank.steps)
 
 
-class _Window:
-    """Sums over the steps since the last log."""
+class _Sums:
+    """Sums over steps."""
 
     def __init__(self) -> None:
         self.seconds = array("d")
         self.units = 0.0
-        self.split: dict[str, float] = {}
-        self.splits = 0
+        self.split: dict[str, float] = {phase: 0.0 for phase in PHASES if phase not in PAUSES}
+        self.split_seconds, self.split_steps = 0.0, 0
 
     def add(self, step: StepTime) -> None:
         self.seconds.append(step.seconds)
         self.units += float(step.note)
         if step.split is not None:
-            self.splits += 1
+            self.split_steps += 1
+            self.split_seconds += step.seconds
             for phase, seconds in step.split.items():
-                self.split[phase] = self.split.get(phase, 0.0) + seconds
+                self.split[phase] += seconds
 
 
-class Meter:
+class Meter(_Sums):
     """Sums up steps, for the run and for the window since the last log.
 
     Args:
@@ -150,16 +153,14 @@ class Meter:
     """
 
     def __init__(self, *, warmup_steps: int, share: float = 1.0, replicas: int = 1) -> None:
+        super().__init__()
         self.warmup_steps, self.share, self.replicas = warmup_steps, share, replicas
-        self.seconds = array("d")
-        self.units = 0.0
         self._least, self._most = float("inf"), 0.0  # units of a step
-        self.pauses: dict[str, float] = {"checkpoint": 0.0, "validation": 0.0}
-        self.split: dict[str, float] = {phase: 0.0 for phase in PHASES if phase not in self.pauses}
-        self.split_seconds, self.split_steps = 0.0, 0
+        self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)
         self.between = 0.0
-        self._window = _Window()
+        self._window = _Sums()
 
+    @override
     def add(self, step: StepTime) -> None:
         """Count a step. Its note is its number of units, or None if it does not count."""
         for phase, seconds in step.pauses.items():
@@ -168,16 +169,10 @@ class Meter:
             self.between += step.seconds
         if step.note is None or step.number < self.warmup_steps:
             return
-        self.seconds.append(step.seconds)
-        units = float(step.note)
-        self.units += units
-        self._least, self._most = min(self._least, units), max(self._most, units)
+        super().add(step)
         self._window.add(step)
-        if step.split is not None:
-            self.split_steps += 1
-            self.split_seconds += step.seconds
-            for phase, seconds in step.split.items():
-                self.split[phase] += seconds
+        units = float(step.note)
+        self._least, self._most = min(self._least, units), max(self._most, units)
 
     @property
     def total_s(self) -> float:
@@ -197,7 +192,7 @@ class Meter:
 
     def window(self) -> dict[str, float]:
         """Return the figures of the steps since the last call, times in milliseconds; empty without steps."""
-        window, self._window = self._window, _Window()
+        window, self._window = self._window, _Sums()
         total = sum(window.seconds)
         if total <= 0:
             return {}
@@ -207,8 +202,8 @@ class Meter:
             "step_ms": statistics.median(window.seconds) * 1e3,
             "step_p95_ms": quantile(window.seconds, 0.95) * 1e3,
         }
-        for phase in self.split if window.splits else ():
-            found[f"{phase}_ms"] = window.split.get(phase, 0.0) / window.splits * 1e3
+        for phase, seconds in window.split.items() if window.split_steps else ():
+            found[f"{phase}_ms"] = seconds / window.split_steps * 1e3
         return found
 
     def shares(self) -> dict[str, float]:

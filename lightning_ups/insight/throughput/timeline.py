@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args
 import torch
 from typing_extensions import override
 
-__all__ = ["PHASES", "Clock", "EventClock", "Phase", "StepTime", "Timeline", "clock_for"]
+__all__ = ["PAUSES", "PHASES", "Clock", "EventClock", "Phase", "StepTime", "Timeline", "clock_for"]
 
 Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "other", "checkpoint", "validation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # not part of a step
+PAUSES: tuple[Phase, ...] = ("checkpoint", "validation")  # not part of a step
 _BETWEEN = -1
 
 
@@ -141,7 +141,7 @@ class Timeline:
         """Begin a phase inside the current one."""
         self._inside.append(phase)
         current = self._open
-        if current is not None and (current.splits or phase in _PAUSES):
+        if current is not None and (current.splits or phase in PAUSES):
             current.marks.append(self._clock.mark())
             current.phases.append(phase)
 
@@ -149,7 +149,7 @@ class Timeline:
         """End the innermost phase."""
         phase = self._inside.pop()
         current = self._open
-        if current is not None and (current.splits or phase in _PAUSES):
+        if current is not None and (current.splits or phase in PAUSES):
             current.marks.append(self._clock.mark())
             current.phases.append(self._inside[-1])
 
@@ -202,5 +202,5 @@ class Timeline:
         for phase, first, second in zip(done.phases, marks, marks[1:], strict=False):
             spent[phase] = spent.get(phase, 0.0) + self._clock.seconds(first, second)
         self._clock.release(done.marks)  # the last one is the next step's first, unless there is none
-        pauses: dict[Phase, float] = {phase: spent.pop(phase) for phase in _PAUSES if phase in spent}
+        pauses: dict[Phase, float] = {phase: spent.pop(phase) for phase in PAUSES if phase in spent}
         return StepTime(done.number, sum(spent.values()), spent if done.splits else None, pauses, done.note)

@@ -114,34 +114,25 @@ QUICK = (
     "llama 8B",
     "8B, both kinds of offload, batch 4",
 )
-SLOW = (
-    "compile",
-    "compile + nothing",
-    "compile + mm only",
-    "compile + nothing, every 2nd",
-    "compile + budget 0.5",
-    "compile model",
-    "fsdp2 1B ours, 1 GPU, batch 4",
-    "fsdp2 8B ours, batch 2",
-    "1B, 2 GPUs, FSDP2, blocks compiled",
-    "1B, 2 GPUs, SimpleFSDP",
-    "llama 150M-32",
-    "llama 1B-8",
-    "llama 1B-4-float8",
-    "8B, checkpointing",
-    "8B, optimizer offload",
-    "8B, eight bits",
-    "67 blocks, both kinds of offload",
-    "36 blocks",
-)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_against_measured_peaks(plan, name):
+def check_planned(plan, name):
     config, measured = plan.recorded()[name]
-    assert plan.planned(config)["planned_gib"] == pytest.approx(measured, rel=0.08 if "float8" in name else 0.03)
+    assert plan.planned(config)["planned_gib"] == pytest.approx(measured, rel=0.08 if "float8" in name else 0.03), name
 
 
-def test_every_recorded_case_is_tested(plan):
-    assert {*plan.recorded()} == {*QUICK, *SLOW}
+@pytest.mark.parametrize("name", QUICK)
+def test_against_measured_peaks(plan, name):
+    check_planned(plan, name)
+
+
+@pytest.mark.slow
+def test_against_all_other_measured_peaks(plan):
+    others = {*plan.recorded()} - {*QUICK}
+    assert len(others) >= 18
+    for name in sorted(others):
+        check_planned(plan, name)
+
+
+def test_some_recorded_peaks_were_not_used_for_tuning(plan):
     assert len([name for name in plan.recorded() if name not in plan.TUNED]) >= 4
