@@ -227,7 +227,9 @@ def _convert(module: LightningModule, run: Run, stack: ExitStack) -> Any:
     if not isinstance(run.precision, PolicyPrecision):
         return None
     precision = run.precision.as_new(sharded=run.strategy.shards)
+    stand_in, module._trainer = module._trainer, None  # precisions ask a Trainer for its device
     precision.convert_module(module)
+    module._trainer = stand_in
     stack.callback(lambda: precision._undo.pop_all())  # the copy is thrown away, converted
     if (masters := precision.master_weights) is not None:
         masters.take_over = lambda **_: None  # type: ignore[method-assign]  # it compares values

@@ -13,7 +13,7 @@ from lightning_ups.callbacks import ActivationCheckpoint, ActivationOffload, Com
 from lightning_ups.insight.memory.described_run import Change, Uncountable, measure_run, optimizer_share
 from lightning_ups.models import GPTModule
 from lightning_ups.order import Placement, Run
-from lightning_ups.precision import BF16Precision
+from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.foreign import FOREIGN
 
@@ -167,6 +167,11 @@ def test_under_sharding_parameters_are_of_the_type_of_computation_and_nothing_st
     step = measure_run(run(precision=BF16Precision(weights="masters"), strategy=FSDP2Strategy, devices=4), BATCH)
     assert step.fixed.of("parameters") == pytest.approx(2 * sum(step.elements.values()), rel=0.02)
     assert step.fixed.of("optimizer state") == step.fixed.of("master weights") == 0
+
+
+def test_float8_for_another_gpu_is_planned():
+    step = measure_run(run(precision=Float8Precision(weights="masters")), BATCH)
+    assert sum(step.in_float8.values()) > 0
 
 
 def test_the_share_of_the_optimizer():
