@@ -34,11 +34,14 @@ class BF16WeightsPrecision(PolicyPrecision):
         Trainer(plugins=[BF16WeightsPrecision()])
     """
 
+    in_fabric = "Write Fabric(precision='bf16-true'), which keeps weights in bfloat16 as well."
+
     def __init__(self) -> None:
         super().__init__(DtypePolicy.bf16_mixed(), name="bf16-mixed")
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        self.refuse_fabric(module)
         self.teardown()
         self.check_whole(module, instead="precision='bf16-mixed'")
         for inner in module.modules():

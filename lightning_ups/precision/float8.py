@@ -94,6 +94,11 @@ class Float8Precision(PolicyPrecision):
         Trainer(plugins=[Float8Precision(recipe="rowwise")], callbacks=[Compile()])
     """
 
+    in_fabric = (
+        "Write convert_to_float8(model, recipe='tensorwise'), of lightning_ups.transforms.float8, before fabric.setup,"
+        " and Fabric(precision='bf16-mixed')."
+    )
+
     def __init__(
         self,
         *,
@@ -147,6 +152,7 @@ class Float8Precision(PolicyPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        self.refuse_fabric(module)
         self._check_device(module)
         _check_whole(module)
         self.teardown()  # of a run that an exception ended before its own

@@ -113,6 +113,8 @@ class TEPrecision(PolicyPrecision):
         Trainer(plugins=[TEPrecision(recipe="delayed", amax_history=16)])
     """
 
+    in_fabric = "Write Fabric(precision='transformer-engine'), which is Lightning's own."
+
     def __init__(
         self,
         *,
@@ -202,6 +204,7 @@ class TEPrecision(PolicyPrecision):
                 " The conversion chooses by whole weights, and comes before everything that splits them."
                 " Use strategy='fsdp2', which keeps that order, and shard nothing in configure_model."
             )
+        self.refuse_fabric(module)
         self.teardown()  # of a run that an exception ended before its own
         self._convert(module)
         return self._with_masters(module)
