@@ -17,6 +17,7 @@ from lightning_ups.transforms.flags import Flags, accelerated
 from lightning_ups.transforms.float8 import convert_to_float8
 from lightning_ups.transforms.recompute import recompute
 from tests import fake_te
+from tests.toys import Net
 
 PAGE = Path(__file__).parent.parent / "docs" / "fabric.md"
 CPU = torch.device("cpu")
@@ -89,6 +90,19 @@ def test_a_precision_is_refused_by_name(made, instead):
         fabric.launch()
         with pytest.raises(TypeError, match=rf"{made.__name__} is a precision for Trainer.*{instead}"):
             fabric.setup(nn.Linear(16, 16))
+
+
+class Forward(Net):
+    def forward(self, x):
+        return self.head(x)
+
+
+def test_a_lightning_module_is_refused_at_its_first_backward():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[BF16Precision()])
+    model = Forward()
+    module, _ = fabric.setup(model, model.configure_optimizers())
+    with pytest.raises(TypeError, match="BF16Precision is a precision for Trainer"):
+        fabric.backward(module(torch.randn(4, 8)).sum())
 
 
 @pytest.mark.parametrize("strategy", [FSDP2Strategy, lambda: "fsdp2"])

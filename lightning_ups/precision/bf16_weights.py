@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,7 +42,8 @@ class BF16WeightsPrecision(PolicyPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        self.refuse_fabric(module)
+        if not isinstance(module, LightningModule):
+            self.refuse_fabric()
         self.teardown()
         self.check_whole(module, instead="precision='bf16-mixed'")
         for inner in module.modules():

@@ -152,7 +152,8 @@ class Float8Precision(PolicyPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        self.refuse_fabric(module)
+        if not isinstance(module, LightningModule):
+            self.refuse_fabric()
         self._check_device(module)
         _check_whole(module)
         self.teardown()  # of a run that an exception ended before its own

@@ -204,7 +204,8 @@ class TEPrecision(PolicyPrecision):
                 " The conversion chooses by whole weights, and comes before everything that splits them."
                 " Use strategy='fsdp2', which keeps that order, and shard nothing in configure_model."
             )
-        self.refuse_fabric(module)
+        if not isinstance(module, LightningModule):
+            self.refuse_fabric()
         self.teardown()  # of a run that an exception ended before its own
         self._convert(module)
         return self._with_masters(module)

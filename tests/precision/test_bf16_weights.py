@@ -59,7 +59,6 @@ def test_statistics_stay_in_float32(tmp_path):
             self.layers[1].append(nn.BatchNorm1d(8))
 
     module = Normed()
-    module.trainer = trainer(tmp_path)
     BF16WeightsPrecision().convert_module(module)
     assert module.layers[1][-1].weight.dtype is torch.float32
     assert module.layers[1][0].weight.dtype is torch.bfloat16

@@ -176,13 +176,15 @@ class Slot:
         if self.is_free:
             self._demand.forget(self.recording)
 
-    def close(self) -> bool:
-        """Free its memory, unless something may still be read there; return whether it is freed."""
-        if not self.is_free or self.recording.is_kept:
-            return False
+    @property
+    def is_unused(self) -> bool:
+        """Whether nobody may read its memory any more."""
+        return self.is_free and not self.recording.is_kept
+
+    def close(self) -> None:
+        """Free its memory, which must be unused. The device must have done all its work."""
         self._demand.forget(self.recording)
         self.recording.close()
-        return True
 
 
 def _memory(tensor: Tensor) -> int | None:

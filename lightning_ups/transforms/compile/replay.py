@@ -327,17 +327,21 @@ class Replay:
 
     def free(self) -> None:
         """Free memory of recordings that are not used any more; call it after gradients were moved out."""
-        before, self._retired = self._retired, [slot for slot in self._retired if not slot.close()]
-        if len(self._retired) < len(before):
-            self.clock.release()  # else no other tensor could use it
+        unused = [slot for slot in (*self._retired, *_KEPT) if slot.is_unused]
+        if not unused:
+            return
+        self.clock.wait()  # a copy of gradients may still read there, and memory may go without waiting for that
+        for slot in unused:
+            (self._retired if slot in self._retired else _KEPT).remove(slot)
+            slot.close()
+        self.clock.release()  # else no other tensor could use it
 
     def end(self) -> None:
         """Free the memory of all recordings. What somebody still uses is freed when another run ends."""
         self._retire()
-        self._retired += _KEPT
         self.free()
-        _KEPT[:] = self._retired
-        self._retired = []
+        _KEPT.extend(self._retired)
+        self._retired.clear()
 
     def leave(self, reason: str) -> None:
         """Go on without CUDA graphs, as the better choice."""

@@ -333,8 +333,7 @@ def _shard_groups(model: nn.Module, plan: _Plan, mesh: DeviceMesh, options: Shar
             **common,
         )
         cast_when_recomputed(part)
-        if _is_complex(plan, group):
-            reduce_as_real(part)
+        reduce_as_real(part)
         _keep_name(part)
     _start_alike(model, plan, mesh)
     _cast_around_recurrent_layers(plan, options)
@@ -348,8 +347,7 @@ def _shard_groups(model: nn.Module, plan: _Plan, mesh: DeviceMesh, options: Shar
         ignored_params=set(plan.replicated),
         **common,
     )
-    if _is_complex(plan, model):
-        reduce_as_real(root)
+    reduce_as_real(root)
     rehome(root, temporary)
     _keep_name(root).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
     return root

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -383,6 +383,28 @@ def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkey
             Lane().fill(target, lambda room, at: reader.read(room, start + at))  # noqa: B023
         assert target.equal(whole[start:end])
         assert summed == on_device
+
+
+@pytest.mark.parametrize("flipped", [None, 100, 2**20 + 5, 9 * 2**20, 17 * 2**20 + 7])
+def test_a_part_that_begins_within_a_chunk_is_verified_in_all_its_pieces(tmp_path, monkeypatch, flipped):
+    """The chunk that lies in two pieces is verified by the host, between rows that the device adds up."""
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    whole = torch.randint(256, (20 * 2**20,), dtype=torch.uint8)
+    with (tmp_path / "file").open("wb") as file, ThreadPoolExecutor(1) as helpers:
+        record = SummedRecord(file, helpers)
+        record.write_head(b"")
+        record.write_body(Lane().pieces(whole))
+        record = record.write_tail(b"")
+    if flipped is not None:
+        flip(tmp_path / "file", 8 * (2**19 + flipped))
+    target, lane = torch.zeros(18 * 2**20, dtype=torch.uint8), Lane()
+    with (tmp_path / "file").open("rb") as file:
+        reader = RecordReader(file, offset=0, record=record, name="file")
+        with nullcontext() if flipped is None else pytest.raises(DamagedFileError, match="file is damaged"):
+            lane.fill(target, lambda room, at: reader.read(room, 2**19 + at))
+            lane.settle()
+    if flipped is None:
+        assert target.equal(whole[2**19 : 2**19 + len(target)])
 
 
 def test_a_place_outside_of_a_record_is_refused():

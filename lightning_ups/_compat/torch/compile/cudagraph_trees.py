@@ -60,6 +60,7 @@ class Recording:
         self._addresses: set[int] = set()  # of what the graphs have returned, and not been given
         self._nodes: set[Any] = set()  # of the tree, whose outputs these are
         self._settled: set[object] = set()  # parts that have been replayed
+        self._anew: Any = None  # the node of a part that was recorded anew
 
     @property
     def count(self) -> int:
@@ -110,7 +111,9 @@ class Recording:
             self._settled.add(part)
         elif is_settled:  # recorded anew: its addresses are not known, so this one backward is launched
             self._settled.remove(part)
-        elif node is not before:  # else torch has launched it, and its outputs lie in other memory
+            self._anew = node
+        elif node is not None and (node is not before or node is self._anew):
+            # Otherwise torch has launched it, and its outputs lie in other memory.
             self._addresses |= _addresses(outputs) - given
             if hasattr(node, "children"):  # and not one that warms up
                 self._nodes.add(node)
@@ -128,7 +131,7 @@ class Recording:
             self._container.tree_manager.shutdown()
         for known in (self.parts, self._addresses, self._nodes, self._settled):
             known.clear()
-        self._container = None
+        self._container = self._anew = None
 
 
 def _addresses(values: Any) -> set[int]:

@@ -109,7 +109,7 @@ class _AsReal(DefaultReduceScatter):
 
 
 def reduce_as_real(module: FSDPModule) -> None:
-    """Let ``module`` reduce complex gradients as pairs of real numbers, since NCCL has no complex types."""
+    """Let ``module`` reduce what gradients are complex as pairs of real numbers, since NCCL has no complex types."""
     module.set_custom_reduce_scatter(_AsReal())
 
 

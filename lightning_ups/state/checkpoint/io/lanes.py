@@ -257,7 +257,7 @@ class Lane:
         """
         buffers: list[_Buffer] = [] if self._direct(target) else [*self._both(target.device)]
         start = end = 0
-        on_device = list[ExpectedRows]()
+        on_device = list[tuple[int, ExpectedRows]]()  # each from which row on: what is between is verified
         for number, piece in enumerate(target.split(self.piece)):
             self.check()
             place = number * self.piece
@@ -274,7 +274,7 @@ class Lane:
             if on_device or (buffers and self._sums_on_device(target[place:], unverified.chunk)):
                 start = start if on_device else place
                 end = place + len(unverified.data)
-                on_device.append(unverified.for_rows())
+                on_device.append(((place - start) // ROW, unverified.for_rows()))
             else:
                 unverified.check_on_host()
         if on_device:
@@ -368,10 +368,15 @@ class _Summed:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._sums, self._expected, self._rows = list[Tensor](), list[ExpectedRows](), 0
+        self._sums, self._expected, self._rows = list[Tensor](), list[tuple[int, ExpectedRows]](), 0
 
-    def add(self, row: Tensor, expected: Iterable[ExpectedRows], *, after: Iterable[_Buffer]) -> None:
+    def add(self, row: Tensor, expected: Iterable[tuple[int, ExpectedRows]], *, after: Iterable[_Buffer]) -> None:
         """Let the device add up ``row`` when ``after`` have filled it; `verify` must follow.
+
+        Args:
+            row: Bytes.
+            expected: What is expected of them, and from which of their rows on.
+            after: What fills them.
 
         Raises:
             DamagedFileError: If something that was added before is not what was written.
@@ -380,7 +385,7 @@ class _Summed:
             buffer.let_wait(self._stream)
         with self._at_work():
             self._sums.append(row_sums(row))
-        self._expected += expected
+        self._expected += [(self._rows + first, part) for first, part in expected]
         self._rows += len(self._sums[-1])
         if self._rows >= MOST_ROWS:
             self.verify()
@@ -398,9 +403,8 @@ class _Summed:
         with self._at_work():
             on_host = [_on_host(torch.cat([*each])) for _, each in groupby(sums, key=lambda one: one.device)]
         found = on_host[0] if len(on_host) == 1 else memoryview(b"".join(on_host))
-        for part in expected:
-            part.check(found[: 8 * part.rows])
-            found = found[8 * part.rows :]
+        for first, part in expected:
+            part.check(found[8 * first : 8 * (first + part.rows)])
 
     def _at_work(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch._dynamo import utils as dynamo_utils  # noqa: TID251
 from torch._inductor import compile_fx, config, cpu_vec_isa, cudagraph_utils  # noqa: TID251
+from torch._inductor import cudagraph_trees as trees  # noqa: TID251
 from torch._inductor.graph import GraphLowering  # noqa: TID251
 from torch._inductor.utils import fresh_cache  # noqa: TID251
 
@@ -201,9 +202,27 @@ def test_addresses_of_what_torch_did_not_record_are_not_remembered(recorder):
     assert not recording.holds([outside])
 
 
-def test_a_recording_runs_beside_torchs_own(recorder):
-    from torch._inductor import cudagraph_trees as trees  # noqa: TID251
+def test_a_backward_is_replayed_again_after_its_forward_was_recorded_anew(recorder):
+    recording, memory, nodes = Recording(), torch.ones(2), iter(["warm", "recorded", "recorded", "anew", "anew"])
+    known = {name: SimpleNode() for name in ("recorded", "anew")}
 
+    def forward(inputs):
+        container = trees.get_obj(trees.local, "tree_manager_containers")[0]
+        container.tree_manager = SimpleNamespace(current_node=known.get(name := next(nodes), object()))
+        return [memory if name != "anew" else other]
+
+    other, held = torch.ones(2), []
+    for _ in range(5):
+        recording.run("forward", lambda: forward, [], device=0)
+        held.append((recording.holds([memory]), recording.holds([other])))
+    assert held == [(True, False)] * 4 + [(True, True)]
+
+
+class SimpleNode:
+    children = ()
+
+
+def test_a_recording_runs_beside_torchs_own(recorder):
     containers, seen = trees.get_obj(trees.local, "tree_manager_containers"), []
     make = lambda: lambda inputs: (seen.append(containers.get(0)), torch.ones(2))  # noqa: E731
     one, other = Recording(), Recording()
