@@ -30,6 +30,7 @@ __all__ = ["main"]
 
 _GPT = "layers.0.attention.qkv.weight"  # names that only one family has
 _LLAMA = "model.embed_tokens.weight"
+_OF_PEFT = (".base_layer.", ".lora_A.", ".lora_embedding_A.", ".modules_to_save.", "prompt_encoder.")
 _SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -227,6 +228,14 @@ def _stripped(weights: SavedWeights, prefix: str, rest: Mapping[str, Any]) -> tu
         if not config["architectures"]:
             config["architectures"] = [described["class"].rpartition(".")[2]]
     names = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
+    if adapter := next((name for name in names if any(part in name for part in _OF_PEFT)), None):
+        attribute = prefix.split(".")[0] or "model"
+        raise ValueError(
+            f"--names hf cannot write adapters of PEFT, such as {adapter}."
+            " They change weights that lie beside them, and from_pretrained would leave both out."
+            f" Merge them in Python, after load_from_checkpoint: module.{attribute}.merge_and_unload()"
+            f".save_pretrained('folder'), or keep them apart: module.{attribute}.save_pretrained('folder')."
+        )
     if config is not None and config.get("tie_word_embeddings"):
         names.pop("lm_head.weight", None)  # the embedding's, under another name
     return _Renamed(weights, names), config

@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.quoted import first_line
 
-__all__ = ["without_kv_cache"]
+__all__ = ["kv_cache_as_before", "without_kv_cache"]
+
+_OFF = OnModule[list[Any]]("kv_cache")  # configs below a module in which it is off for now
 
 
 @contextmanager
@@ -27,6 +30,8 @@ def without_kv_cache(module: nn.Module) -> Iterator[list[str]]:
     """
     found = {name: config for name, config in _configs(module) if getattr(config, "use_cache", None) is True}
     changed: list[Any] = []
+    outer = _OFF.get(module) or []
+    _OFF.keep(module, [*outer, *found.values()])
     try:
         for name, config in found.items():
             _turn_off(name, config)
@@ -35,6 +40,20 @@ def without_kv_cache(module: nn.Module) -> Iterator[list[str]]:
     finally:
         for config in changed:
             config.use_cache = True
+        _OFF.keep(module, outer)
+
+
+@contextmanager
+def kv_cache_as_before(module: nn.Module) -> Iterator[None]:
+    """Show what `without_kv_cache` has turned off as it was, while configs are written down."""
+    turned_off = _OFF.get(module) or []
+    for config in turned_off:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for config in turned_off:
+            config.use_cache = False
 
 
 def _turn_off(name: str, config: Any) -> None:

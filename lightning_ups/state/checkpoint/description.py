@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_ups.transforms.kv_cache import kv_cache_as_before
+
 __all__ = ["MODELS", "described"]
 
 MODELS = "lightning_ups.models"  # the key in a checkpoint
@@ -17,6 +19,11 @@ def described(module: nn.Module) -> dict[str, dict[str, str]]:
 
     A config counts if it writes itself as JSON, as those of transformers do, or is a dataclass of plain values.
     """
+    with kv_cache_as_before(module):  # what a run changes for itself reaches no file
+        return _described(module)
+
+
+def _described(module: nn.Module) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name, submodule in module.named_modules():
         if any(name.startswith(outer + ".") if outer else name for outer in found):
