@@ -16,11 +16,19 @@ and the median of their ratio in each round: 1.05 is 5 % more with checksums.
 
     python benchmarks/checkpoint_checksums.py --output DIR
     python benchmarks/checkpoint_checksums.py --loads 20 --output DIR
+    python benchmarks/checkpoint_checksums.py --loads 20 --breakdown --output DIR
     python benchmarks/checkpoint_checksums.py --rates --output DIR
 
-The second command saves once, to --folder, and loads as often as it is told, by turns with checksums and without. The
-third compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece that stays in
-the cache.
+The second command saves once, to --folder, and loads as often as it is told, by turns with checksums and without. A
+third side, `unverified`, reads the file of checksums and what surrounds each tensor, as with checksums, but verifies no
+bytes of tensors. Checksums tell which tensors are of one kind, so that torch parses each kind once: `with` against
+`unverified` is what verifying costs, and `with` against `without` includes what is gained there.
+
+--breakdown adds the seconds of all lanes in each part of a load, and during how many of them a core was at work, which
+may be waiting for a GPU. A part within another one counts once. It costs some microseconds for each part, on all sides.
+
+The last command compares checksums by GB/s on one core, in pieces of one MiB: of 512 MB in memory, and of one piece
+that stays in the cache.
 """
 
 import argparse
@@ -29,9 +37,11 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +53,7 @@ from cases import environment
 FIGURES = ("sync_s", "blocked_s", "background_s", "load_s", "sync_cpu_s", "load_cpu_s")
 IN_FOLDER = 0.65  # of the budget; the rest is for the disk
 LEAST = 0.2  # seconds of --budget that are kept for the end, for each GB: memory is given back
+SIDES = ("without", "unverified", "with")
 Folder = dict[str, Any]
 
 
@@ -59,6 +70,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="files written and read at once; default: as the package chooses")
     parser.add_argument("--output", type=Path, default=Path("checkpoint_checksums"))
     parser.add_argument("--loads", type=int, metavar="N", help="only load, in N rounds, as --budget allows")
+    parser.add_argument("--breakdown", action="store_true", help="with --loads: seconds of each part of a load")
     parser.add_argument("--rates", action="store_true", help="compare checksums by their speed")
     asked = parser.parse_args()
     places = [(asked.folder, asked.gigabytes), (asked.disk, asked.disk_gigabytes)]
@@ -80,6 +92,10 @@ def main() -> None:
             print(
                 f"  {figure:12} {one['without']:8.3f} without, {one['with']:8.3f} with,"
                 f" {one['ratio'] - 1:+6.1%} ({one['least'] - 1:+.1%} to {one['most'] - 1:+.1%})"
+            )
+        for part, sides in found.get("parts", {}).items():
+            print(
+                f"  {part:18}", *(f"{side} {seconds:7.3f} (cpu {cpu:7.3f})" for side, (seconds, cpu) in sides.items())
             )
 
 
@@ -157,8 +173,11 @@ def _measure_loads(asked: argparse.Namespace, start: float) -> dict[str, Any]:
         saver.save({"state_dict": state}, files={"meta.pt": b"meta"}, path=root / "sync")
         with (asked.output / "results.jsonl").open("a") as file:
             while len(rounds) <= asked.loads and time.monotonic() < start + asked.budget:
-                order = ("without", "with")[:: 1 if len(rounds) % 2 == 0 else -1]
-                found = {side: _load(root / "sync", state, asked.threads, side=side) for side in order}
+                order = SIDES[:: 1 if len(rounds) % 2 == 0 else -1]
+                found = {
+                    side: _load(root / "sync", state, asked.threads, side=side, breakdown=asked.breakdown)
+                    for side in order
+                }
                 rounds.append(found)
                 line = json.dumps({"round": len(rounds) - 1} | found)
                 print(line, flush=True)
@@ -167,7 +186,26 @@ def _measure_loads(asked: argparse.Namespace, start: float) -> dict[str, Any]:
         saver.close()
         shutil.rmtree(root)
     gigabytes = sum(tensor.nbytes for tensor in state.values()) / 1e9
-    return {"memory": {"gigabytes": gigabytes, "device": device} | _compared(rounds[1:] or rounds)}
+    common, rounds = {"gigabytes": gigabytes, "device": device}, rounds[1:] or rounds
+    alike = [{"without": one["unverified"], "with": one["with"]} for one in rounds]
+    summary = {"memory": common | _compared(rounds), "memory, against unverified": common | _compared(alike)}
+    if asked.breakdown:
+        summary["memory"]["parts"] = _median_parts(rounds)
+    return summary
+
+
+def _median_parts(rounds: list[dict[str, Folder]]) -> dict[str, dict[str, list[float]]]:
+    """Return the medians of each part of a load, those that take longest first: seconds, and those of a core."""
+    none = (0.0, 0.0)
+    parts = {part for one in rounds for side in SIDES for part in one[side]["parts"]}
+    found = {
+        part: {
+            side: [statistics.median(one[side]["parts"].get(part, none)[kind] for one in rounds) for kind in (0, 1)]
+            for side in SIDES
+        }
+        for part in parts
+    }
+    return dict(sorted(found.items(), key=lambda one: one[1]["with"], reverse=True))
 
 
 def _state(gigabytes: float, device: str) -> dict[str, Any]:
@@ -231,22 +269,76 @@ def _turn(root: Path, tensors: dict[str, Any], savers: list[Any], threads: int |
     return found
 
 
-def _load(folder: Path, tensors: dict[str, Any], threads: int | None, *, side: str = "with") -> Folder:
-    from lightning_ups.state.checkpoint import FolderReader, read_into
+def _load(
+    folder: Path, tensors: dict[str, Any], threads: int | None, *, side: str = "with", breakdown: bool = False
+) -> Folder:
+    from lightning_ups.state.checkpoint.io import reading
 
     name, watched = next(iter(tensors.items()))
     expected = watched.clone()
     watched.zero_()
     _wait_for_device()
-    with _without_checksums() if side == "without" else nullcontext():
+    sides = {"without": _without_checksums, "unverified": _without_verifying, "with": nullcontext}
+    with sides[side](), _parts() if breakdown else nullcontext() as parts:
         start, cpu = time.perf_counter(), time.process_time()
         targets = {f"state_dict.{name}": value for name, value in tensors.items()}
-        read_into(targets, FolderReader(folder, threads=threads))
+        reading.read_into(targets, reading.FolderReader(folder, threads=threads))
         _wait_for_device()
-        found = {"load_s": time.perf_counter() - start, "load_cpu_s": time.process_time() - cpu}
+        found: Folder = {"load_s": time.perf_counter() - start, "load_cpu_s": time.process_time() - cpu}
+    if parts is not None:
+        found["parts"] = parts
     if not watched.equal(expected):
         raise AssertionError(f"{name} was not loaded as it was saved")
     return found
+
+
+@contextmanager
+def _parts() -> Iterator[dict[str, list[float]]]:
+    """Give the seconds of all threads in each part of a load, and those of a core; they are there at the end."""
+    from lightning_ups.state.checkpoint import checksums, folder, lanes
+    from lightning_ups.state.checkpoint.io import filling, reading
+
+    timed = {
+        "plan": (reading, "read_into"),
+        "metadata": (reading.FolderReader, "read_metadata"),
+        "read checksums": (folder, "records"),
+        "pin": (lanes, "_pinned"),
+        "rest of lanes": (lanes._Crew, "_guarded"),  # Python, opening files, and waiting for the GIL
+        "read head and tail": (checksums.RecordReader, "ends"),
+        "parse": (filling, "_template"),
+        "read": (checksums.RecordReader, "_read"),
+        "start copies": (lanes._Buffer, "send"),
+        "wait for copies": (lanes._Buffer, "wait"),
+        "start sums": (lanes._Summed, "add"),
+        "wait for sums": (lanes._Summed, "verify"),
+        "compare sums": (checksums.ExpectedRows, "check"),
+        "sum on host": (checksums.Unverified, "check"),
+        "wait for helpers": (checksums.Verifier, "wait"),
+    }
+    spent, found, within = list[tuple[str, float, float]](), dict[str, list[float]](), threading.local()
+
+    def with_time(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer, within.spent = getattr(within, "spent", (0.0, 0.0)), (0.0, 0.0)
+            start, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took, worked = time.perf_counter() - start, time.thread_time() - cpu
+                spent.append((part, took - within.spent[0], worked - within.spent[1]))
+                within.spent = outer[0] + took, outer[1] + worked
+
+        return call
+
+    with ExitStack() as patches:
+        for part, (owner, name) in timed.items():
+            patches.enter_context(patch.object(owner, name, with_time(part, getattr(owner, name))))
+        yield found
+    sums = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+    for part, seconds, cpu_seconds in spent:
+        sums[part][0] += seconds
+        sums[part][1] += cpu_seconds
+    found |= sums
 
 
 @contextmanager
@@ -265,6 +357,18 @@ def _without_checksums() -> Iterator[None]:
         patch.object(folder, "records", lambda path: None),  # noqa: ARG005
         patch.object(folder, "verify", lambda path: None),  # noqa: ARG005
     ):
+        yield
+
+
+@contextmanager
+def _without_verifying() -> Iterator[None]:
+    """Let the bytes of tensors be read without verifying them; all else is as with checksums."""
+    from lightning_ups.state.checkpoint.checksums import RecordReader
+
+    def read(self: RecordReader, room: memoryview, place: int) -> None:
+        self._read(room, place)
+
+    with patch.object(RecordReader, "read", read):
         yield
 
 

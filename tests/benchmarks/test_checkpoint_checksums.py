@@ -30,6 +30,23 @@ def test_it_measures_both_sides_in_memory_and_on_disk(run_benchmark, tmp_path):
     assert not [*tmp_path.glob("tmp*")], "checkpoints are deleted"
 
 
+def test_loads_are_compared_by_turns_and_in_parts(run_benchmark, tmp_path):
+    words = ["--gigabytes", "0.03", "--disk-gigabytes", "0", "--loads", "2", "--breakdown", "--device", "cpu"]
+    done = run_benchmark("checkpoint_checksums", *words, "--folder", str(tmp_path), "--output", "out")
+    assert done.returncode == 0, done.stderr
+    rounds = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    sides = ["without", "unverified", "with"]
+    assert [[side for side in one if side in sides] for one in rounds] == [sides, sides[::-1], sides]
+    for one in rounds:
+        assert "sum on host" in one["with"]["parts"]
+        assert "sum on host" not in one["without"]["parts"] | one["unverified"]["parts"]
+        assert one["unverified"]["parts"]["parse"][1] < one["without"]["parts"]["parse"][1], "each kind once"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["memory"]["load_s"]["with"] == summary["memory, against unverified"]["load_s"]["with"]
+    assert summary["memory"]["parts"]["read"]["with"][0] > 0
+    assert not [*tmp_path.glob("tmp*")], "checkpoints are deleted"
+
+
 def test_the_ratio_of_each_round_is_compared(script):
     rounds = [
         {"without": dict.fromkeys(script.FIGURES, before), "with": dict.fromkeys(script.FIGURES, after)}
@@ -55,5 +72,7 @@ def test_without_checksums_none_are_computed_or_verified(script, tmp_path):
         assert saved(tmp_path / "a").ne(weight).sum() == 1
         [[*_, sums]] = json.loads((tmp_path / "a" / "checksums.json").read_text())["__0_0.distcp"]
         assert len(sums) == 2, "of what surrounds the tensor"
+    with script._without_verifying():
+        assert saved(tmp_path / "b").ne(weight).sum() == 1
     with pytest.raises(DamagedFileError):
-        saved(tmp_path / "b")
+        saved(tmp_path / "c")
