@@ -367,6 +367,23 @@ def test_a_device_without_memory_for_sums_leaves_them_to_the_host(tmp_path, monk
     assert contents[0] == contents[1]
 
 
+def test_a_device_without_memory_for_one_more_copy_of_sums_is_filled(tmp_path, monkeypatch):
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.cat.default:
+                raise torch.OutOfMemoryError("full")
+            return function(*args, **(kwargs or {}))
+
+    tensors = {f"w{index}": torch.randn(2**17) for index in range(3)}
+    Saver(asynchronous=False, threads=1).save({"state_dict": tensors}, files={}, path=tmp_path / "a")
+    monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
+    targets = {f"state_dict.{name}": torch.zeros_like(weight) for name, weight in tensors.items()}
+    with Full(), device_sums(monkeypatch) as summed:
+        read_into(targets, FolderReader(tmp_path / "a", threads=1))
+    assert summed == [2**19] * 3
+    assert all(targets[f"state_dict.{name}"].equal(weight) for name, weight in tensors.items())
+
+
 def test_a_part_of_a_saved_tensor_is_verified_on_the_device_too(tmp_path, monkeypatch):
     """Its first and its last chunk are read in part, by the host; the whole ones between begin at an odd place."""
     monkeypatch.setattr(Lane, "_direct", lambda self, row: False)
