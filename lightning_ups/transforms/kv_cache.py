@@ -40,7 +40,10 @@ def without_kv_cache(module: nn.Module) -> Iterator[list[str]]:
     finally:
         for config in changed:
             config.use_cache = True
-        _OFF.keep(module, outer)
+        if outer:
+            _OFF.keep(module, outer)
+        else:
+            _OFF.drop(module)
 
 
 @contextmanager

@@ -255,6 +255,7 @@ EXCEPTIONS = {
     "gather_with_blocks": "moves hooks of FSDP in a module that stays sharded, and back: `test_gathered_together`",
     "keep_gathered": "sets when FSDP frees what it gathered, of a module that stays sharded",
     "replace_methods": "changes a copy on fake tensors, which is dropped after the dry run",
+    "kv_cache_as_before": "shows configs as they were, while they are written down",
     "load": "fills weights from a checkpoint, for good",
     "load_optimizers": "fills the state of optimizers from a checkpoint",
     "load_weights": "fills weights from a checkpoint, for good",
