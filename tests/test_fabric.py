@@ -9,7 +9,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_ups import BF16Precision, BF16WeightsPrecision, Float8Precision, FSDP2Strategy, TEPrecision
+from lightning_ups.precision import BF16Precision, BF16WeightsPrecision, Float8Precision, TEPrecision
+from lightning_ups.strategies import FSDP2Strategy
 from lightning_ups.transforms.activation_offload import offload_activations
 from lightning_ups.transforms.blocks import find_blocks
 from lightning_ups.transforms.compile import Compiler, compiled

@@ -108,17 +108,6 @@ def test_every_module_states_its_public_names(name):
     assert "__all__" in names or not has_code
 
 
-def test_every_plugin_can_be_imported_from_the_package_itself():
-    asked = (
-        "import sys, lightning_ups; print('torch' in sys.modules); from lightning_ups import Compile; print(Compile)"
-    )
-    assert run(asked).split() == ["False", "<class", "'lightning_ups.callbacks.compile.Compile'>"]
-    assert {thing.__name__ for thing in plugins()} == {*lightning_ups.__all__} <= {*dir(lightning_ups)}
-    assert all(getattr(lightning_ups, thing.__name__) is thing for thing in plugins())
-    with pytest.raises(AttributeError, match="module 'lightning_ups' has no attribute 'Compil'"):
-        lightning_ups.Compil  # noqa: B018
-
-
 @pytest.mark.slow
 def test_importing_the_package_costs_next_to_nothing():
     plain, ours = [], []
