@@ -372,6 +372,8 @@ def _notes(requested: RequestedRun, planner: Planner) -> Iterator[str]:
     )
     if any(step.stage.name == "COMPILE" for step in requested.run.declarations):
         yield "Compiled code: what backward keeps is the compiler's own choice; what lies between products is fused."
+    if getattr(requested.run.precision, "filter", None) == "auto":
+        yield "filter='auto' is counted as filter='all': which layers win is measured on the GPU, when a fit begins."
     if planner.moves_nothing():
         yield (
             "ActivationOffload would move nothing, which is an error in the first step: what its blocks save is smaller"

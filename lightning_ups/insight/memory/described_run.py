@@ -226,7 +226,9 @@ def _convert(module: LightningModule, run: Run, stack: ExitStack) -> Any:
     """Convert ``module`` as the precision does, and return its master weights, if it has some."""
     if not isinstance(run.precision, PolicyPrecision):
         return None
-    precision = run.precision.as_new(sharded=run.strategy.shards)
+    precision: Any = run.precision.as_new(sharded=run.strategy.shards)
+    if hasattr(precision, "filter"):
+        precision.filter = "all"  # "auto" times layers on the GPU of the run
     stand_in, module._trainer = module._trainer, None  # precisions ask a Trainer for its device
     precision.convert_module(module)
     module._trainer = stand_in

@@ -169,8 +169,9 @@ def test_under_sharding_parameters_are_of_the_type_of_computation_and_nothing_st
     assert step.fixed.of("optimizer state") == step.fixed.of("master weights") == 0
 
 
-def test_float8_for_another_gpu_is_planned():
-    step = measure_run(run(precision=Float8Precision(weights="masters")), BATCH)
+@pytest.mark.parametrize("filter", ["all", "auto"])
+def test_float8_for_another_gpu_is_planned(filter):
+    step = measure_run(run(precision=Float8Precision(weights="masters", filter=filter)), BATCH)
     assert sum(step.in_float8.values()) > 0
 
 
