@@ -31,7 +31,7 @@ Swap = Callable[[nn.Linear], nn.Module]
 
 
 class MakesSwap(Protocol):
-    """Returns a function that makes a float8 layer of a linear layer, with the same Parameters or views of them."""
+    """Returns a function that converts a linear layer to float8, with the same Parameters or views of them."""
 
     def __call__(self, *, number_format: Format, all_gather: bool, emulate: bool) -> Swap: ...
 
@@ -42,20 +42,21 @@ class Recipe:
 
     Args:
         name: As users write it.
-        scales: Which values share one scale, in words, for the documentation and for messages.
-        swap: Makes the layers. It may raise ModuleNotFoundError.
-        layer: The name of the class of the layers that ``swap`` makes.
-        rounding: How its operands are rounded: per ``"tensor"``, ``"row"`` or ``"block"`` of 32; ``verify`` compares
-            with a reference that rounds so.
-        capability: The least compute capability of a GPU that has these products.
-        gpus: GPUs that have it, in words, for errors.
-        multiple: Both dimensions of a layer must be multiples of it.
-        formats: The number formats that it takes, its default first.
-        gathers: Whether FSDP2 can gather its weights in float8, which takes one scale for the whole weight.
-        compiling: Returns a context in which layers are compiled. Its argument says whether kernels of this package
+        scales: Which values share one scale, as in "each row". Used in the documentation and in errors.
+        swap: Called with ``number_format``, ``all_gather`` and ``emulate``; returns a function that converts an
+            ``nn.Linear``. It may raise ModuleNotFoundError.
+        layer: The class name of the converted layers.
+        rounding: How operands are rounded: per ``"tensor"``, ``"row"``, ``"block"`` of 32, or ``"row, gradient of the
+            weight exact"``. ``verify`` compares with a reference that rounds in this way.
+        capability: The minimum compute capability of the GPU.
+        gpus: GPUs with this capability, for errors.
+        multiple: Both dimensions of a layer must be multiples of this number.
+        formats: The number formats that can be chosen, the default first.
+        gathers: Whether FSDP2 can gather its weights in float8, which requires one scale for the whole weight.
+        compiling: Returns a context in which layers are compiled. Its argument is whether kernels of this package
             make the casts.
-        technique: The row of ``doctor`` that says whether it runs. None: it has none of its own.
-        probe: Runs a product of its kind on a device, for ``doctor``.
+        technique: Name of its row in ``doctor``. None: it has no row.
+        probe: Runs one such product on a device, for ``doctor``.
     """
 
     name: str
@@ -81,10 +82,10 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def register(recipe: Recipe) -> Recipe:
-    """Add ``recipe`` to those that `Float8Precision` and the commands know.
+    """Make ``recipe`` available in `Float8Precision` and the commands.
 
     Raises:
-        ValueError: If there is one of its name.
+        ValueError: If a recipe of this name exists.
     """
     if RECIPES.setdefault(recipe.name, recipe) is not recipe:
         raise ValueError(f"A float8 recipe {recipe.name!r} is registered already. Choose another name.")
@@ -95,7 +96,7 @@ def recipe_of(name: str) -> Recipe:
     """Return the recipe of this name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such recipe.
     """
     if name not in RECIPES:
         raise ValueError(f"The float8 recipe {name!r} is unknown. Use one of {tuple(RECIPES)}.")
@@ -103,10 +104,10 @@ def recipe_of(name: str) -> Recipe:
 
 
 def check_recipe(name: str, *, all_gather: bool, number_format: str = "e4m3") -> None:
-    """Refuse an unknown recipe or format, and a recipe with gathers or a format that it does not have.
+    """Check that the recipe exists and supports the number format and float8 gathers.
 
     Raises:
-        ValueError: If it is either.
+        ValueError: If it does not.
     """
     recipe = recipe_of(name)
     if number_format not in get_args(Format):
@@ -114,7 +115,7 @@ def check_recipe(name: str, *, all_gather: bool, number_format: str = "e4m3") ->
     if number_format not in recipe.formats:
         raise ValueError(
             f"The float8 recipe {name!r} is given with number_format={number_format!r}."
-            f" It has a scale for {recipe.scales}, and no need for another range."
+            f" This recipe has one scale for {recipe.scales} and does not need a wider range."
             f" Use {_choices(lambda each: number_format in each.formats)}, or number_format={recipe.formats[0]!r}."
         )
     if all_gather and not recipe.gathers:
@@ -130,18 +131,18 @@ def _choices(fits: Callable[[Recipe], bool]) -> str:
 
 
 def compiler_settings(name: str, *, by_kernels: bool = HAS_KERNELS) -> AbstractContextManager[Any]:
-    """Return a context with the compiler's settings that a recipe wants; an unknown one wants none.
+    """Return a context with the compiler settings of a recipe, or an empty one if the recipe is unknown.
 
     Args:
-        name: Of the recipe.
-        by_kernels: Whether each layer casts by kernels of ours, and none by operators that the compiler joins with
-            others. Those have to round, for scales of rows, as eager code does.
+        name: The name of the recipe.
+        by_kernels: Whether all casts are made by kernels of this package. Otherwise the compiler fuses them with other
+            operators, and row-wise recipes need settings that make it round as eager code does.
     """
     return RECIPES[name].compiling(by_kernels) if name in RECIPES else nullcontext()
 
 
 def float8_swap(name: str, *, number_format: Format = "e4m3", all_gather: bool = False, emulate: bool = False) -> Swap:
-    """Return what makes of a linear layer one that multiplies in float8, with the same Parameters or views of them.
+    """Return a function that converts a linear layer to float8, with the same Parameters or views of them.
 
     Raises:
         ModuleNotFoundError: If torchao is missing, or is too old for the recipe.
@@ -161,7 +162,7 @@ def _torchao_swap(name: str, *, number_format: Format, all_gather: bool, emulate
     )
 
     def swap(linear: nn.Linear) -> nn.Module:
-        # The public way, of one layer: it also keeps Triton from storing wrong bytes in kernels compiled later.
+        # Torchao's public function also keeps Triton from storing wrong bytes in kernels compiled later.
         float8 = adapted(torchao.convert_to_float8_training(linear, config=config), by_rows=by_rows)
         if all_gather:
             show_plain_weight(float8)
@@ -171,9 +172,9 @@ def _torchao_swap(name: str, *, number_format: Format, all_gather: bool, emulate
 
 
 def _finer_gradients(torchao: Any) -> dict[str, Any]:
-    """Return the settings by which gradients have three bits behind the point, as values have, and not two.
+    """Return settings that cast gradients to e4m3, with three bits of mantissa, as inputs and weights.
 
-    That halves the error of each. Torchao has e5m2 here, for more range, which a tensor with one scale seldom uses.
+    That halves their rounding error. Torchao's default is e5m2, whose wider range a tensor with one scale seldom needs.
     """
     cast = torchao.config.CastConfig(target_dtype=torchao.config.e4m3_dtype)
     return {"cast_config_grad_output": cast, "cast_config_grad_output_for_grad_weight": cast}
