@@ -54,6 +54,7 @@ BY_THREAD = {
     "kernels/attention/auto.py:_RECORDS": "calls of attention know no run",
     "transforms/compile/frame.py:_CALLERS": "a backend is called by Dynamo, which knows no run",
     "transforms/compile/frame.py:_HEARING": "a graph that blocks of several runs share",
+    "transforms/compile/loss_calls.py:_OPEN": "calls of a function of torch know no run",
     "transforms/compile/frame.py:_PREPARING": "read where a frame is made, and part of what it is found by",
 }
 LISTED = CACHES | OF_THE_PROCESS | BY_OWNER | BY_THREAD

@@ -160,6 +160,9 @@ PATCHES = {
         only_speed=True,
         versions="<2.13",
     ),
+    "torch.nn.functional:cross_entropy": Patch(
+        "compiled-speed", "test_a_large_cross_entropy_in_a_step_is_compiled", only_speed=True
+    ),
     "torch._inductor.compile_fx:cudagraphify": Patch(
         "compiled-speed",
         "test_one_compilation_by_inductor_is_launched_and_replayed",

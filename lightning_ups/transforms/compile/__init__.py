@@ -16,6 +16,7 @@ from lightning_ups.transforms.compile.compiler import (
 from lightning_ups.transforms.compile.contest import Contest
 from lightning_ups.transforms.compile.cuda_graphs import OwnGradients, begin_step
 from lightning_ups.transforms.compile.frame import hearing, prepared
+from lightning_ups.transforms.compile.loss_calls import large_cross_entropies
 from lightning_ups.transforms.compile.mode import Choice, Clock
 from lightning_ups.transforms.compile.replay import Replay
 from lightning_ups.transforms.compile.trial import State
@@ -39,6 +40,7 @@ __all__ = [
     "compiled_by_model",
     "hearing",
     "is_compiled",
+    "large_cross_entropies",
     "prepared",
     "refuse_compiled",
     "repeated_backward",

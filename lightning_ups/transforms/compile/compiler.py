@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -417,7 +418,7 @@ class Compiled:
         """
         if self._any_ran or self.on_failure == "raise" or self.parts_of is None:
             return False
-        outer = self.groups
+        outer = [group for group in self.groups if not self._is_of_losses(group)]
         parts = {
             f"{name}.{inner}": part
             for group in outer
@@ -433,6 +434,9 @@ class Compiled:
         self.replace(parts)
         self.tell_news()
         return True
+
+    def _is_of_losses(self, group: Group) -> bool:
+        return any(is_loss(self._replaced[name][0]) for name in group.blocks if name in self._replaced)
 
     def replace(self, blocks: Mapping[str, nn.Module]) -> None:
         """Compile the forwards of ``blocks``, as far as they can be replaced."""
@@ -453,7 +457,9 @@ class Compiled:
 
     def frame_of(self, block: "_Block", module: nn.Module, phase: str, *, alone: bool = False) -> Frame:
         """Return the frame of blocks equal to ``block``, or one of its own."""
-        return frame_of(block.inner, module, self.compiler, name=block.name, alone=alone, phase=phase)
+        # A loss is one operator with one number as its result, which says nothing of the logits that it reads.
+        compiler = replace(self.compiler, leaves_small=False) if is_loss(module) else self.compiler
+        return frame_of(block.inner, module, compiler, name=block.name, alone=alone, phase=phase)
 
     def join(self, block: "_Block", module: nn.Module) -> Group:
         """Return the group of the blocks that are trained in the same frame as ``block``, with the block in it."""
@@ -466,6 +472,7 @@ class Compiled:
 class _Block:
     def __init__(self, name: str, module: nn.Module, inner: Forward, *, run: Compiled) -> None:
         self.name, self.inner, self._run = name, inner, run
+        self._replay = None if is_loss(module) else run.replay  # its logits would be copied into a graph's memory
         self.frames = {phase: run.frame_of(self, module, phase) for phase in get_args(Phase)}
         self.group = run.join(self, module)
         self._frame = self.frames["training"]  # in the present call
@@ -512,7 +519,7 @@ class _Block:
         if self._run.gradients is not None:
             self._run.gradients.take_left()
         apart = False
-        if (replay := self._run.replay) is not None and not replay.idle:
+        if (replay := self._replay) is not None and not replay.idle:
             call = call_of(self.name, module, args, kwargs) if phase == "training" else None
             if call is not None and replay.takes(call):
                 done, outputs = replay.run(call, self.frames[phase], module, *args, **kwargs)
@@ -652,11 +659,11 @@ class _Block:
         return self._run.trial
 
     def wants_again(self, graph: fx.GraphModule) -> bool:
-        return self._run.replay is not None and self._run.replay.wants_timing(graph)
+        return self._replay is not None and self._replay.wants_timing(graph)
 
     def tried(self, graph: fx.GraphModule, rehearsal: Rehearsal) -> None:
-        if self._run.replay is not None and self._run.replay.wants_timing(graph):
-            self._run.replay.time(graph, rehearsal)
+        if self._replay is not None and self._replay.wants_timing(graph):
+            self._replay.time(graph, rehearsal)
 
     def may_save(self, written: Tensor) -> bool:
         # What a batch norm computes in training does not depend on its running statistics.
@@ -668,13 +675,13 @@ class _Block:
 
     def not_tried(self, graph: fx.GraphModule, reason: str) -> None:
         self.group.untried.add(reason)
-        if self._run.replay is not None:
-            self._run.replay.untimed(graph, reason)
+        if self._replay is not None:
+            self._replay.untimed(graph, reason)
 
     def runs_graph(self, graph: fx.GraphModule) -> None:
         self._has_run = True
-        if self._run.replay is not None:
-            self._run.replay.ran_graph(graph)
+        if self._replay is not None:
+            self._replay.ran_graph(graph)
 
 
 def _ignore() -> None:

@@ -17,7 +17,7 @@ from lightning_ups._compat.thread_stack import ThreadStack
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups._compat.torch.compile.cudagraph_trees import Demand, recorded_on_demand
 from lightning_ups.transforms.compile.alike_hooks import hooks_of
-from lightning_ups.transforms.compile.size import is_small
+from lightning_ups.transforms.compile.gain import is_small
 from lightning_ups.transforms.compile.trial import Caller, Run, with_trial
 from lightning_ups.transforms.forward import Forward
 

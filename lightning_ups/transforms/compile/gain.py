@@ -1,12 +1,13 @@
-"""Measuring whether a compiled module is faster than the same module uncompiled."""
+"""Whether a compiled module is faster than the same module uncompiled: by its size, and by measurement."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_ups._compat.torch.compile import dynamo
 from lightning_ups.transforms.compile.alike_hooks import has_hooks
@@ -14,10 +15,14 @@ from lightning_ups.transforms.compile.mode import Clock
 from lightning_ups.transforms.compile.trial import State, copy_of, no_autocast
 from lightning_ups.transforms.random_state import host_state, restore_host_state
 
-__all__ = ["Gain", "gain_of"]
+__all__ = ["Gain", "gain_of", "is_small"]
 
 ROUNDS, MOST_MS = 5, 2000.0
 LEAST_LOSS = 0.02  # what two measurements of one thing may differ by
+# Calling compiled code costs the host some hundred microseconds for guards, the forward and the backward, and replaying
+# a CUDA graph no less: about what launching so many operators costs. Above so many elements, which a GPU reads and
+# writes in some tens of microseconds, fusing them may gain more than that.
+MOST_CALLS, MOST_ELEMENTS = 32, 2**22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,3 +135,19 @@ def _measure(
 
 # Disabled, or Dynamo would compile it for the parts of a forward that are in no graph.
 _AS_IT_IS: Any = torch.compiler.disable(lambda tensor: tensor)
+
+
+def is_small(graph: fx.GraphModule) -> bool:
+    """Return whether running the operators of ``graph`` one by one costs no more than calling compiled code."""
+    calls = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    if len(calls) > MOST_CALLS or any(isinstance(part, fx.GraphModule) for part in graph.children()):
+        return False  # a part that is a graph too is one of a checkpoint, say, or of attention that needs a compiler
+    return sum(elements for node in calls for elements in _elements(node.meta.get("example_value"))) <= MOST_ELEMENTS
+
+
+def _elements(value: object) -> Iterator[int]:
+    if isinstance(value, Tensor):
+        yield prod(size if isinstance(size, int) else MOST_ELEMENTS for size in value.shape)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _elements(item)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_ups._compat.torch.compile import dynamo
-from lightning_ups.transforms.compile.gain import ROUNDS, Gain, gain_of
+from lightning_ups.transforms.compile.gain import MOST_CALLS, MOST_ELEMENTS, ROUNDS, Gain, gain_of, is_small
 from tests import backends
 from tests.clocks import HostClock
 
@@ -189,3 +189,42 @@ def test_what_takes_long_is_measured_less_often():
     measured = gain_of(nn.Linear(4, 4), plain, slow, (torch.randn(3, 4),), {}, clock=clock)
     assert len(calls) == 2
     assert measured.eager_ms == pytest.approx(2500, abs=200)
+
+
+def captured(model, *inputs, dynamic=None):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(model, backend=backend, dynamic=dynamic)(*inputs)
+    (graph,) = graphs
+    return graph
+
+
+def chain(length):
+    def run(x):
+        for _ in range(length):
+            x = x.sin()
+        return x
+
+    return run
+
+
+@pytest.mark.parametrize(("length", "small"), [(3, True), (MOST_CALLS, True), (MOST_CALLS + 1, False)])
+def test_few_operators_are_small(length, small):
+    assert is_small(captured(chain(length), torch.ones(4))) is small
+
+
+@pytest.mark.parametrize(("elements", "small"), [(MOST_ELEMENTS // 2, True), (MOST_ELEMENTS // 2 + 1, False)])
+def test_large_tensors_are_not(elements, small):
+    assert is_small(captured(chain(2), torch.ones(elements))) is small
+
+
+def test_several_results_of_an_operator_count():
+    assert not is_small(captured(lambda x: x.max(1).values + x.split(1, 1)[0][:, 0], torch.ones(MOST_ELEMENTS, 1)))
+
+
+def test_sizes_that_vary_are_not_small():
+    assert not is_small(captured(chain(1), torch.ones(5, 4), dynamic=True))

@@ -44,6 +44,7 @@ __all__ = [
     "outside_modes",
     "saved_at_any_version",
     "saves_seen_by",
+    "saves_with_hooks",
     "storages",
     "unseen_by_selection",
     "without_autocast",
@@ -147,6 +148,11 @@ def saves_seen_by(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         yield
 
 
+def saves_with_hooks() -> bool:
+    """Return whether hooks are in force for what autograd saves, as in a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]  # noqa: FBT003
+
+
 @contextmanager
 def operators_seen_by(see: Callable[[Any, Any], None], *, writes: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Call ``see`` with each operator that runs and its result, and ``writes`` with each tensor it writes to in place.
@@ -191,7 +197,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 @contextmanager
 def saved_at_any_version(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let backward read ``tensors``, where autograd saves them, although they are written to in place meanwhile."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]  # noqa: FBT003
+    if saves_with_hooks():
         yield  # no version is looked at where there are hooks
         return
     memory = {tensor.data_ptr() for tensor in tensors}

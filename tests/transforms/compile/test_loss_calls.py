@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ups.callbacks import Compile
+from lightning_ups.transforms.compile import loss_calls
+from lightning_ups.transforms.compile.loss_calls import large_cross_entropies
+from tests.callbacks.test_compile import Classifier, Look
+from tests.toys import loader, trainer
+
+LOGITS, TARGET = torch.randn(4, 8), torch.arange(4)
+
+
+@pytest.fixture(autouse=True)
+def every_call_is_large(monkeypatch):
+    monkeypatch.setattr(loss_calls, "LEAST_LOGITS", 32)
+    torch.compiler.reset()
+
+
+class Calls(Classifier):
+    def training_step(self, batch, index):
+        logits = self.net(batch)
+        loss = F.cross_entropy(logits.unflatten(0, (1, -1)).transpose(1, 2), batch.argmax(-1)[None], reduction="none")
+        self.losses.append(loss.mean().item())
+        return loss.mean()
+
+
+@pytest.mark.parametrize(("losses", "graphs"), [(None, 2), (False, 1)])
+@pytest.mark.parametrize("kind", [Calls, Classifier])
+def test_a_large_cross_entropy_in_a_step_is_compiled(tmp_path, losses, graphs, kind):
+    stock, expected, model, look = F.cross_entropy, kind(), kind(), Look()
+    trainer(tmp_path).fit(expected, loader(4))
+    compile_ = Compile(scope="auto", losses=losses, backend="aot_eager")
+    trainer(tmp_path, callbacks=[compile_, look]).fit(model, loader(4))
+    assert look.facts["graphs"] == graphs
+    assert model.losses == expected.losses
+    assert F.cross_entropy is stock
+
+
+def test_a_second_run_has_the_graphs_of_the_first(tmp_path):
+    for new in (2, 0):
+        look = Look()
+        compile_ = Compile(scope="auto", backend="aot_eager")
+        trainer(tmp_path, callbacks=[compile_, look]).fit(Calls(), loader(4))
+        assert look.facts["new_graphs"] == new
+
+
+class RefusedError(Exception):
+    pass
+
+
+def refuse(modules):
+    raise RefusedError
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda: F.cross_entropy(LOGITS[:, :4], TARGET % 4), id="small"),
+        pytest.param(lambda: torch.compile(F.cross_entropy, backend="aot_eager")(LOGITS, TARGET), id="compiled"),
+        pytest.param(lambda: checkpoint(F.cross_entropy, LOGITS, TARGET, use_reentrant=False), id="checkpoint"),
+        pytest.param(lambda: torch.func.grad(F.cross_entropy)(LOGITS, TARGET).sum(), id="torch.func"),
+        pytest.param(lambda: F.cross_entropy(nn.Parameter(LOGITS), TARGET), id="parameter"),
+    ],
+)
+def test_others_are_left_as_they_are(call):
+    expected = call()
+    with large_cross_entropies(refuse):
+        assert torch.equal(call(), expected)
+        with pytest.raises(RefusedError):
+            F.cross_entropy(input=LOGITS, target=TARGET)
+    with large_cross_entropies(None):
+        assert torch.equal(F.cross_entropy(LOGITS, TARGET), nn.CrossEntropyLoss()(LOGITS, TARGET))
