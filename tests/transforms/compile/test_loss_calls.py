@@ -1,8 +1,10 @@
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_ups.callbacks import Compile
 from lightning_ups.transforms.compile import loss_calls
@@ -73,3 +75,51 @@ def test_others_are_left_as_they_are(call):
             F.cross_entropy(input=LOGITS, target=TARGET)
     with large_cross_entropies(None):
         assert torch.equal(F.cross_entropy(LOGITS, TARGET), nn.CrossEntropyLoss()(LOGITS, TARGET))
+
+
+class Tokens(LightningModule):
+    """Returns logits in the layout of a language model, and computes their loss in another one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(8192, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8192))
+        self.losses = []
+
+    def training_step(self, batch, index):
+        logits = self.net(batch[:, :-1])
+        loss = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").sum(1).mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, *args):
+        if self.trainer.global_step == 30:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self.peak = torch.cuda.max_memory_allocated()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_losses_are_equal_and_less_memory_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(loss_calls, "LEAST_LOGITS", 2**22)
+    batches = [torch.randint(0, 8192, (8, 257), device="cuda") for _ in range(60)]
+    found = {}
+    for name, callbacks in {"stock": [], "compiled": [Compile(scope="auto", mode="auto"), look := Look()]}.items():
+        module = Tokens()
+        Trainer(
+            accelerator="gpu",
+            devices=1,
+            precision="bf16-mixed",
+            callbacks=callbacks,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        ).fit(module, DataLoader(batches, batch_size=None))
+        found[name] = torch.stack(module.losses).tolist(), module.peak
+    assert "F.cross_entropy" in [block for group in look.facts["groups"] for block in group["blocks"]]
+    assert found["compiled"][0] == pytest.approx(found["stock"][0], rel=2e-3)
+    assert found["compiled"][1] < 0.7 * found["stock"][1]
