@@ -1,6 +1,8 @@
 """What every strategy of ours that shards has in common: environment, order, buffers, clipping, checkpoints."""
 
+import shlex
 import signal
+import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ from lightning_ups._compat.lightning.sharding import (
     destroy_at_exit,
     finetuning_by_identity,
     has_weak_references,
+    is_interactive,
     keeping_attributes,
     move_all_but_parameters,
     taken_whole,
@@ -352,6 +355,20 @@ class ShardingStrategy(ModelParallelStrategy, AppliesDeclarations):
         """Return a checksum of what training steps have run, which is the same on all devices."""
 
     # Setting up
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is None or not is_interactive():
+            return
+        count = self.num_nodes * self.num_processes
+        if count > 1:
+            raise ValueError(
+                f"{type(self).__name__} cannot start {count} processes from a notebook; one device works there."
+                " Collect model, data and Trainer in one cell whose first line is: %%writefile train.py"
+                f"\nThen run it in the next cell:\n!{shlex.quote(sys.executable)} train.py"
+            )
+        self._launcher = None  # nothing to start; Lightning refuses this launcher in notebooks
 
     @override
     def setup_environment(self) -> None:

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ __all__ = [
     "destroy_at_exit",
     "finetuning_by_identity",
     "has_weak_references",
+    "is_interactive",
     "keeping_attributes",
     "move_all_but_parameters",
     "regroup",
@@ -34,6 +36,11 @@ __all__ = [
     "taken_whole",
     "without_inference_mode",
 ]
+
+
+def is_interactive() -> bool:
+    """Return whether Lightning takes this process for a notebook or an interactive shell."""
+    return accelerator_connector._IS_INTERACTIVE
 
 
 @cache  # once for each process

@@ -1,0 +1,73 @@
+"""Notebooks: cells that IPython runs, as Jupyter's kernel does. docs/notebooks.md describes what works there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import blocks
+
+pytest.importorskip("IPython")
+
+ROOT = Path(__file__).parents[2]
+SHELL = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+for cell in json.load(sys.stdin):
+    ran = shell.run_cell(cell)
+    if error := ran.error_before_exec or ran.error_in_exec:
+        print(f"ERROR {type(error).__name__}: {error}")
+"""
+MODEL = """
+import lightning as L
+from lightning_ups.strategies import FSDP2Strategy, SimpleFSDPStrategy
+from tests.toys import Net, loader
+"""
+FIT = """
+trainer = L.Trainer(
+    strategy="fsdp2", accelerator="cpu", devices=2, max_steps=2, enable_progress_bar=False, enable_checkpointing=False,
+)
+trainer.fit(Net(), loader())
+print("ENDED", trainer.global_step, trainer.world_size)
+"""
+
+
+def run(folder, *cells):
+    """Run cells in a shell of their own, and return what they print."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHELL],
+        input=json.dumps(cells),
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cells_of_the_page_train_on_one_device_and_train_again(tmp_path):
+    page = [*blocks((ROOT / "docs/notebooks.md").read_text(), "python")]
+    last = "print('LAST', trainer.global_step, type(trainer.strategy).__name__)"
+    simple = "from lightning_ups.strategies import *; trainer = L.Trainer(strategy=SimpleFSDPStrategy(), devices=1)"
+    out = run(tmp_path, *page, *page, last, simple, last)
+    assert "ERROR" not in out, out
+    assert out.count("HTML object") == len([*tmp_path.rglob("report.html")]) == 2
+    assert "\nLAST 16 FSDP2Strategy\n" in out
+    assert "\nLAST 0 SimpleFSDPStrategy\n" in out
+
+
+def test_several_devices_are_refused_with_cells_that_train_when_pasted(tmp_path):
+    out = run(tmp_path, MODEL, FIT, f"%%writefile train.py\n{MODEL}{FIT}", f"!{sys.executable} train.py")
+    error = out.partition("\nERROR ")[2].partition("\nWriting ")[0]
+    assert error.startswith("ValueError: FSDP2Strategy ")
+    assert "%%writefile train.py\n" in error
+    assert error.endswith(f"\n!{sys.executable} train.py")
+    assert out.count("\nENDED 2 2") == 2, out
