@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ups.config.suggestions import parse_options
+from lightning_ups.models import peft_adapters
 from lightning_ups.models.gpt import SIZES, GPTConfig
 from lightning_ups.models.hf_names import hf_config, to_hf
 from lightning_ups.state.checkpoint import (
@@ -31,6 +32,11 @@ __all__ = ["main"]
 _GPT = "layers.0.attention.qkv.weight"  # names that only one family has
 _LLAMA = "model.embed_tokens.weight"
 _OF_PEFT = (".base_layer.", ".lora_A.", ".lora_embedding_A.", ".modules_to_save.", "prompt_encoder.")
+_PEFT_MODEL = "base_model.model."  # of each name of a PeftModel
+_HOW_TO_SAVE_CONFIGS = (
+    "Save both in Python: model.config.save_pretrained('configs') and model.peft_config['default']"
+    ".save_pretrained('configs'). Then add --config configs/config.json."
+)
 _SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -76,9 +82,18 @@ def _parser() -> argparse.ArgumentParser:
         default="plain",
         help="plain, the default: as in the checkpoint; hf: as transformers names them, with a config.json",
     )
+    parser.add_argument(
+        "--adapters",
+        choices=("merge", "keep"),
+        help="of PEFT, with --names hf. merge: add them to the weights; keep: write them alone, for PeftModel",
+    )
     parser.add_argument("--max-shard-size", help=f"of one file of safetensors; default {_SHARD_SIZE}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
-    parser.add_argument("--config", type=Path, help="a config.json to put beside the weights")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="a config.json to put beside the weights; with --adapters, an adapter_config.json lies beside it",
+    )
     parser.add_argument(
         "--trust", action="store_true", help="build objects of any class, which runs what the checkpoint names"
     )
@@ -106,6 +121,7 @@ def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Pa
         )
     options = {
         "names": None if asked.names == "plain" else asked.names,
+        "adapters": asked.adapters,
         "dtype": asked.dtype,
         "max-shard-size": asked.max_shard_size,
         "config": asked.config,
@@ -136,6 +152,8 @@ def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list
             " It is copied beside the weights, for transformers to build the model from."
             " Name a config.json that is there."
         )
+    if asked.adapters:
+        return _with_adapters(SavedWeights(path), path, output, asked, limit)
     if asked.names != "plain":
         with damage_told(path):
             weights, config = _named_for_hf(SavedWeights(path), rest_of(path, weights_only=not asked.trust)[0], path)
@@ -205,6 +223,12 @@ class _Cast(Mapping[str, Tensor]):
 def _named_for_hf(
     weights: SavedWeights, rest: Mapping[str, Any], path: Path
 ) -> tuple[Mapping[str, Tensor], dict[str, Any] | None]:
+    if (adapter := _adapter_of(weights)) is not None:
+        raise ValueError(
+            f"--names hf needs --adapters for a model with adapters of PEFT, such as {adapter}."
+            " Add --adapters merge to write the model with the adapters added to its weights,"
+            " or --adapters keep to write them alone, for PeftModel.from_pretrained."
+        )
     for end in (_GPT, _LLAMA):
         for name in weights:
             if name == end or name.endswith("." + end):
@@ -220,6 +244,57 @@ def _named_for_hf(
     )
 
 
+def _adapter_of(weights: Iterable[str]) -> str | None:
+    return next((name for name in weights if any(part in name for part in _OF_PEFT)), None)
+
+
+def _with_adapters(
+    weights: SavedWeights, path: Path, output: Path, asked: argparse.Namespace, limit: int
+) -> list[Path]:
+    if asked.names == "plain":
+        raise ValueError(f"--adapters {asked.adapters} takes --names hf. With --names plain, adapters stay as saved.")
+    if (adapter := _adapter_of(weights)) is None:
+        raise ValueError(f"--adapters {asked.adapters} has no effect: {path} holds no adapters of PEFT. Leave it out.")
+    rest = rest_of(path, weights_only=not asked.trust)[0]
+    described = {name + ".": each for name, each in rest.get(MODELS, {}).items() if "adapters" in each}
+    prefix = next(filter(adapter.startswith, described), None)
+    if asked.config is not None:
+        config = json.loads(asked.config.read_text())
+        if not (file := asked.config.with_name("adapter_config.json")).is_file():
+            raise ValueError(f"--adapters needs {file} beside --config. {_HOW_TO_SAVE_CONFIGS}")
+        adapters = {"default": json.loads(file.read_text())}
+    elif prefix is not None:
+        config, adapters = (json.loads(described[prefix][key]) for key in ("config", "adapters"))
+    else:
+        raise ValueError(
+            f"--adapters needs the configs of the model, which {path} does not hold. {_HOW_TO_SAVE_CONFIGS}"
+        )
+    if prefix is None:
+        head, is_peft_model, _ = adapter.partition(_PEFT_MODEL)
+        prefix = head if is_peft_model else adapter.split(".")[0] + "."
+    kind = (
+        described[prefix]["class"].rpartition(".")[2]
+        if prefix in described
+        else (config.get("architectures") or [""])[0]
+    )
+    with damage_told(path):
+        inner = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
+        inner = {name if name.startswith(_PEFT_MODEL) else _PEFT_MODEL + name: saved for name, saved in inner.items()}
+        peft_adapters.write(
+            _Renamed(weights, inner),
+            config,
+            kind,
+            adapters,
+            output,
+            merge=asked.adapters == "merge",
+            dtype=getattr(torch, asked.dtype) if asked.dtype else None,
+            shard=limit,
+        )
+    written = sorted(file for file in output.rglob("*") if file.is_file())
+    _let_read([file for file in written if file.suffix == ".safetensors"])
+    return written
+
+
 def _stripped(weights: SavedWeights, prefix: str, rest: Mapping[str, Any]) -> tuple[_Renamed, dict[str, Any] | None]:
     described = rest.get(MODELS, {}).get(prefix.removesuffix("."))
     config = json.loads(described["config"]) if described else None
@@ -228,14 +303,6 @@ def _stripped(weights: SavedWeights, prefix: str, rest: Mapping[str, Any]) -> tu
         if not config["architectures"]:
             config["architectures"] = [described["class"].rpartition(".")[2]]
     names = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
-    if adapter := next((name for name in names if any(part in name for part in _OF_PEFT)), None):
-        attribute = prefix.split(".")[0] or "model"
-        raise ValueError(
-            f"--names hf cannot write adapters of PEFT, such as {adapter}."
-            " They change weights that lie beside them, and from_pretrained would leave both out."
-            f" Merge them in Python, after load_from_checkpoint: module.{attribute}.merge_and_unload()"
-            f".save_pretrained('folder'), or keep them apart: module.{attribute}.save_pretrained('folder')."
-        )
     if config is not None and config.get("tie_word_embeddings"):
         names.pop("lm_head.weight", None)  # the embedding's, under another name
     return _Renamed(weights, names), config

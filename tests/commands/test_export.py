@@ -1,5 +1,4 @@
 import json
-import re
 import warnings
 
 import pytest
@@ -105,30 +104,6 @@ def test_transformers_loads_it_with_equal_logits(ranks, tmp_path, kind, shard):
 
 def sharded(path):
     train(path, gpt_module())
-
-
-class Adapted(LlamaModule):
-    def __init__(self):
-        super().__init__()
-        from peft import LoraConfig, get_peft_model
-
-        self.model = get_peft_model(self.model, LoraConfig(target_modules=["q_proj"], r=2))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_are_refused_and_the_message_says_how_to_merge_them(tmp_path):
-    pytest.importorskip("peft")
-    train(tmp_path, Adapted(), strategy="auto", devices=1)
-    (path,) = tmp_path.glob("trained*")
-    with pytest.raises(ValueError, match=r"adapters of PEFT, such as .*q_proj") as refused:
-        main(["--checkpoint", str(path), "--output", str(tmp_path / "hf"), "--names", "hf"])
-    (merge,) = re.findall(r"module(\.model\.merge_and_unload\(\)\.save_pretrained)\('folder'\)", str(refused.value))
-    module = Adapted()
-    exec(f"module{merge}('{tmp_path / 'merged'}')", {"module": module})
-    from transformers import AutoModelForCausalLM
-
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert not any("lora" in name for name in merged.state_dict())
 
 
 def train_compiled(path):

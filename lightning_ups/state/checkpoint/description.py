@@ -18,6 +18,7 @@ def described(module: nn.Module) -> dict[str, dict[str, str]]:
     """Return, by name, each outermost submodule that has a ``config``: its class, and the config as JSON.
 
     A config counts if it writes itself as JSON, as those of transformers do, or is a dataclass of plain values.
+    A model with adapters of PEFT is described as the one they were added to, with the configs of all adapters.
     """
     with kv_cache_as_before(module):  # what a run changes for itself reaches no file
         return _described(module)
@@ -30,8 +31,12 @@ def _described(module: nn.Module) -> dict[str, dict[str, str]]:
             continue
         if (config := _as_json(getattr(submodule, "config", None))) is not None and name:
             # As it was written: FSDP2 gives each module that it shards a class of its own.
-            kind = next(base for base in type(submodule).__mro__ if not issubclass(base, FSDPModule))
+            model = getattr(submodule, "get_base_model", lambda plain=submodule: plain)()
+            kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
             found[name] = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config}
+            if adapters := getattr(submodule, "peft_config", None):
+                plain = {adapter: each.to_dict() for adapter, each in adapters.items()}
+                found[name]["adapters"] = json.dumps(plain, default=sorted)  # PEFT keeps names of modules in a set
     return found
 
 
