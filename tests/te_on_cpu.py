@@ -280,7 +280,7 @@ def training(folder):
             callbacks = [ActivationCheckpoint(save=save)]
             again = trained.fit(folder, TEPrecision(recipe=recipe), callbacks=callbacks).losses
             found[f"{recipe} recomputed, {save}"] = again == losses
-    path, whole = trained.TestCheckpoints().halfway(folder, TEPrecision(recipe="delayed"))
+    path, whole = trained.halfway(folder, TEPrecision(recipe="delayed"))
     found["goes on"] = trained.fit(folder, TEPrecision(recipe="delayed"), ckpt_path=path).losses == whole[4:]
     state = torch.load(path, weights_only=True)
     found["scales"] = len(state.pop("TEPrecision")["scales"])

@@ -1,6 +1,6 @@
 """Float8 matrix products over bfloat16 computation and float32 masters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,24 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.fit_setup import first_batch
 from lightning_ups._compat.lightning.trainer import trainer_of
-from lightning_ups.insight.advise import (
-    Advice,
-    Timer,
-    check_ran,
-    decide_on_rank0,
-    layers_in_step,
-    layers_with_rows,
-    obtain_table,
-    products_of,
-    timer_on,
-)
+from lightning_ups.insight.advise import decide_on_rank0
 from lightning_ups.kernels.float8_casts import HAS_KERNELS
-from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Stage, Weights
-from lightning_ups.precision.arguments import Filter, check_head, check_timed
-from lightning_ups.transforms.blocks import as_patterns
-from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
+from lightning_ups.order import PrecisionCapabilities, Report, Run, Stage, Weights
+from lightning_ups.precision.arguments import Filter
+from lightning_ups.precision.converting import ConvertingPrecision
+from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.float8 import (
     RECIPES,
     Float8Conversion,
@@ -46,7 +35,6 @@ from lightning_ups.transforms.float8 import (
     recipe_of,
     why_none_fits,
 )
-from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.sharding import TENSOR
 
 __all__ = ["Float8Precision"]
@@ -57,7 +45,7 @@ else:
     RecipeName = Literal[tuple(RECIPES)]  # --help and errors in YAML list the names
 
 
-class Float8Precision(PolicyPrecision):
+class Float8Precision(ConvertingPrecision):
     """Multiply in float8 where linear layers allow it, compute the rest in bfloat16, keep float32 masters.
 
     Chosen linear layers are swapped, in place, for torchao's; names of parameters stay, and state dicts hold float32
@@ -115,20 +103,21 @@ class Float8Precision(PolicyPrecision):
         weights: Weights = "autocast",
         in_float32: Sequence[str] = (),
     ) -> None:
-        super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
+        super().__init__(
+            include=include,
+            exclude=exclude,
+            head=head,
+            filter=filter,
+            tokens=tokens,
+            table=table,
+            weights=weights,
+            in_float32=in_float32,
+        )
         check_recipe(recipe, all_gather=bool(all_gather), number_format=number_format)
         self.recipe: str = recipe
         self.number_format: Format = number_format
-        self.include = None if include is None else as_patterns(include)
-        self.exclude, self.head = as_patterns(exclude), head
         self.all_gather, self.emulate = all_gather, emulate
-        check_head("Float8Precision", head=head, include=include)
-        check_timed("Float8Precision", filter=filter, tokens=tokens, table=table)
-        self.filter: Filter = filter
-        self.tokens, self.table = tokens, table
-        self.timer: Timer | None = None  # None: on the device
-        self.advice: Advice | None = None
-        self.conversion: Float8Conversion | None = None
+        self.conversion: Float8Conversion | None
         self._scales: Scales | None = None
 
     @property
@@ -151,12 +140,8 @@ class Float8Precision(PolicyPrecision):
         return self._sharded and (recipe_of(self.recipe).gathers if self.all_gather is None else self.all_gather)
 
     @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        if not isinstance(module, LightningModule):
-            self.refuse_fabric()
+    def convert_layers(self, module: LightningModule) -> None:
         self._check_device(module)
-        _check_whole(module)
-        self.teardown()  # of a run that an exception ended before its own
         self.conversion = convert_to_float8(
             module,
             **self._selection,
@@ -174,19 +159,13 @@ class Float8Precision(PolicyPrecision):
         if not self._sharded:
             self._undo.callback(self.conversion.undo)
         self._hold_in_fit(module)
-        return self._with_masters(module)
 
     @property
     def _selection(self) -> dict[str, Any]:
-        return {
-            "recipe": self.recipe,
-            "include": self.include,
-            "exclude": self.exclude,
-            "head": self.head,
-            "tensor_size": self._tensor_size,
-        }
+        selection = {name: getattr(self, name) for name in ("recipe", "include", "exclude", "head")}
+        return selection | {"tensor_size": self._tensor_size}
 
-    def _left(self, module: nn.Module) -> dict[str, str]:
+    def _left(self, module: LightningModule) -> dict[str, str]:
         """Return why layers stay as they are that could be converted; the same on every rank."""
         precise = within(kept_in_float32(module, self.policy.in_float32).values())
         names = [name for name, part in module.named_modules() if part in precise and isinstance(part, nn.Linear)]
@@ -195,26 +174,14 @@ class Float8Precision(PolicyPrecision):
             left |= decide_on_rank0(lambda: self._found_slower(module, but=names), by="Float8Precision(filter='auto')")
         return left
 
-    def _found_slower(self, module: nn.Module, *, but: Sequence[str]) -> dict[str, str]:
+    def _found_slower(self, module: LightningModule, *, but: Sequence[str]) -> dict[str, str]:
         fitting = fitting_linears(module, **self._selection)
         linears = {name: linear for name, linear in fitting.items() if name not in but}
-        if not isinstance(module, LightningModule) or module.trainer.state.fn != TrainerFn.FITTING:
+        if module.trainer.state.fn != TrainerFn.FITTING:
             return dict.fromkeys(linears, "only training was measured")
-        self.advice = self._advise(module, linears)
-        idle = linears.keys() - {layer.name for layer in self.advice.layers}
-        return dict.fromkeys(idle, "does not run in a training step") | self.advice.losers
-
-    def _advise(self, module: LightningModule, linears: Mapping[str, nn.Linear]) -> Advice:
-        if self.tokens is not None:
-            layers = layers_with_rows(linears, self.tokens)
-        else:
-            layers = layers_in_step(module, linears, first_batch(module.trainer))
-            if linears:
-                check_ran(layers, linears=linears, of=type(module).__name__, tokens="tokens=16384")
-        device = module.trainer.strategy.root_device
-        timer = self.timer or (timer_on(device) if device.type == "cuda" else None)
-        table = obtain_table(products_of(layers), [self.recipe], device=device, path=self.table, timer=timer)
-        return Advice(recipe=self.recipe, layers=layers, table=table)
+        advice = self.advise(module, self.layers_that_run(module, linears), recipe=self.recipe)
+        idle = linears.keys() - {layer.name for layer in advice.layers}
+        return dict.fromkeys(idle, "does not run in a training step") | advice.losers
 
     @override
     def keep_module(self, module: nn.Module) -> None:
@@ -224,8 +191,7 @@ class Float8Precision(PolicyPrecision):
         self._hold_in_fit(module)
 
     def _hold_in_fit(self, module: nn.Module) -> None:
-        if self._sharded or self.weights == "masters":
-            self._undo.enter_context(refused_autocast(module, by="Float8Precision", choice=not self._sharded))
+        self.refuse_autocast(module)
         by_kernels = HAS_KERNELS and not self.emulate and self._tensor_size == 1
         self._undo.enter_context(compiler_settings(self.recipe, by_kernels=by_kernels))
 
@@ -235,10 +201,9 @@ class Float8Precision(PolicyPrecision):
         return self.mesh[TENSOR].size() if self.mesh is not None and TENSOR in names else 1
 
     @override
-    def note(self, report: Report) -> None:
-        super().note(report)
-        if (done := self.conversion) is None:
-            return
+    def note_layers(self, report: Report) -> None:
+        done = self.conversion
+        assert done is not None
         apart = f" but for {len(done.shared)} that other layers have too" if done.shared else ""
         gathered = f", gathered in float8{apart}" if self.gathers_float8 else ""
         coarser = ", gradients in e5m2" if self.number_format == "hybrid" else ""
@@ -253,8 +218,6 @@ class Float8Precision(PolicyPrecision):
             gathered_in_float8=self.gathers_float8,
             gathered_as_they_are=[*done.shared],
         )
-        if self.advice is not None:
-            report.note("Precision", f"by times of these layers: {self.advice.verdict()}", filter=self.filter)
 
     @override
     def after_optimizer_step(self, module: nn.Module) -> None:
@@ -274,8 +237,7 @@ class Float8Precision(PolicyPrecision):
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         self._scales = None  # of the parameters that sharding has made
         self.after_optimizer_step(model)
-        lightning = next((m for m in model.modules() if isinstance(m, LightningModule)), None)
-        if (trainer := trainer_of(lightning)) is not None and not self.emulate:
+        if (trainer := trainer_of(self.lightning_module(model))) is not None and not self.emulate:
             _warn_of_eager(Run.of(trainer))
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -311,16 +273,6 @@ class Float8Precision(PolicyPrecision):
             f"Float8Precision(recipe={recipe.name!r}) cannot run on this device: {device}."
             f" Its products need a GPU of capability {recipe.capability} or higher, such as {recipe.gpus}."
             " Use BF16Precision, another recipe or, to test, Float8Precision(emulate=True)."
-        )
-
-
-def _check_whole(module: nn.Module) -> None:
-    if is_sharded(module):
-        raise ValueError(
-            f"{type(module).__name__} was sharded before Float8Precision could convert it."
-            " A conversion replaces layers, and with float8 gathers their parameters, which sharding holds by then."
-            " Take fully_shard out of the module and use FSDP2Strategy, which converts first; or use"
-            " precision='bf16-mixed'."
         )
 
 

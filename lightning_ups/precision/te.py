@@ -4,18 +4,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ups._compat.lightning.fit_setup import first_batch
 from lightning_ups._compat.lightning.trainer import trainer_of
 from lightning_ups._compat.optional.te import (
     autocast,
@@ -25,27 +23,13 @@ from lightning_ups._compat.optional.te import (
     holds_engine_modules,
     why_not_on,
 )
-from lightning_ups.insight.advise import (
-    Advice,
-    Layer,
-    Timer,
-    check_ran,
-    decide_on_rank0,
-    engine_layers,
-    engine_name,
-    layers_in_step,
-    layers_with_rows,
-    modules_of,
-    obtain_table,
-    products_of,
-    read_first,
-    timer_on,
-)
-from lightning_ups.order import DtypePolicy, PolicyPrecision, PrecisionCapabilities, Report, Run, Weights
-from lightning_ups.order.arguments import check_choice, check_kind
-from lightning_ups.precision.arguments import Filter, check_head, check_timed
-from lightning_ups.transforms.blocks import as_patterns, find_blocks
-from lightning_ups.transforms.casting import kept_in_float32, refused_autocast, within
+from lightning_ups.insight.advise import decide_on_rank0, engine_layers, engine_name, modules_of, read_first
+from lightning_ups.order import PrecisionCapabilities, Report, Run, Weights
+from lightning_ups.order.arguments import check_choice, check_kind, check_least
+from lightning_ups.precision.arguments import Filter
+from lightning_ups.precision.converting import ConvertingPrecision
+from lightning_ups.transforms.blocks import find_blocks
+from lightning_ups.transforms.casting import kept_in_float32, within
 from lightning_ups.transforms.fsdp import is_sharded
 from lightning_ups.transforms.on_module import OnModule
 from lightning_ups.transforms.sharding import DATA, TENSOR
@@ -70,7 +54,7 @@ Format = Literal["hybrid", "e4m3"]
 AmaxCompute = Literal["max", "most_recent"]
 
 
-class TEPrecision(PolicyPrecision):
+class TEPrecision(ConvertingPrecision):
     """Let Transformer Engine compute linear layers, norms and feed-forward networks, in float8 while training.
 
     Every module stays where it is, with its parameters and their names; only its forward is another's, and that is
@@ -104,8 +88,8 @@ class TEPrecision(PolicyPrecision):
             them stays torch's.
 
     Raises:
-        ValueError: If a choice is unknown or contradicts another, or nothing can be converted.
-        RuntimeError: If the device cannot, or the module is sharded already.
+        ValueError: If a choice is unknown or contradicts another, nothing can be converted, or the module is sharded.
+        RuntimeError: If the device cannot.
         ModuleNotFoundError: If Transformer Engine is missing.
 
     Example::
@@ -137,31 +121,49 @@ class TEPrecision(PolicyPrecision):
         weights: Weights = "autocast",
         in_float32: Sequence[str] = (),
     ) -> None:
-        super().__init__(DtypePolicy.bf16_mixed(in_float32=in_float32), name="bf16-mixed", weights=weights)
-        _check_known("recipe", recipe, (*RECIPES, None))
-        _check_known("number_format", number_format, (*get_args(Format), None))
-        _check_known("fuse", fuse, get_args(Fuse))
-        _check_known("amax_compute", amax_compute, (*get_args(AmaxCompute), None))
-        check_kind("amax_history", amax_history, int, of="TEPrecision", why="It counts steps.", optional=True)
+        super().__init__(
+            include=include,
+            exclude=exclude,
+            head=head,
+            filter=filter,
+            tokens=tokens,
+            table=table,
+            weights=weights,
+            in_float32=in_float32,
+        )
+        choices: dict[str, tuple[object, Sequence[object]]] = {
+            "recipe": (recipe, (*RECIPES, None)),
+            "number_format": (number_format, (*get_args(Format), None)),
+            "fuse": (fuse, get_args(Fuse)),
+            "amax_compute": (amax_compute, (*get_args(AmaxCompute), None)),
+        }
+        for name, (value, known) in choices.items():
+            check_choice(name, value, known, of="TEPrecision", why="It stands for one of Transformer Engine's own.")
+        check_least("amax_history", amax_history, 1, of="TEPrecision", why="It counts steps.", optional=True)
         check_kind("margin", margin, int, of="TEPrecision", why="It is a power of two.")
-        check_head("TEPrecision", head=head, include=include)
-        check_timed("TEPrecision", filter=filter, tokens=tokens, table=table)
-        _check_filter(filter, recipe, fp8_attention=fp8_attention)
-        _check_recipe(recipe, amax_history, amax_compute, margin, fp8_attention=fp8_attention)
-        _check_in_float8(recipe, number_format=number_format, evaluate=evaluate, fp8_attention=fp8_attention)
+        _check_options(
+            recipe,
+            number_format=number_format,
+            amax_history=amax_history,
+            amax_compute=amax_compute,
+            margin=margin,
+            filter=None if filter == "all" else filter,
+            evaluate=evaluate,
+            fp8_attention=fp8_attention,
+        )
+        if filter == "auto" and fp8_attention:
+            raise ValueError(
+                "TEPrecision(filter='auto', fp8_attention=True) cannot be. Only products are timed."
+                " Use filter='all', or leave fp8_attention out."
+            )
         self.recipe: str | None = recipe
         self.number_format, self.margin = number_format, margin
         self.amax_history, self.amax_compute = amax_history or 1024, amax_compute or "max"
-        self.include = None if include is None else as_patterns(include)
-        self.exclude, self.head, self.norms = as_patterns(exclude), head, norms
+        self.norms = norms
         self.fuse: Fuse = fuse
         self.fusions = tuple(fusions)
-        self.filter: Filter = filter
-        self.tokens, self.table = tokens, table
-        self.timer: Timer | None = None  # None: on the device
-        self.advice: Advice | None = None
         self.evaluate, self.fp8_attention = evaluate, fp8_attention
-        self.conversion: TEConversion | None = None
+        self.conversion: TEConversion | None
         self._made: Any = None  # Transformer Engine's recipe
         self._group: Any = None
         self._attention: EngineAttention | None = None
@@ -184,12 +186,6 @@ class TEPrecision(PolicyPrecision):
         )
 
     @override
-    def sharded(self, mesh: DeviceMesh | None = None, *, in_graph: bool = False) -> Self:
-        twin = super().sharded(mesh, in_graph=in_graph)
-        twin.conversion = None
-        return twin
-
-    @override
     def refusal(self, run: Run) -> str | None:
         if (size := run.strategy.settings.get("tensor_parallel_size", 1)) > 1:
             return _split(size)
@@ -197,20 +193,7 @@ class TEPrecision(PolicyPrecision):
         return None if why is None else _incapable(self.recipe, run.accelerator, why)
 
     @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        if is_sharded(module):
-            raise RuntimeError(
-                f"{type(module).__name__} was sharded before TEPrecision could convert it."
-                " The conversion chooses by whole weights, and comes before everything that splits them."
-                " Use strategy='fsdp2', which keeps that order, and shard nothing in configure_model."
-            )
-        if not isinstance(module, LightningModule):
-            self.refuse_fabric()
-        self.teardown()  # of a run that an exception ended before its own
-        self._convert(module)
-        return self._with_masters(module)
-
-    def _convert(self, module: nn.Module) -> None:
+    def convert_layers(self, module: LightningModule) -> None:
         self._check_place(module)
         self._check_in_float32(module)
         self._last_scales, self._proven, self._begun = {}, False, False
@@ -227,8 +210,7 @@ class TEPrecision(PolicyPrecision):
             reduce_amax=self._group is not None,
             attention=self.fp8_attention,
         )
-        if self._sharded or self.weights == "masters":
-            self._undo.enter_context(refused_autocast(module, by="TEPrecision", choice=not self._sharded))
+        self.refuse_autocast(module)
         if self.fp8_attention:
             attention = engine_attention(find_blocks(module), recipe, self._made)
             self._attention = self._undo.enter_context(attention)
@@ -265,7 +247,7 @@ class TEPrecision(PolicyPrecision):
         conversion.undo()
         return conversion
 
-    def _losers(self, module: nn.Module) -> dict[str, str]:
+    def _losers(self, module: LightningModule) -> dict[str, str]:
         """Return why modules stay as they are that could be converted; the same on every rank, and in a later fit."""
         if is_sharded(module):
             return _known_losers(module)
@@ -273,39 +255,25 @@ class TEPrecision(PolicyPrecision):
         _DECIDED.keep(module, losers)
         return losers
 
-    def _found_slower(self, module: nn.Module) -> dict[str, str]:
+    def _found_slower(self, module: LightningModule) -> dict[str, str]:
         plan = self.planned(module)
         if not plan.converted:
             self._converted(module, None)  # which says so
-        if not isinstance(module, LightningModule) or module.trainer.state.fn != TrainerFn.FITTING:
+        if module.trainer.state.fn != TrainerFn.FITTING:
             return dict.fromkeys(plan.converted, "only training was measured")
-        layers, others = self._layers(module, plan)
-        self.advice = self._advise(module, layers)
+        linears: dict[str, Any] = {name: module.get_submodule(name) for name in read_first(plan).values()}
+        layers, others = engine_layers(plan, self.layers_that_run(module, linears))
+        advice = self.advise(module, layers, recipe=engine_name(str(self.recipe)))
         if not plan.theirs:  # which would be forgotten with those that were timed
             forget_scales()
-        winners = {layer.name for layer in self.advice.winners}
+        winners = {layer.name for layer in advice.winners}
         losers = dict.fromkeys(plan.converted, "only products were timed, and what is fused with them")
         for unit, names in modules_of(plan).items():
             for name in names:
                 losers.pop(name, None)
             if unit not in winners:
-                losers |= dict.fromkeys(names, (others | self.advice.losers)[unit])
+                losers |= dict.fromkeys(names, (others | advice.losers)[unit])
         return losers
-
-    def _layers(self, module: LightningModule, plan: TEConversion) -> tuple[list[Layer], dict[str, str]]:
-        linears: dict[str, Any] = {name: module.get_submodule(name) for name in read_first(plan).values()}
-        if self.tokens is not None:
-            return engine_layers(plan, layers_with_rows(linears, self.tokens))
-        called = layers_in_step(module, linears, first_batch(module.trainer))
-        if linears:
-            check_ran(called, linears=linears, of=type(module).__name__, tokens="tokens=16384")
-        return engine_layers(plan, called)
-
-    def _advise(self, module: LightningModule, layers: Sequence[Layer]) -> Advice:
-        device, name = module.trainer.strategy.root_device, engine_name(str(self.recipe))
-        timer = self.timer or (timer_on(device) if device.type == "cuda" else None)
-        table = obtain_table(products_of(layers), [name], device=device, path=self.table, timer=timer)
-        return Advice(recipe=name, layers=layers, table=table)
 
     def _end(self, conversion: TEConversion) -> None:
         self._last_scales = conversion.scales() if self._keeps_scales else {}
@@ -314,18 +282,17 @@ class TEPrecision(PolicyPrecision):
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        lightning = next((m for m in model.modules() if isinstance(m, LightningModule)), None)
+        lightning = self.lightning_module(model)
         if self.conversion is None and lightning is not None:
-            self._convert(lightning)  # sharded by an earlier fit, whose conversion has ended
+            self.convert_layers(lightning)  # sharded by an earlier fit, whose conversion has ended
         if self.conversion is not None and not self._sharded:
             self.conversion.lay_together()  # on the device, and in the type, where they stay
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
-    def note(self, report: Report) -> None:
-        super().note(report)
-        if (done := self.conversion) is None:
-            return
+    def note_layers(self, report: Report) -> None:
+        done = self.conversion
+        assert done is not None
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(done.kinds.items()))
         report.note(
             "Precision",
@@ -338,8 +305,6 @@ class TEPrecision(PolicyPrecision):
             fp8_attention=self.fp8_attention,
             evaluates_in_float8=self.evaluate,
         )
-        if self.advice is not None:
-            report.note("Precision", f"by times of these products: {self.advice.verdict()}", filter=self.filter)
 
     @override
     @contextmanager
@@ -358,17 +323,7 @@ class TEPrecision(PolicyPrecision):
         with self._float8(evaluating=True), super().val_step_context():
             yield
 
-    @override
-    @contextmanager
-    def test_step_context(self) -> Iterator[None]:
-        with self._float8(evaluating=True), super().test_step_context():
-            yield
-
-    @override
-    @contextmanager
-    def predict_step_context(self) -> Iterator[None]:
-        with self._float8(evaluating=True), super().predict_step_context():
-            yield
+    test_step_context = predict_step_context = val_step_context  # type: ignore[assignment]
 
     @contextmanager
     def _float8(self, *, evaluating: bool = False) -> Iterator[None]:
@@ -490,56 +445,11 @@ def _known_losers(module: nn.Module) -> dict[str, str]:
     return losers
 
 
-def _check_filter(filter: str, recipe: str | None, *, fp8_attention: bool) -> None:
-    if filter == "auto" and (recipe is None or fp8_attention):
-        wrong = "recipe=None" if recipe is None else "fp8_attention=True"
-        raise ValueError(
-            f"TEPrecision(filter='auto', {wrong}) cannot be."
-            " By times is decided which products are computed in float8, and nothing else."
-            " Use filter='all', or leave the other out."
-        )
-
-
-def _check_known(name: str, value: str | None, known: tuple[str | None, ...]) -> None:
-    check_choice(name, value, known, of="TEPrecision", why="It stands for one of Transformer Engine's own.")
-
-
-def _check_recipe(
-    recipe: str | None,
-    history: int | None,
-    compute: str | None,
-    margin: int,
-    *,
-    fp8_attention: bool,
-) -> None:
-    known = None if recipe is None else RECIPES[recipe]
-    given = {"amax_history": history, "amax_compute": compute, "margin": margin or None}
-    accepted = () if known is None else known.options
-    if wrong := [name for name, value in given.items() if value is not None and name not in accepted]:
-        others = " or ".join(f"recipe={each.name!r}" for each in RECIPES.values() if wrong[0] in each.options)
-        raise ValueError(
-            f"TEPrecision(recipe={recipe!r}) is given with {wrong[0]}={given[wrong[0]]!r}, which it does not take."
-            f" Use {others}, or leave {wrong[0]} out."
-        )
-    if history is not None and history < 1:
-        raise ValueError(
-            f"TEPrecision(amax_history={history}) has no step to look back at."
-            " It counts the steps whose maxima the scales come from."
-            " Use 1 or more; 16 and 1024 are common."
-        )
-    if fp8_attention and known is not None and known.attention is None:
-        others = " or ".join(repr(each.name) for each in RECIPES.values() if each.attention is not None)
-        raise ValueError(
-            f"TEPrecision(recipe={recipe!r}, fp8_attention=True) cannot be: the recipe has no float8 attention."
-            f" Use recipe={others}, or fp8_attention=False."
-        )
-
-
-def _check_in_float8(recipe: str | None, **settings: Any) -> None:
-    if recipe is None and (given := {name: value for name, value in settings.items() if value}):
-        name, value = next(iter(given.items()))
-        raise ValueError(
-            f"TEPrecision(recipe=None, {name}={value!r}) is given with a setting of float8."
-            " Without a recipe everything is computed in bfloat16."
-            " Choose a recipe, or leave number_format, evaluate and fp8_attention out."
-        )
+def _check_options(recipe: str | None, **given: Any) -> None:
+    for name, value in given.items():
+        takers = [each.name for each in RECIPES.values() if each.takes(name)]
+        if value and recipe not in takers:
+            raise ValueError(
+                f"TEPrecision(recipe={recipe!r}) is given with {name}={value!r}, which it does not take."
+                f" Use {' or '.join(f'recipe={taker!r}' for taker in takers)}, or leave {name} out."
+            )

@@ -12,16 +12,13 @@ BOTH = pytest.mark.parametrize("kind", [Float8Precision, TEPrecision])
 @pytest.mark.parametrize(
     ("given", "first", "cure"),
     [
-        (
-            {"tokens": 4096},
-            "(filter='all', tokens=4096) would not look at tokens",
-            "Use filter='auto'",
-        ),
+        ({"tokens": 4096}, "(filter='all', tokens=4096) would not look at tokens", "Use filter='auto'"),
         ({"table": Path("times.json")}, "(filter='all', table='times.json')", "Use filter='auto', or leave table out."),
         ({"filter": "auto", "tokens": 0}, "(tokens=0) is no number of rows", "Give a whole number of 1 or more"),
         ({"filter": "auto", "tokens": "4096"}, "(tokens='4096')", "Give a whole number of 1 or more"),
-        ({"include": []}, "(include=[]) is an empty list.", "Name some, or leave include out."),
         ({"filter": "auto", "table": ""}, "(table='') is an empty path.", "Name one, or leave table out."),
+        ({"filter": "fast"}, "(filter='fast') is not a known choice.", "Use one of ('all', 'auto')."),
+        ({"include": []}, "(include=[]) is an empty list.", "Name some, or leave include out."),
         ({"head": True, "include": ["a.*"]}, "(include=['a.*'], head=True)", "Add the names outside the blocks to"),
     ],
     ids=str,
@@ -38,20 +35,51 @@ def test_what_has_one_is_taken(kind):
     assert kind(head=True).head
 
 
-def test_evaluation_in_float8_without_a_recipe_is_refused():
-    with pytest.raises(
-        ValueError, match=r"recipe=None, evaluate=True\).*leave number_format, evaluate and fp8_attention"
-    ):
-        TEPrecision(recipe=None, evaluate=True)
+@BOTH
+def test_a_string_of_patterns_is_refused(kind):
+    with pytest.raises(TypeError, match=r"given as the string 'head'.*Write \['head'\]"):
+        kind(exclude="head")
 
 
 @pytest.mark.parametrize(
-    ("make", "given", "cure"),
+    ("given", "text"),
     [
-        (lambda: TEPrecision(recipe="delayed", amax_history="16"), "TEPrecision(amax_history='16')", "a whole number"),
-        (lambda: TEPrecision(recipe="delayed", margin="1"), "TEPrecision(margin='1')", "Use a whole number."),
+        ({"recipe": "rowise"}, "recipe 'rowise' is unknown. Use one of ('tensorwise', "),
+        ({"recipe": "rowwise", "all_gather": True}, "'rowwise' is given with all_gather=True"),
+        ({"recipe": "rowwise", "number_format": "hybrid"}, "'rowwise' is given with number_format='hybrid'"),
     ],
+    ids=str,
 )
-def test_a_wrong_kind_is_named_with_its_cure(make, given, cure):
-    with pytest.raises(TypeError, match=f"{re.escape(given)}.*{re.escape(cure)}"):
-        make()
+def test_what_a_float8_recipe_does_not_have_is_refused(given, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Float8Precision(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "cure"),
+    [
+        ({"recipe": "delay"}, "recipe='delay'", "Use one of ('delayed', 'current', 'block', 'mxfp8', None)"),
+        ({"number_format": "e5m2"}, "number_format='e5m2'", "'hybrid', 'e4m3'"),
+        ({"recipe": "delayed", "amax_compute": "mean"}, "amax_compute='mean'", "'most_recent'"),
+        ({"fuse": "some"}, "fuse='some'", "'auto', 'all', 'none'"),
+        ({"recipe": "delayed", "amax_history": 0}, "amax_history=0", "Use 1 or more"),
+        ({"amax_history": 16}, "recipe='current') is given with amax_history=16", "Use recipe='delayed', or leave"),
+        ({"recipe": "block", "margin": 1}, "(recipe='block') is given with margin=1", "leave margin out"),
+        ({"recipe": "block", "fp8_attention": True}, "with fp8_attention=True", "'delayed' or recipe='current'"),
+        *(
+            ({"recipe": None, **given}, "(recipe=None) is given with", f"or leave {next(iter(given))} out")
+            for given in ({"number_format": "e4m3"}, {"fp8_attention": True}, {"evaluate": True}, {"filter": "auto"})
+        ),
+        ({"filter": "auto", "fp8_attention": True}, "filter='auto', fp8_attention=True", "Use filter='all'"),
+    ],
+    ids=str,
+)
+def test_what_a_recipe_of_transformer_engine_does_not_take_is_refused(given, first, cure):
+    with pytest.raises(ValueError, match=rf"{re.escape(first)}.*{re.escape(cure)}"):
+        TEPrecision(**given)
+
+
+@pytest.mark.parametrize("given", [{"amax_history": "16"}, {"margin": "1"}], ids=str)
+def test_a_wrong_kind_is_named_with_its_cure(given):
+    with pytest.raises(TypeError, match=rf"TEPrecision\({next(iter(given))}='1.*Use a whole number"):
+        TEPrecision(recipe="delayed", **given)

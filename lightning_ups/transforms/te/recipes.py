@@ -43,6 +43,12 @@ class Recipe:
     attention: tuple[int, int] | None = (10, 0)
     options: tuple[str, ...] = ()
 
+    def takes(self, option: str) -> bool:
+        """Return whether this argument of `TEPrecision` means something with the recipe."""
+        if option == "fp8_attention":
+            return self.attention is not None
+        return option in self.options or not any(option in each.options for each in RECIPES.values())
+
     def make(
         self,
         *,
