@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_ups.callbacks import Compile, LeanProgressBar, TextSample, UnigramBaseline
+from lightning_ups.callbacks import Compile, LeanProgressBar, TextSample, TrainingReport, UnigramBaseline
 from lightning_ups.data import StdlibText
 from lightning_ups.models import GPTModule
 from lightning_ups.precision import BF16Precision
@@ -42,6 +42,7 @@ def main() -> None:
             ModelCheckpoint(monitor="val_loss", filename="{step}-{val_loss:.3f}"),
             UnigramBaseline(),
             TextSample(prompt="def "),
+            TrainingReport(),
         ],
     )
     trainer.fit(GPTModule(size="tiny", lr=4e-3, schedule="wsd", warmup_steps=30), StdlibText())

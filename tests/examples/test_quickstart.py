@@ -43,6 +43,14 @@ def test_shows_progress_towards_the_end_of_the_run(short):
     assert re.search(r"Training: 100%.* 6/6 .*train_loss=", short[1])
 
 
+def test_writes_a_report_with_the_best_loss_and_the_checkpoint(short):
+    folder, out = short
+    (report,) = folder.rglob("report.html")
+    text = report.read_text()
+    for part in ("best val_loss", f"{said('checkpoint', out)}</td>", "<figcaption>loss</figcaption>"):
+        assert part in text, part
+
+
 def test_writes_both_logs(short):
     folder, _ = short
     assert [*folder.rglob("events.out.tfevents*")]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -22,6 +23,7 @@ from lightning_ups.insight.report import (
     History,
     can_draw,
     give_to_loggers,
+    logged_images,
     page,
     reserve,
     run_folder,
@@ -37,7 +39,8 @@ __all__ = ["TrainingReport"]
 class TrainingReport(Callback):
     """Write one HTML page at the end of fit, which needs no network, and PNGs of its charts.
 
-    It has the curves of all that was logged. With `TokenThroughput` it also says where a step's time goes, which
+    It has the curves of all that was logged, the last of each image that TensorBoard or W&B has, and the best metric
+    and the checkpoints of each ``ModelCheckpoint``. With `TokenThroughput` it also says where a step's time goes, which
     thresholds are reached and what to change first, and how memory went; with `RunManifest`, what took effect. Both
     need no setting for that. A run that fails has its report too.
 
@@ -171,15 +174,36 @@ class TrainingReport(Callback):
         ]
         if summary is not None:
             parts.append(f"{summary.num_devices} x {summary.device}")
+        measured = _measured(summary) if summary is not None and summary.units_per_s is not None else {}
+        best, checkpoints = _checkpoints(trainer)
         return Content(
             title=f"{module}: training",
             subtitle=", ".join(parts),
             error=error,
+            tiles=[*best, *measured.pop("tiles", ())],
             charts=self._history.charts(),
+            checkpoints=checkpoints,
+            images=logged_images(trainer),
             left_out=self._history.left_out(),
             manifest=_without_run(known),
-            **(_measured(summary) if summary is not None and summary.units_per_s is not None else {}),
+            **measured,
         )
+
+
+def _checkpoints(trainer: Trainer) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the best metrics and the paths of what each `ModelCheckpoint` has saved, by name."""
+    best: list[tuple[str, str]] = []
+    paths: dict[str, str] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            name = "newest"
+            if callback.monitor is not None and callback.best_model_score is not None:
+                name = f"best {callback.monitor}"
+                best.append((name, f"{callback.best_model_score:.4g}"))
+            for path, what in ((callback.best_model_path, name), (callback.last_model_path, "last")):
+                if path:
+                    paths.setdefault(path, what)
+    return best, [(what, path) for path, what in paths.items()]
 
 
 def _measured(summary: Summary) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from lightning_ups.insight.report.history import Chart, History
 from lightning_ups.insight.report.html_page import Content, page
 from lightning_ups.insight.report.manifest import difference, flattened, reserve, write
 from lightning_ups.insight.report.pictures import can_draw, write_pictures
-from lightning_ups.insight.report.run_files import give_to_loggers, run_folder
+from lightning_ups.insight.report.run_files import give_to_loggers, logged_images, run_folder
 
 __all__ = [
     "Chart",
@@ -17,6 +17,7 @@ __all__ = [
     "flattened",
     "give_to_loggers",
     "layer_dtypes",
+    "logged_images",
     "page",
     "reserve",
     "run_folder",

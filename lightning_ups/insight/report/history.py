@@ -15,6 +15,7 @@ Point = tuple[float, float]  # step, value
 _MOST_STRETCHES = 200  # of a series; even
 _MOST_CURVES = 200  # a page with more charts opens slowly
 _NO_SERIES = ("epoch", "hp_metric")  # logged by Lightning itself
+_STAGE = "(train|training|val|valid|validation|test)"
 _PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
 
 _OURS: tuple[tuple[str, str, str], ...] = (  # pattern of names, title, section
@@ -106,7 +107,7 @@ class History:
         groups, _ = self._groups(most)
         return [
             Chart(
-                title=title,
+                title=names[0] if section == "Curves" and len(names) == 1 else title,
                 section=section,
                 series=_merged({_short(name, section): self._series[name].points() for name in names}),
             )
@@ -130,8 +131,8 @@ def _place(name: str) -> tuple[str, str]:
         if re.fullmatch(pattern, name):
             unit = re.sub(r"^throughput/(.+?)_per_s.*$", r"\1", name)
             return section, title.format(unit=unit) or name.partition("/")[2]
-    bare = re.sub(r"^(train|training|val|valid|validation|test)[_/.]", "", name)
-    return "Curves", re.sub(r"_(step|epoch)$", "", bare)
+    bare = re.sub(r"_(step|epoch)$", "", name)
+    return "Curves", re.sub(rf"^{_STAGE}[_/.]|[_/.]{_STAGE}$", "", bare)
 
 
 def _merged(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:

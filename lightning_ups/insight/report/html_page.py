@@ -2,6 +2,7 @@
 
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -26,6 +27,8 @@ class Content:
         checks: Thresholds: name, measured, wanted, verdict (``"pass"``, ``"FAIL"`` or ``"-"``), note.
         figures: Other figures, by name.
         split: Shares of a step, by phase.
+        checkpoints: Paths of checkpoints, by what they are.
+        images: PNGs, by name.
         left_out: Names of curves without a chart.
     """
 
@@ -38,6 +41,8 @@ class Content:
     figures: Sequence[tuple[str, str]] = ()
     split: Mapping[str, float] = field(default_factory=dict)
     charts: Sequence[Chart] = ()
+    checkpoints: Sequence[tuple[str, str]] = ()
+    images: Sequence[tuple[str, bytes]] = ()
     left_out: Sequence[str] = ()
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,14 +80,27 @@ def _body(content: Content) -> Iterator[str]:
         names = escape(", ".join(content.left_out))
         said = f"{len(content.left_out)} further curves are not drawn"
         yield f"<details><summary>{said}</summary><p>{names}</p></details>"
+    if content.images:
+        pictures = (
+            f"<figure><figcaption>{escape(name)}</figcaption>"
+            f'<img alt="{escape(name, quote=True)}" src="data:image/png;base64,{b64encode(png).decode()}"></figure>'
+            for name, png in content.images
+        )
+        yield f'<section><h2>Images</h2><div class="charts">{"".join(pictures)}</div></section>'
+    if content.checkpoints:
+        yield f"<section><h2>Saved checkpoints</h2>{_rows(content.checkpoints)}</section>"
     if content.checks:
         yield f"<section><h2>Thresholds</h2>{_table(content.checks)}</section>"
     if content.figures:
-        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in content.figures)
-        yield f"<section><h2>Figures</h2><table>{rows}</table></section>"
+        yield f"<section><h2>Figures</h2>{_rows(content.figures)}</section>"
     yield from _charts([chart for chart in others if chart.section != "Curves"])
     if content.manifest:
         yield f"<section><h2>What took effect</h2>{''.join(_manifest(content.manifest))}</section>"
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> str:
+    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table>{''.join(cells)}</table>"
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[str]:
@@ -151,6 +169,7 @@ header p{{color:var(--soft);margin:4px 0 0}}
 .charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(340px,1fr));gap:20px}}
 figure{{margin:0;min-width:0}}
 figcaption{{font-weight:600;margin-bottom:4px}}
+img{{max-width:100%}}
 svg{{width:100%;height:auto;display:block}}
 polyline{{fill:none;stroke-width:1.8;stroke-linejoin:round}}
 .grid{{stroke:var(--line)}}

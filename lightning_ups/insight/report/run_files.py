@@ -1,6 +1,8 @@
-"""Where the files of a run lie, and which loggers keep copies of them."""
+"""Where the files of a run lie, which loggers keep copies of them, and the images in files of loggers."""
 
-from collections.abc import Callable, Sequence
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ups.transforms.quoted import quoted
 
-__all__ = ["give_to_loggers", "run_folder"]
+__all__ = ["give_to_loggers", "logged_images", "run_folder"]
 
 
 def run_folder(trainer: Trainer) -> str:
@@ -41,6 +43,55 @@ def give_to_loggers(trainer: Trainer, *paths: Path) -> None:
                 f"{type(logger).__name__} did not keep {', '.join(path.name for path in paths)}: {quoted(error)}."
                 f" The files are in {paths[0].parent}, and the run is not affected."
             )
+
+
+def logged_images(trainer: Trainer, *, most: int = 24) -> list[tuple[str, bytes]]:
+    """Return the last image of each name that TensorBoard or W&B keeps in files, ``most`` at most, by name.
+
+    Call it on rank zero.
+    """
+    last: dict[str, tuple[int, bytes]] = {}
+    for logger in trainer.loggers:
+        images = next((images for kind, images in _IMAGES.items() if isinstance(logger, kind)), None)
+        try:
+            for name, step, png in images(logger) if images is not None else ():
+                if step >= last.get(name, (step,))[0]:
+                    last[name] = (step, png)
+        except Exception as error:  # noqa: BLE001  (a torn file ends no run)
+            rank_zero_warn(f"TrainingReport cannot read images of {type(logger).__name__}: {quoted(error)}.")
+    return [(name, png) for name, (_, png) in [*last.items()][:most]]
+
+
+def _of_tensorboard(logger: Any) -> Iterator[tuple[str, int, bytes]]:
+    from tensorboard.compat.proto import event_pb2
+
+    messages: Any = event_pb2
+    logger.experiment.flush()
+    for path in sorted(Path(logger.log_dir).glob("events.out.tfevents.*")):
+        with path.open("rb") as file:
+            # A record: its length, checksum of that, itself, checksum. Only those that may hold an image are parsed.
+            while len(head := file.read(12)) == 12:
+                record = file.read(struct.unpack_from("<Q", head)[0])
+                file.seek(4, 1)
+                if _PNG in record:
+                    event = messages.Event.FromString(record)
+                    for value in event.summary.value:
+                        if value.image.encoded_image_string.startswith(_PNG):
+                            yield value.tag, event.step, value.image.encoded_image_string
+
+
+def _of_wandb(logger: Any) -> Iterator[tuple[str, int, bytes]]:
+    folder = Path(logger.experiment.dir, "media", "images")
+    for path in folder.rglob("*.png"):
+        if name := re.fullmatch(r"(.+)_(\d+)_\w+", path.relative_to(folder).with_suffix("").as_posix()):
+            yield name[1], int(name[2]), path.read_bytes()
+
+
+_PNG = b"\x89PNG"
+_IMAGES: dict[type, Callable[[Any], Iterator[tuple[str, int, bytes]]]] = {
+    TensorBoardLogger: _of_tensorboard,
+    WandbLogger: _of_wandb,
+}
 
 
 def _to_mlflow(logger: Any, paths: Sequence[Path]) -> None:

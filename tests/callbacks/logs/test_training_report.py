@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
@@ -31,7 +32,7 @@ def fit(folder, *callbacks, module=None, logger=None, **options):
         callbacks=list(callbacks),
         max_epochs=options.pop("max_epochs", 6),
         logger=logger or False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=2,
@@ -69,6 +70,21 @@ def test_it_needs_no_other_callback(tmp_path):
     text = report.path.read_text()
     assert "train_loss" in text
     assert "Thresholds" not in text
+
+
+def test_the_page_has_the_best_metric_and_the_paths_of_checkpoints(tmp_path):
+    report, best = (
+        TrainingReport(pictures=False),
+        ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_last=True),
+    )
+    other = ModelCheckpoint(tmp_path / "other", every_n_train_steps=5)
+    fit(tmp_path, report, best, other)
+    text = report.path.read_text()
+    assert f"<b>{best.best_model_score:.4g}</b><span>best val_loss</span>" in text
+    assert best.best_model_path
+    assert other.best_model_path
+    for path in (best.best_model_path, best.last_model_path, other.best_model_path):
+        assert f"<td>{path}</td>" in text
 
 
 def test_the_logger_gets_all_it_got_before_and_is_left_as_it_was(tmp_path):

@@ -27,6 +27,21 @@ def test_training_and_validation_share_a_chart():
     assert set(chart.series) == {"train_loss_step", "val_loss", "train/loss"}
 
 
+@pytest.mark.parametrize("names", [("loss/train", "loss/val"), ("loss_train_step", "loss_val_epoch"), ("loss.valid",)])
+def test_a_phase_at_the_end_is_read_too_and_a_single_curve_keeps_its_name(names):
+    (chart,) = history(*names).charts()
+    assert chart.title == ("loss" if len(names) > 1 else names[0])
+    assert [*chart.series] == [*names]
+
+
+def test_a_single_curve_keeps_its_phase():
+    assert [chart.title for chart in history("train_acc", "val_loss", "time_to_train").charts()] == [
+        "train_acc",
+        "val_loss",
+        "time_to_train",
+    ]
+
+
 def test_figures_of_this_package_have_their_sections():
     made = history(
         "gpu/power_w",

@@ -1,13 +1,18 @@
 """What loggers with a store of their own get of a run, and where its files lie."""
 
+import base64
 import json
 import re
+import struct
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
 import wandb
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from PIL import Image
 from torch import nn
 
 from lightning_ups.callbacks import RunManifest, StepGuard, TokenThroughput, TrainingReport
@@ -57,7 +62,7 @@ def local(tmp_path, monkeypatch):
     wandb.finish()
 
 
-def fit(folder, logger, *callbacks, **options):
+def fit(folder, logger, *callbacks, module=None, **options):
     Trainer(
         accelerator="cpu",
         max_epochs=2,
@@ -70,7 +75,7 @@ def fit(folder, logger, *callbacks, **options):
         default_root_dir=folder,
         log_every_n_steps=1,
         **options,
-    ).fit(Normalized(), loader(4))
+    ).fit(module or Normalized(), loader(4))
 
 
 def fit_and_report(folder, logger):
@@ -85,6 +90,42 @@ def test_every_name_and_value_fits_every_logger_and_each_run_has_its_own_folder(
     paths = [fit_and_report(tmp_path / "root", LOGGERS[name](tmp_path)) for _ in range(2)]
     assert [path.name for pair in paths for path in pair] == ["manifest.json", "report.html"] * 2
     assert paths[0][0].parent == paths[0][1].parent != paths[1][0].parent == paths[1][1].parent
+
+
+class Drawing(Normalized):
+    def training_step(self, batch, batch_idx):
+        image = torch.zeros(3, 4, 4)
+        image[self.global_step % 3] = 1
+        if isinstance(self.logger, TensorBoardLogger):
+            self.logger.experiment.add_image("drawn/sample", image, self.global_step)
+        else:
+            self.logger.log_image("drawn/sample", [image], step=self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_the_report_has_the_last_of_each_logged_image(tmp_path, name):
+    report = TrainingReport(pictures=False)
+    fit(tmp_path, LOGGERS[name](tmp_path), report, module=Drawing())
+    (picture,) = re.findall(r'src="data:image/png;base64,([^"]+)"', report.path.read_text())
+    drawn = Image.open(BytesIO(base64.b64decode(picture)))
+    assert drawn.size == (4, 4)
+    red, *others = drawn.getpixel((0, 0))
+    assert red
+    assert others == [0, 0]  # of step 3
+    assert "<figcaption>drawn/sample</figcaption>" in report.path.read_text()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_torn_file_of_events_ends_no_run(tmp_path):
+    report, logger = TrainingReport(pictures=False), TensorBoardLogger(tmp_path)
+    folder = tmp_path / "lightning_logs" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "events.out.tfevents.0").write_bytes(struct.pack("<QI", 9, 0) + b"\x89PNG torn")
+    logger._version = 0
+    with pytest.warns(UserWarning, match="cannot read images of TensorBoardLogger"):
+        fit(tmp_path, logger, report)
+    assert report.path.exists()
 
 
 def test_mlflow_keeps_manifest_and_report_and_can_search_its_experiments(tmp_path):
