@@ -321,9 +321,11 @@ class Compiled:
         if waits and (self.unchecked or (self.measures and any(group.is_unmeasured for group in compiled))):
             return None
         ways = ["compiled", "with CUDA graphs"] if replays else ["compiled"]
-        # Whether a model gains by compilation is in doubt if it breaks into parts. Uncompiled it may need more memory.
+        # A model that breaks into parts may not gain by compilation. And CUDA graphs may take as much memory as a step
+        # that runs uncompiled.
         in_doubt = any(group.gains_little or any(frame.breaks for frame in group.frames) for group in compiled)
-        if in_doubt and self.clock is not None and not self.recomputed and self.clock.room() > 2 * self.clock.peak():
+        has_room = self.clock is not None and self.clock.room() > 2 * self.clock.peak()
+        if (in_doubt or replays) and has_room and not self.recomputed:
             ways.insert(0, "uncompiled")
         return ways
 

@@ -21,7 +21,7 @@ __all__ = ["Choice", "Clock", "Pace", "Timing", "choose", "is_open", "measure", 
 LAUNCH_SHARE, HIDDEN_SHARE = 0.75, 0.25
 LEAST_GAIN = 0.03  # of a step, so that it is worth recording
 COPY_MS = 2.0 / 2**30  # for each byte that is copied out of a graph's memory: a GPU that moves 1 TB/s
-OUTPUT_SHARE, LEAST_OUTPUT = 0.05, 32 * 2**20  # of the peak of memory, and bytes: what copies of outputs may take
+OUTPUT_SHARE, LEAST_OUTPUT = 0.5, 32 * 2**20  # of the peak of memory, and bytes: beyond it nothing is recorded
 PACED_STEPS = 5
 SAVED_SHARE = 0.25  # of the memory that is left: a recording keeps what it saves, and its peak, to itself
 

@@ -29,7 +29,7 @@ from lightning_ups.transforms.quoted import first_line
 
 __all__ = ["Call", "Replay", "call_of"]
 
-MOST_GRAPHS = 12  # in a step: the memory of each recording is rounded up to some MiB
+MOST_GRAPHS = 48  # in a step: the memory of each recording is rounded up to some MiB
 MOST_RECORDINGS = 8  # beyond those of the first call
 MOST_WAITS = 20
 MOST_CHOICES = 3  # after each of which the model was compiled again

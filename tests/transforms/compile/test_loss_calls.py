@@ -103,6 +103,7 @@ class Tokens(LightningModule):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_on_a_gpu_losses_are_equal_and_less_memory_is_taken(monkeypatch, tmp_path):
     monkeypatch.setattr(loss_calls, "LEAST_LOGITS", 2**22)
     batches = [torch.randint(0, 8192, (8, 257), device="cuda") for _ in range(60)]

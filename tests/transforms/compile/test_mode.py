@@ -72,7 +72,7 @@ def test_what_waits_for_the_device_is_not_recorded(machine):
     [
         (timing(4.0, 2.0), None),
         (timing(4.0, None), "its own time is not known"),
-        (timing(4.0, 2.0, output=2**29), "copies of what it returns would take 1024 MiB beside 16384"),
+        (timing(4.0, 2.0, output=2**33), "copies of what it returns would take 16384 MiB beside 16384"),
         (timing(4.0, 2.0, output=2**28), None),
         (timing(4.0, 2.0, output=2**24, peak=2**20), None),  # next to nothing
     ],
