@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ _HOW_TO_SAVE_CONFIGS = (
     ".save_pretrained('configs'). Then add --config configs/config.json."
 )
 _SHARD_SIZE = "5GB"
+_ForHF = tuple[Mapping[str, Tensor], dict[str, str], dict[str, Any] | None]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -114,11 +115,7 @@ def _check(path: Path) -> int:
 
 def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
     if path.is_file():
-        raise ValueError(
-            f"{path} is one file already."
-            " --format torch makes one file of a checkpoint folder."
-            " Use the file as it is, or choose --format safetensors."
-        )
+        raise ValueError(f"{path} is one file already. Use it as it is, or choose --format safetensors.")
     options = {
         "names": None if asked.names == "plain" else asked.names,
         "adapters": asked.adapters,
@@ -128,9 +125,8 @@ def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Pa
     }
     if given := [f"--{name}={value}" for name, value in options.items() if value is not None]:
         raise ValueError(
-            f"--format torch was asked for with {' and '.join(given)}."
-            " One file is for resuming, which needs the names and types of the run, and it is never parted."
-            f" Leave {'it' if len(given) == 1 else 'them'} out, or choose --format safetensors."
+            f"--format torch takes no {' and '.join(given)}: one file is for resuming, and stays as it was saved."
+            " Leave that out, or choose --format safetensors."
         )
     file = output / "checkpoint.ckpt"
     checkpoint, left = consolidated(path, weights_only=not asked.trust)
@@ -145,20 +141,17 @@ def _as_one_file(path: Path, output: Path, asked: argparse.Namespace) -> list[Pa
 
 def _as_safetensors(path: Path, output: Path, asked: argparse.Namespace) -> list[Path]:
     weights: Mapping[str, Tensor] = SavedWeights(path)
+    names = {name: name for name in weights}
     limit, config = _bytes(asked.max_shard_size or _SHARD_SIZE), None
     if asked.config is not None and not asked.config.is_file():
-        raise ValueError(
-            f"--config {asked.config} is no file."
-            " It is copied beside the weights, for transformers to build the model from."
-            " Name a config.json that is there."
-        )
+        raise ValueError(f"--config {asked.config} is no file. Name a config.json to copy beside the weights.")
     if asked.adapters:
-        return _with_adapters(SavedWeights(path), path, output, asked, limit)
+        return _with_adapters(weights, path, output, asked, limit)
     if asked.names != "plain":
         with damage_told(path):
-            weights, config = _named_for_hf(SavedWeights(path), rest_of(path, weights_only=not asked.trust)[0], path)
-    cast = _Cast(weights, getattr(torch, asked.dtype) if asked.dtype else None)
-    written = write_safetensors(output, cast, sizes=cast.sizes(), max_shard_bytes=limit)
+            weights, names, config = _named_for_hf(weights, rest_of(path, weights_only=not asked.trust)[0], path)
+    export = _Export(weights, names, getattr(torch, asked.dtype) if asked.dtype else None)
+    written = write_safetensors(output, export, sizes=export.sizes(), max_shard_bytes=limit)
     _let_read(written)
     if asked.config is not None:
         shutil.copyfile(asked.config, output / "config.json")
@@ -178,51 +171,34 @@ def _let_read(files: Sequence[Path]) -> None:
         file.chmod(0o666 & ~mask)
 
 
-class _Renamed(Mapping[str, Tensor]):
-    """Weights under other names, each read when it is asked for."""
+class _Export(Mapping[str, Tensor]):
+    """Weights by the names to write, each read and cast when it is asked for."""
 
-    def __init__(self, weights: SavedWeights, names: Mapping[str, str]) -> None:
-        self._weights, self._names = weights, names
+    def __init__(
+        self, weights: Mapping[str, Tensor], names: Mapping[str, str], dtype: torch.dtype | None = None
+    ) -> None:
+        self._weights, self._names, self._dtype = weights, names, dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._weights[self._names[name]]
+        return self._cast(self._weights[self._names[name]])
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def like(self, name: str) -> Tensor:
-        """Return a tensor without memory, of the shape and type of a weight; nothing is read."""
-        return self._weights.like(self._names[name])
-
-
-class _Cast(Mapping[str, Tensor]):
-    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-        self._weights, self._dtype = weights, dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._cast(self._weights[name])
-
-    def __iter__(self) -> Any:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each, without reading it."""
         like = getattr(self._weights, "like", self._weights.__getitem__)
-        return {name: self._cast(like(name)).nbytes for name in self}
+        return {name: self._cast(like(saved)).nbytes for name, saved in self._names.items()}
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _named_for_hf(
-    weights: SavedWeights, rest: Mapping[str, Any], path: Path
-) -> tuple[Mapping[str, Tensor], dict[str, Any] | None]:
+def _named_for_hf(weights: Mapping[str, Tensor], rest: Mapping[str, Any], path: Path) -> _ForHF:
+    """Return weights, their names there by the names of transformers, and the config, if it is known."""
     if (adapter := _adapter_of(weights)) is not None:
         raise ValueError(
             f"--names hf needs --adapters for a model with adapters of PEFT, such as {adapter}."
@@ -233,7 +209,12 @@ def _named_for_hf(
         for name in weights:
             if name == end or name.endswith("." + end):
                 prefix = name.removesuffix(end)
-                return _gpt(weights, prefix, rest, path) if end == _GPT else _stripped(weights, prefix, rest)
+                if end == _LLAMA:
+                    return _stripped(weights, prefix, rest)
+                shape = _gpt_config(prefix.removesuffix("."), rest, path)
+                state = {key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)}
+                renamed = to_hf(state, shape)
+                return renamed, {key: key for key in renamed}, hf_config(shape)
     models = rest.get(MODELS, {})
     if len(models) == 1:  # some other model of transformers
         return _stripped(weights, next(iter(models)) + ".", rest)
@@ -249,7 +230,7 @@ def _adapter_of(weights: Iterable[str]) -> str | None:
 
 
 def _with_adapters(
-    weights: SavedWeights, path: Path, output: Path, asked: argparse.Namespace, limit: int
+    weights: Mapping[str, Tensor], path: Path, output: Path, asked: argparse.Namespace, limit: int
 ) -> list[Path]:
     if asked.names == "plain":
         raise ValueError(f"--adapters {asked.adapters} takes --names hf. With --names plain, adapters stay as saved.")
@@ -281,7 +262,7 @@ def _with_adapters(
         inner = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
         inner = {name if name.startswith(_PEFT_MODEL) else _PEFT_MODEL + name: saved for name, saved in inner.items()}
         peft_adapters.write(
-            _Renamed(weights, inner),
+            _Export(weights, inner),
             config,
             kind,
             adapters,
@@ -295,25 +276,15 @@ def _with_adapters(
     return written
 
 
-def _stripped(weights: SavedWeights, prefix: str, rest: Mapping[str, Any]) -> tuple[_Renamed, dict[str, Any] | None]:
+def _stripped(weights: Mapping[str, Tensor], prefix: str, rest: Mapping[str, Any]) -> _ForHF:
     described = rest.get(MODELS, {}).get(prefix.removesuffix("."))
     config = json.loads(described["config"]) if described else None
-    if config is not None:
-        config.setdefault("architectures", [described["class"].rpartition(".")[2]])
-        if not config["architectures"]:
-            config["architectures"] = [described["class"].rpartition(".")[2]]
+    if config is not None and not config.get("architectures"):
+        config["architectures"] = [described["class"].rpartition(".")[2]]
     names = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
     if config is not None and config.get("tie_word_embeddings"):
         names.pop("lm_head.weight", None)  # the embedding's, under another name
-    return _Renamed(weights, names), config
-
-
-def _gpt(
-    weights: SavedWeights, prefix: str, rest: Mapping[str, Any], path: Path
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    config = _gpt_config(prefix.removesuffix("."), rest, path)
-    state = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
-    return to_hf(state, config), hf_config(config)
+    return weights, names, config
 
 
 def _gpt_config(name: str, rest: Mapping[str, Any], path: Path) -> GPTConfig:
@@ -325,9 +296,7 @@ def _gpt_config(name: str, rest: Mapping[str, Any], path: Path) -> GPTConfig:
         changed = {field: value for field, value in given.items() if value is not None}
         return GPTConfig(**{field: getattr(SIZES[size], field) for field in GPTConfig.__slots__} | changed)
     raise ValueError(
-        f"{path} does not say which shape its GPT has."
-        " The number of heads cannot be seen from the weights; it is in the hyperparameters, or in what"
-        " FSDP2Strategy adds to a checkpoint."
+        f"{path} does not say how many heads its GPT has, which its weights do not show."
         " Save the checkpoint from GPTModule, or by FSDP2Strategy."
     )
 
@@ -336,27 +305,12 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
     unit = match.group(2) if match else None
     if match is None or unit not in _UNITS or not float(match.group(1)):
-        raise ValueError(
-            f"--max-shard-size {text} is not a size."
-            " It is a number and a unit, and limits the bytes of one file."
-            " Write it like 5GB or 500MB."
-        )
+        raise ValueError(f"--max-shard-size {text} is not a size. Write it like 5GB or 500MB.")
     return int(float(match.group(1)) * _UNITS[unit])
 
 
 def _empty(path: Path) -> Path:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(
-            f"--output {path} exists and is not an empty folder."
-            " Files of an earlier export would mix with the new ones."
-            " Name a new folder."
-        )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--output {path} cannot be made: {error.strerror}."
-            " What is exported is written into a folder of its own."
-            " Name one in a folder that can be written."
-        ) from error
+        raise ValueError(f"--output {path} exists and is not an empty folder. Name a new folder.")
+    path.mkdir(parents=True, exist_ok=True)
     return path

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ups.commands.export import main
 from lightning_ups.models.gpt import GPTModule
-from lightning_ups.strategies import FSDP2Strategy
 from tests.state.checkpoint import test_loading as saving
 from tests.state.checkpoint.test_checksums import flip, saved
 
@@ -196,40 +195,34 @@ def test_what_is_not_trusted_is_left_out_and_told(ranks, tmp_path, capsys):
 @pytest.mark.parametrize("option", ["--names=hf", "--dtype=bfloat16", "--max-shard-size=1GB", "--config=c.json"])
 def test_options_of_safetensors_are_refused_for_one_file(tmp_path, option):
     saved = saving.sharded_file(tmp_path / "c", *saving.trained())
-    with pytest.raises(
-        ValueError, match=rf"--format torch was asked for with {option}\. .*choose --format safetensors\.$"
-    ):
+    with pytest.raises(ValueError, match=rf"--format torch takes no {option}: "):
         main(["--checkpoint", str(saved), "--output", str(tmp_path / "o"), "--format", "torch", option])
 
 
-def test_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        main(["--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "o")])
-    file = tmp_path / "w.ckpt"
-    torch.save({"state_dict": {"a.weight": torch.ones(2)}}, file)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    common = ["--checkpoint", str(file), "--output"]
-    with pytest.raises(ValueError, match=r"Name a new folder\.$"):
-        main([*common, str(tmp_path / "full")])
-    with pytest.raises(ValueError, match=r"cannot be made: Not a directory.*in a folder that can be written\.$"):
-        main([*common, str(file / "x")])
-    with pytest.raises(ValueError, match=r"'--formt'.*'--format'"):
-        main([*common, str(tmp_path / "a"), "--formt=torch"])
-    with pytest.raises(ValueError, match=r"is one file already.*choose --format safetensors\.$"):
-        main([*common, str(tmp_path / "a"), "--format", "torch"])
-    with pytest.raises(ValueError, match=r"Use --names plain\.$"):
-        main([*common, str(tmp_path / "b"), "--names", "hf"])
-    with pytest.raises(ValueError, match=r"Write it like 5GB or 500MB\.$"):
-        main([*common, str(tmp_path / "c"), "--max-shard-size", "big"])
-    with pytest.raises(ValueError, match=r"Write it like 5GB or 500MB\.$"):
-        main([*common, str(tmp_path / "c"), "--max-shard-size", "0"])
-    with pytest.raises(ValueError, match=r"--config .*none\.json is no file.*Name a config\.json that is there\.$"):
-        main([*common, str(tmp_path / "c"), "--config", str(tmp_path / "none.json")])
-    assert not (tmp_path / "c" / "model.safetensors").exists()
-    torch.save({"state_dict": {"layers.0.attention.qkv.weight": torch.ones(2)}}, file)
-    with pytest.raises(ValueError, match=r"Save the checkpoint from GPTModule, or by FSDP2Strategy\.$"):
-        main([*common, str(tmp_path / "d"), "--names", "hf"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--checkpoint=gone"], "does not exist"),
+        (["--output=full"], r"--output full .*Name a new folder"),
+        (["--output=w.ckpt/x"], "Not a directory"),
+        (["--formt=torch"], "'--formt'.*'--format'"),
+        (["--format=torch"], "one file already"),
+        (["--names=hf"], "Use --names plain"),
+        (["--max-shard-size=big"], "Write it like 5GB"),
+        (["--max-shard-size=0"], "Write it like 5GB"),
+        (["--config=none.json"], r"--config none\.json"),
+        (["--checkpoint=gpt.ckpt", "--names=hf"], "Save the checkpoint from GPTModule"),
+    ],
+    ids=str,
+)
+def test_errors(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"a.weight": torch.ones(2)}}, "w.ckpt")
+    torch.save({"state_dict": {"layers.0.attention.qkv.weight": torch.ones(2)}}, "gpt.ckpt")
+    (tmp_path / "full" / "x").mkdir(parents=True)
+    with pytest.raises((ValueError, OSError), match=message):
+        main(["--checkpoint", "w.ckpt", "--output", "o", *words])
+    assert not [*tmp_path.rglob("*.safetensors")]
 
 
 def test_a_checkpoint_is_checked_without_writing_anything(tmp_path, capsys):
@@ -242,16 +235,3 @@ def test_a_checkpoint_is_checked_without_writing_anything(tmp_path, capsys):
     with pytest.raises(ValueError, match="--output is missing"):
         main(["--checkpoint", str(path)])
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
-
-
-def test_the_command_line_says_it_in_one_message_and_exits_with_2(tmp_path, capsys):
-    from lightning_ups.__main__ import main as command
-
-    assert command(["export", "--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "o")]) == 2
-    error = " ".join(capsys.readouterr().err.split())  # wrapped to the width of the terminal
-    assert "does not exist" in error
-    assert "Traceback" not in error
-
-
-def test_the_strategy_is_the_one_that_is_meant():
-    assert FSDP2Strategy().checkpoints.saver is not None
