@@ -179,17 +179,6 @@ class Various(Toy):
         self.nested, self.maybe, self.part, self.shape = nested, maybe, part, shape
 
 
-class MoreKeywords(Toy):
-    """Takes any keyword."""
-
-    made: ClassVar[list] = []
-
-    def __init__(self, dim: int = 6, gain: float = 1.0, **more):
-        super().__init__()
-        self.save_hyperparameters()
-        MoreKeywords.made.append({"dim": dim, "gain": gain, **more})
-
-
 def toy_of(width: int = 8) -> Toy:
     """Make a toy."""
     return Toy(width=width)

@@ -9,19 +9,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from enum import Enum
-from inspect import Parameter, signature
 from pathlib import Path, PurePath
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from lightning_ups._compat.lightning.trainer import class_settings
-from lightning_ups.config.classes import find_class
+from lightning_ups.config.classes import find_class, members
 from lightning_ups.config.layers import Layer, Tree, section
 from lightning_ups.state.checkpoint import is_complete, rest_of
 
-__all__ = ["CheckpointSettings", "flat", "read_settings", "settings_of_model", "without_imports"]
+__all__ = ["CheckpointSettings", "flat", "nested_types", "read_settings", "settings_of_model", "without_imports"]
 
-_MAX_DEPTH = 50  # deeper values would exceed the parser's recursion
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 # The parser imports nothing for a text of these types.
 _PLAIN = (str, int, float, bool, complex, bytes, bytearray, NoneType, Path, PurePath, os.PathLike, timedelta)
@@ -85,46 +83,52 @@ def read_settings(
     saved_class = saved.get("_class_path")
     if saved_class and name and saved_class != name and _loaded_object(str(saved_class)) is not kind:
         return None
-    types = _nested_types(kind)
-    takes_more = any(each.kind is Parameter.VAR_KEYWORD for each in signature(kind).parameters.values())
-    keywords = {*saved} - {*types} if takes_more and saved_class and name else set()
-    plain: Tree = {}
+    types, plain = nested_types(kind), dict[str, Any]()
     left_out = {key: of for place, of in unread.items() if (key := place.removeprefix("hyper_parameters.")) in types}
     for key in saved:
-        if key not in {*types} | keywords or key in {*linked, *left_out, "_class_path", "_instantiator"}:
+        if key not in types or key in {*linked, *left_out}:
             continue
         try:
             plain[key] = _plain(saved[key])
         except TypeError as error:
             left_out[key] = str(error)
     left_out = {key: f"a {of}" for key, of in left_out.items() if key not in given}
-    tree, with_imports = without_imports(plain, kind, given, keywords=keywords)
+    tree, with_imports = without_imports(plain, types, given)
     left_out |= {key: repr(value) for key, value in with_imports.items()}
     if name is not None:
-        more = {key: tree.pop(key) for key in keywords & {*tree}}
-        if more:  # the parser replaces dict_kwargs as a whole
-            more |= {key: value for key, value in given.items() if key not in types}
-        tree = {"class_path": name, "init_args": tree, **({"dict_kwargs": more} if more else {})}
-    defaults = {key: each.default for key, each in signature(kind).parameters.items()}
-    left_out = {key: of for key, of in left_out.items() if not _is_default(of, defaults.get(key))}
+        tree = {"class_path": name, "init_args": tree}
     return CheckpointSettings(path=path, tree=tree, saved=plain, left_out=left_out)
 
 
-def without_imports(
-    saved: Tree, kind: type, given: Tree, *, keywords: Collection[str] = ()
-) -> tuple[Tree, dict[str, Any]]:
-    """Return the settings of `kind` for which the parser imports nothing, and those that are left out.
+def without_imports(saved: Tree, types: Tree, given: Tree, place: str = "") -> tuple[Tree, Tree]:
+    """Return the settings for which the parser imports nothing, and those that are left out.
 
     A class is taken if the user names the same one.
 
     Args:
         saved: The settings in a checkpoint, as YAML would have them.
-        kind: The class.
+        types: The type of each setting.
         given: The settings that the user gives. They are not taken.
-        keywords: Settings that `kind` takes by ``**kwargs``.
+        place: What precedes the names of those that are left out.
     """
-    left_out: dict[str, Any] = {}
-    taken = _importless(saved, dict.fromkeys(keywords, Any) | _nested_types(kind), given, "", left_out)
+    taken: Tree = {}
+    left_out: Tree = {}
+    for key, value in saved.items():
+        hint, mine, where = types.get(key), given.get(key), f"{place}{key}"
+        if isinstance(hint, dict) and isinstance(value, dict):
+            taken[key], left = without_imports(value, hint, section(given, key), f"{where}.")
+            left_out |= left
+        elif spec := _same_class(value, mine, hint):
+            saved_args, given_args = section(value, "init_args"), section(mine, "init_args")
+            inner, left = without_imports(saved_args, nested_types(spec[1]), given_args, f"{where}.init_args.")
+            taken[key] = {"class_path": spec[0], "init_args": inner}
+            left_out |= left
+        elif key in given:
+            continue
+        elif key in types and _imports_nothing(value, hint):
+            taken[key] = value
+        else:
+            left_out[where] = value.get("class_path", value) if isinstance(value, dict) else value
     return taken, left_out
 
 
@@ -139,7 +143,7 @@ def settings_of_model(layers: Sequence[Layer]) -> Tree:
 def flat(model: Tree) -> Tree:
     """Return the settings in a section ``model``, with or without ``class_path``."""
     own = {key: value for key, value in model.items() if key not in _SPEC_KEYS}
-    return own | section(model, "init_args") | section(model, "dict_kwargs")
+    return own | section(model, "init_args")
 
 
 def _loaded_object(path: str) -> Any:
@@ -148,11 +152,7 @@ def _loaded_object(path: str) -> Any:
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
-def _is_default(text: str, default: Any) -> bool:
-    return default is not None and _loaded_object(text.strip("'")) is default
-
-
-def _nested_types(kind: type) -> Tree:
+def nested_types(kind: type) -> Tree:
     """Return the type of each setting of `kind`; for a group, such as a dataclass, a tree of types."""
     tree: Tree = {}
     for key, hint in class_settings(kind).items():
@@ -164,7 +164,7 @@ def _nested_types(kind: type) -> Tree:
     return tree
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _plain(value: Any) -> Any:
     """Return `value` as YAML would have it. A TypeError names the type of what YAML has no form for."""
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -172,35 +172,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value.name
     if isinstance(value, PurePath):
         return str(value)
-    if depth == _MAX_DEPTH:
-        raise TypeError("nested value")
     if isinstance(value, Mapping):
-        return {key: _plain(inner, depth + 1) for key, inner in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(inner, depth + 1) for inner in value]
+        return [_plain(inner) for inner in value]
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-def _importless(saved: Tree, types: Tree, given: Tree, place: str, left_out: dict[str, Any]) -> Tree:
-    """Return the values of `saved` that the user does not give and for which the parser imports nothing."""
-    taken: Tree = {}
-    for key, value in saved.items():
-        hint, mine, where = types.get(key), given.get(key), f"{place}{key}"
-        if isinstance(hint, dict) and isinstance(value, dict):
-            taken[key] = _importless(value, hint, section(given, key), f"{where}.", left_out)
-        elif spec := _same_class(value, mine, hint):
-            inner = _nested_types(spec[1])
-            arguments = _importless(
-                section(value, "init_args"), inner, section(mine, "init_args"), f"{where}.init_args.", left_out
-            )
-            taken[key] = {"class_path": spec[0], "init_args": arguments}
-        elif key in given:
-            continue
-        elif "." not in str(key) and (key in types or _is_number(value)) and _imports_nothing(value, hint):
-            taken[key] = value
-        else:
-            left_out[where] = value.get("class_path", value) if isinstance(value, dict) else value
-    return taken
 
 
 def _same_class(saved: Any, given: Any, hint: Any) -> tuple[str, type] | None:
@@ -217,21 +193,21 @@ def _imports_nothing(value: Any, hint: Any) -> bool:
     """Return whether the parser makes plain values of `value` for a setting of type `hint`."""
     while get_origin(hint) is Annotated:
         hint = hint.__origin__
-    if _is_number(value):
+    if value is None or type(value) in (bool, int, float):
         return True
     if isinstance(value, dict) and not value.keys().isdisjoint(_SPEC_KEYS):
         return False
     if isinstance(hint, dict):  # a group
         return isinstance(value, dict) and all(k in hint and _imports_nothing(v, hint[k]) for k, v in value.items())
-    if isinstance(hint, tuple) or get_origin(hint) in (Union, UnionType):  # the parser may try each
-        return all(_imports_nothing(value, each) for each in (hint if isinstance(hint, tuple) else get_args(hint)))
+    if members(hint) != (hint,):  # the parser may try each
+        return all(_imports_nothing(value, each) for each in members(hint))
     kind = get_origin(hint) or hint
     if kind is Literal or kind in _PLAIN or (isinstance(kind, type) and issubclass(kind, Enum)):
         return True
     if kind in (Any, object) or not isinstance(kind, type):
         return _names_no_class(value)
     if is_dataclass(kind):
-        return _imports_nothing(value, _nested_types(kind))
+        return _imports_nothing(value, nested_types(kind))
     if kind.__module__ not in _CONTAINERS or not hasattr(kind, "__iter__"):
         return False
     inner = [each for each in get_args(hint) if each is not Ellipsis] or [Any]
@@ -246,10 +222,6 @@ def _names_no_class(value: Any) -> bool:
         return "class_path" not in value
     inner = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
     return all(map(_names_no_class, inner))
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float)
 
 
 def _over(below: Tree, above: Tree) -> Tree:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from torch import Tensor
 
-__all__ = ["class_name", "classes_of", "find_class", "is_public", "subclasses"]
+__all__ = ["class_name", "classes_of", "find_class", "is_public", "members", "subclasses"]
 
 _PUBLIC_ROOMS = ("callbacks", "data", "models", "precision", "strategies")
 _PLAIN = (int, float, complex, str, bool, bytes, list, tuple, dict, set, frozenset, NoneType, object, type, Tensor)
@@ -52,9 +52,16 @@ def is_public(path: str) -> bool:
     return package != "lightning_ups" or (room in _PUBLIC_ROOMS and name in sys.modules[f"{package}.{room}"].__all__)
 
 
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a type hint."""
+    if isinstance(hint, tuple):  # jsonargparse: any of these
+        return hint
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def classes_of(hint: Any) -> list[type]:
     """Return the classes in a type hint whose instances are given by ``class_path``."""
-    if isinstance(hint, tuple):  # jsonargparse: any of these
+    if isinstance(hint, tuple):
         return [kind for each in hint for kind in classes_of(each)]
     if get_args(hint) and get_origin(hint) is not Literal:
         return list(dict.fromkeys(kind for each in get_args(hint) for kind in classes_of(each)))

@@ -2,14 +2,12 @@
 
 import dis
 import os
-import re
 import select
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -17,7 +15,6 @@ __all__ = ["report_errors", "short_text", "unwrapped"]
 
 _DELIBERATE = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_HERE = Path(__file__).parents[1]
 # Packages whose frames are not the user's code.
 _LIBRARIES = {"lightning_ups", "lightning", "lightning_utilities", "jsonargparse", "torch", "contextlib", "functools"}
 _FILE_SYSTEMS = {"os", "pathlib", "fsspec", "s3fs", "gcsfs", "adlfs"}
@@ -26,7 +23,6 @@ _RESTORES = "_CheckpointConnector"  # Lightning's class that restores a checkpoi
 _REFUSAL = "MisconfigurationException"
 _REFUSING = ("_validate_condition_metric", "_parse_ckpt_path", "setup_data")
 _CONSTRUCTS = ("instantiate_classes", "_set_seed")  # methods of LightningCLI that precede the run
-_SPAWNED = "ProcessRaisedException"  # torch.multiprocessing: its text is the traceback of another process
 Frames = list[tuple[FrameType, int]]
 
 
@@ -109,8 +105,6 @@ def short_text(error: BaseException) -> str | None:
     root = unwrapped(error)
     if isinstance(text := getattr(root, "lightning_ups_text", None), str):  # set by a callback that explains an error
         return _wrapped(text)
-    if type(root).__name__ == _SPAWNED:
-        return _text_of_process(str(root))
     frames = _frames(root)
     if not frames:
         return None
@@ -118,7 +112,8 @@ def short_text(error: BaseException) -> str | None:
     source = _package(frames[-1][0])
     if source == "lightning_ups" and is_raised and isinstance(root, _DELIBERATE):
         return _wrapped(str(root))
-    packages = _packages_of_run(frames)
+    # A subclass of LightningCLI may override any of its methods.
+    packages = {_package(frame) for frame, _ in frames if not _is_method_of(frame, "LightningCLI")}
     if not packages <= {*_LIBRARIES, *_FILE_SYSTEMS}:
         return None
     restoring = next((frame.f_locals["self"] for frame, _ in frames if _is_method_of(frame, _RESTORES)), None)
@@ -127,7 +122,7 @@ def short_text(error: BaseException) -> str | None:
     if isinstance(root, OSError) and root.filename and source in _FILE_SYSTEMS:
         return _wrapped(
             f"{root.filename}: {root.strerror}. Choose a writable folder: trainer.default_root_dir, save_dir of a"
-            " logger, or dirpath of ModelCheckpoint."
+            " logger, dirpath of ModelCheckpoint, or --output of export."
         )
     is_refusal = type(root).__name__ == _REFUSAL or frames[-1][0].f_code.co_name in _REFUSING
     constructs = any(frame.f_code.co_name in _CONSTRUCTS for frame, _ in _frames(error))
@@ -175,22 +170,6 @@ def _package(frame: FrameType) -> str:
     return name.partition(".")[0]
 
 
-def _packages_of_run(frames: Frames) -> set[str]:
-    """Return the packages of the frames within the Trainer, or within LightningCLI if the Trainer is not running.
-
-    A subclass of LightningCLI may override any method around these.
-    """
-    start = 0
-    for index, (frame, _) in enumerate(frames):
-        outer = frames[index - 1][0] if index else frame
-        if _package(frame) == "lightning" and (
-            _is_method_of(frame, "LightningCLI")
-            or (_is_method_of(outer, "LightningCLI") and _is_method_of(frame, "Trainer"))
-        ):
-            start = index
-    return {_package(frame) for frame, _ in frames[start:]}
-
-
 def _is_method_of(frame: FrameType, kind: str) -> bool:
     """Return whether `frame` runs a method of an instance of the class `kind`, or of a subclass."""
     first = frame.f_code.co_varnames[: frame.f_code.co_argcount][:1]
@@ -203,15 +182,6 @@ def _constructed(frames: Frames) -> str:
     names = [frame.f_code.co_qualname.rpartition(".") for frame, _ in frames]
     start = max((index for index, name in enumerate(names) if name[2] in _CONSTRUCTS), default=0)
     return next((owner for owner, _, name in names[start:] if name == "__init__"), "Lightning")
-
-
-def _text_of_process(traceback_text: str) -> str | None:
-    """Return the message in the traceback of another process, if this package raised it."""
-    # The last frame, its code, indented, and then the error.
-    found = re.match(r'(?s).*\n  File "(.+?)", line \d+, in [^\n]*\n(?: {4}[^\n]*\n)*(\S+?): (.*)$', traceback_text)
-    if found is None or not Path(found[1]).is_relative_to(_HERE):
-        return None
-    return _wrapped(found[3].rstrip()) if found[2] in {kind.__name__ for kind in _DELIBERATE} else None
 
 
 def _wrapped(message: str) -> str:

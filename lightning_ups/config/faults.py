@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_ups._compat.lightning.trainer import class_settings
-from lightning_ups.config.classes import classes_of, find_class, is_public, subclasses
+from lightning_ups.config.classes import classes_of, find_class, is_public, members, subclasses
 from lightning_ups.config.command_line import unexpected_word
 from lightning_ups.config.layers import Keys, Layer, Tree, items, section
 from lightning_ups.config.suggestions import nearest, suggest
@@ -126,14 +126,14 @@ class _Search:
             is_default = name in _required(owner) if owner else self.schema.nullable(name)
             if not (is_default or _takes_null(hint)):
                 yield f"{layer.place(*keys)}: {_dotted(keys)} is null. It takes {_described(hint)}."
-        elif bases and isinstance(value, list) and _takes_list(hint):
+        elif bases and isinstance(value, list) and _takes(hint, Iterable):
             for index, item in enumerate(value):
                 yield from self.setting(name, item, hint, (*keys, index), layer, owner)
-        elif bases and isinstance(value, dict) and (not _takes_mapping(hint) or "class_path" in value):
+        elif bases and isinstance(value, dict) and (not _takes(hint, Mapping) or "class_path" in value):
             yield from self.spec(value, bases, hint, keys, layer)
         elif self.accepted or _accepts(value, hint):
             return
-        elif bases and isinstance(value, str) and not _takes_text(hint):
+        elif bases and isinstance(value, str) and str not in members(hint):
             yield from self.class_path(value, bases, keys, layer)
             yield from self._incomplete(find_class(value, bases), {}, keys, layer)
         else:
@@ -163,8 +163,7 @@ class _Search:
                 place = layer.place(*keys, "init_args")
                 yield f"{place}: init_args is {arguments!r}. It takes a mapping, NAME: VALUE, without dashes."
                 return
-            faults = [*self.class_path(name, bases, (*keys, "class_path"), layer)]
-            yield from faults
+            yield from self.class_path(name, bases, (*keys, "class_path"), layer)
         if kind is not None and issubclass(kind, tuple(bases)):
             types, given = class_settings(kind), section(spec, "init_args")
             yield from self.settings(given, types, (*keys, "init_args"), layer, owner=kind)
@@ -180,7 +179,8 @@ class _Search:
     def class_path(self, name: str, bases: Sequence[type], keys: Keys, layer: Layer) -> Iterator[str]:
         """Yield why `name` does not name a subclass of `bases`."""
         place, wanted = f"{layer.place(*keys)}: ", " or ".join(base.__name__ for base in bases)
-        known = find_class(name, bases) or next(filter(None, (find_class(name, [*b]) for b in self._all_bases())), None)
+        every = (find_class(name, classes_of(hint)) for hint in self.schema.types.values())
+        known = find_class(name, bases) or next(filter(None, every), None)
         if known is not None:
             if not issubclass(known, tuple(bases)):
                 right = next(
@@ -210,15 +210,10 @@ class _Search:
             fitting = [key for key, kind in classes.items() if issubclass(kind, tuple(bases))]
             yield f"{place}the module {module} has no class {attribute!r}. {suggest(attribute, fitting or classes)}"
 
-    def _all_bases(self) -> Iterator[list[type]]:
-        return filter(None, map(classes_of, self.schema.types.values()))
-
     def _class_given_at(self, keys: Keys) -> str | None:
         """Return the class that the strongest layer names at `keys`, for a layer that gives only settings of it."""
         for layer in reversed(self.layers):
-            spec: Any = layer.tree
-            for key in keys:
-                spec = spec.get(key) if isinstance(spec, dict) else None
+            spec = section(layer.tree, *map(str, keys[:-1])).get(str(keys[-1]))
             name = spec.get("class_path") if isinstance(spec, dict) else spec
             if isinstance(name, str):
                 return name
@@ -232,12 +227,7 @@ class _Search:
         for key, hint in self.schema.types.items():
             keys, bases = (*key.split("."),), classes_of(hint)
             kind = find_class(name, bases) if bases and (name := self._class_given_at(keys)) else None
-            given: set[str] = set()
-            for layer in self.layers:
-                tree = layer.tree
-                for each in (*keys, "init_args"):
-                    tree = section(tree, each)
-                given |= {*tree}
+            given = {name for layer in self.layers for name in section(layer.tree, *keys, "init_args")}
             if kind and (lacking := [name for name in _required(kind) if name not in given]):
                 yield f"{key}: {kind.__name__} needs {' and '.join(lacking)}, such as --{key}.{lacking[0]} VALUE."
 
@@ -264,39 +254,23 @@ def _required(kind: type) -> list[str]:
     return [name for name, each in parameters.items() if each.default is each.empty and name in settings]
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a type hint."""
-    if isinstance(hint, tuple):  # jsonargparse: any of these
-        return hint
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
 def _takes_null(hint: Any) -> bool:
-    kinds = [get_origin(each) or each for each in _members(hint)]
+    kinds = [get_origin(each) or each for each in members(hint)]
     if any(kind is Literal for kind in kinds):
         return None in _choices(hint)
     return any(kind in (Any, NoneType, object) or not isinstance(kind, type) for kind in kinds)
 
 
-def _takes_text(hint: Any) -> bool:
-    return str in _members(hint)
-
-
-def _takes_list(hint: Any) -> bool:
-    kinds = [get_origin(each) or each for each in _members(hint)]
-    return any(isinstance(kind, type) and issubclass(kind, Iterable) for kind in kinds)
-
-
-def _takes_mapping(hint: Any) -> bool:
-    kinds = [get_origin(each) or each for each in _members(hint)]
-    return any(isinstance(kind, type) and issubclass(kind, Mapping) for kind in kinds)
+def _takes(hint: Any, base: type) -> bool:
+    kinds = [get_origin(each) or each for each in members(hint)]
+    return any(isinstance(kind, type) and issubclass(kind, base) for kind in kinds)
 
 
 def _takes_strings(hint: Any) -> bool:
     """Return whether `hint` takes a list of strings."""
     return any(
         isinstance(get_origin(each), type) and issubclass(get_origin(each), Sequence) and get_args(each)[:1] == (str,)
-        for each in _members(hint)
+        for each in members(hint)
     )
 
 
@@ -317,7 +291,7 @@ def _described(hint: Any) -> str:
 
 
 def _names(hint: Any) -> Iterator[str]:
-    for each in _members(hint):
+    for each in members(hint):
         if get_origin(each) is Literal or (isinstance(each, type) and issubclass(each, Enum)):
             yield from map(repr, _choices(each))
         elif each is NoneType:

@@ -58,10 +58,11 @@ def items(value: Any) -> list[Any]:
     return [] if value is None else [*value] if isinstance(value, list) else [value]
 
 
-def section(tree: Any, key: str) -> Tree:
-    """Return the mapping at `key`, or an empty one."""
-    value = tree.get(key) if isinstance(tree, dict) else None
-    return value if isinstance(value, dict) else {}
+def section(tree: Any, *keys: str) -> Tree:
+    """Return the mapping at ``tree[keys[0]][keys[1]]...``, or an empty one."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}
 
 
 def preset_layer(name: str) -> Layer:
@@ -112,10 +113,6 @@ def _content(source: str) -> tuple[str, str, Path | None]:
     except OSError as error:
         raise OSError(
             f"{source} cannot be read: {error.strerror}. Choose another file, or make it readable."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}. Save it as UTF-8."
         ) from error
 
 

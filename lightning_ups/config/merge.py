@@ -199,9 +199,7 @@ def overridden_values(preset: Tree, layers: Sequence[Layer], keys: tuple[str, ..
             yield from overridden_values(value, layers, (*keys, key))
             continue
         for layer in reversed(layers):
-            tree: Any = layer.tree
-            for outer in keys:
-                tree = section(tree, outer)
+            tree = section(layer.tree, *keys)
             if key in tree:
                 if not _same(value, tree[key]):
                     what = f"{'.'.join((*keys, key))} {tree[key]} instead of {value}"

@@ -33,7 +33,7 @@ class SavedConfig(SaveConfigCallback):
         try:
             self.path = reserve(Path(folder), name=name.stem, ending=name.suffix)
         except OSError as error:
-            if stage == "fit" and (trainer.loggers or _keeps_checkpoints(trainer, folder)):
+            if stage == "fit":
                 raise OSError(
                     f"{folder} is not writable ({error.strerror}), but logs, checkpoints or {name} are written there."
                     " Choose another trainer.default_root_dir."
@@ -43,8 +43,3 @@ class SavedConfig(SaveConfigCallback):
         self.parser.save(self.config, str(self.path), skip_none=False, overwrite=True, multifile=self.multifile)
         self.save_config(trainer, pl_module, stage)
         give_to_loggers(trainer, self.path)
-
-
-def _keeps_checkpoints(trainer: Trainer, folder: str) -> bool:
-    kept = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
-    return any(each is None or Path(each).absolute().is_relative_to(Path(folder).absolute()) for each in kept)

@@ -17,7 +17,13 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from lightning_ups.config.checkpoint_settings import flat, read_settings, settings_of_model, without_imports
+from lightning_ups.config.checkpoint_settings import (
+    flat,
+    nested_types,
+    read_settings,
+    settings_of_model,
+    without_imports,
+)
 from lightning_ups.config.layers import Layer
 from tests.cli_toys import Toy, Various
 
@@ -153,6 +159,11 @@ def taking(hint, default=None):
     return type("Taking", (), {"__init__": init, "__module__": __name__})
 
 
+def kept_of(value, hint, given=None):
+    """What is taken of ``it``, an argument of type ``hint``, and what is left out."""
+    return without_imports({"it": value}, nested_types(taking(hint)), {} if given is None else {"it": given})
+
+
 PLAIN = {"text", "text or list", "number", "path", "literal", "enumeration", "dict", "list", "iterable"}
 
 
@@ -161,7 +172,7 @@ def test_nothing_is_imported_that_only_a_checkpoint_names(imported, tmp_path, na
     kind = taking(HINTS[name])
     harmful = 0
     for attack in attacks(tmp_path):
-        kept, left = without_imports({"it": deepcopy(attack)}, kind, {})
+        kept, left = without_imports({"it": deepcopy(attack)}, nested_types(kind), {})
         assert not kept or not imported(kind, kept), f"{attack} is kept as {kept}"
         if left and imported(kind, {"it": attack}):
             harmful += 1
@@ -191,7 +202,7 @@ def test_nothing_is_imported_that_only_a_checkpoint_names(imported, tmp_path, na
     ],
 )
 def test_plain_values_are_kept(hint, value):
-    assert without_imports({"it": value}, taking(HINTS[hint]), {}) == ({"it": value}, {})
+    assert kept_of(value, HINTS[hint]) == ({"it": value}, {})
 
 
 def spec(name, **settings):
@@ -203,7 +214,7 @@ ELU = "torch.nn.ELU"
 
 @pytest.mark.parametrize("given", [ELU, "ELU", {"class_path": ELU}])
 def test_settings_of_a_class_are_taken_if_the_user_names_the_class(given):
-    taken, left = without_imports({"it": spec(ELU, alpha=2.0)}, taking(nn.Module | None), {"it": given})
+    taken, left = kept_of(spec(ELU, alpha=2.0), nn.Module | None, given)
     name = given if isinstance(given, str) else given["class_path"]
     assert (taken, left) == ({"it": spec(name, alpha=2.0)}, {})
 
@@ -212,28 +223,10 @@ def test_settings_of_that_class_name_no_code_either():
     saved = spec(
         "torch.nn.TransformerEncoderLayer", d_model=3, activation=f"{CANARY}.function", device={"class_path": "x.Y"}
     )
-    given = {"it": {"class_path": "torch.nn.TransformerEncoderLayer"}}
-    kept, left = without_imports({"it": saved}, taking(nn.Module), given)
+    kept, left = kept_of(saved, nn.Module, {"class_path": "torch.nn.TransformerEncoderLayer"})
     assert kept["it"]["init_args"] == {"d_model": 3}
     assert left == {"it.init_args.activation": f"{CANARY}.function", "it.init_args.device": "x.Y"}
-    assert without_imports({"it": saved}, taking(nn.Module), {"it": "torch.nn.ReLU"}) == ({}, {})
-
-
-def test_keywords_that_a_class_does_not_name():
-    def init(self, **more):
-        pass
-
-    kind = type("Taking", (), {"__init__": init, "__module__": __name__})
-    saved = {
-        "a": 1,
-        "b": ["x.y"],
-        "c": {"class_path": "x.Y"},
-        "d.class_path": "x.Y",
-        "e": {"f": [{"class_path": "x.Y"}]},
-    }
-    kept, left = without_imports(saved, kind, {}, keywords=[*saved])
-    assert kept == {"a": 1, "b": ["x.y"]}
-    assert {*left} == {"c", "d.class_path", "e"}
+    assert kept_of(saved, nn.Module, "torch.nn.ReLU") == ({}, {})
 
 
 TOY = "tests.cli_toys.Toy"
@@ -291,11 +284,11 @@ def test_settings_of_several_layers():
     trees = [
         {"class_path": "M", "init_args": {"a": {"b": 1}}},
         "M",
-        {"init_args": {"a": {"c": 2}}, "dict_kwargs": None},
+        {"init_args": {"a": {"c": 2}}},
     ]
     layers = [Layer(name="one", tree={"model": tree}) for tree in trees]
     assert settings_of_model(layers) == {"a": {"b": 1, "c": 2}}
-    assert flat({"a": 1, "dict_kwargs": {"b": 2}}) == {"a": 1, "b": 2}
+    assert flat({"a": 1, "init_args": {"b": 2}}) == {"a": 1, "b": 2}
 
 
 def test_an_incomplete_checkpoint_gives_nothing(tmp_path):

@@ -59,9 +59,6 @@ def test_files_that_cannot_be_read(write, tmp_path):
     for name in ("rum.yaml", str(tmp_path), "run.yaml/x"):
         with pytest.raises(FileNotFoundError):
             read(name, command="fit")
-    (tmp_path / "latin.yaml").write_bytes("ä: 1".encode("latin-1"))
-    with pytest.raises(ValueError, match="UTF-8"):
-        read("latin.yaml", command="fit")
 
 
 def test_merge_keys_are_no_repetition(write):
