@@ -72,9 +72,10 @@ def show(trial: Trial, **asked: Any) -> int:
     if not choices:
         return 0
     best = best_recipe(choices)
-    for family in _families(choices):
-        _print_table([*best_recipe(family).rows([advice.recipe for advice in family])])
-        print()
+    for of_engine in (False, True):  # which computes other products as one
+        if family := [advice for advice in choices if is_engine(advice.recipe) == of_engine]:
+            _print_table([*best_recipe(family).rows([advice.recipe for advice in family])])
+            print()
     print("forward + gradient of the input + gradient of the weight, casts included; x: times as fast as bfloat16")
     if best.step_ms is not None:
         share = best.products_ms / best.step_ms
@@ -88,12 +89,6 @@ def show(trial: Trial, **asked: Any) -> int:
         print(f"{advice.recipe:20} {advice.verdict()}")
     print(*_cure(best, _settings(trial, best, head=asked.get("head", False), tokens=asked.get("tokens"))), sep="\n")
     return 0
-
-
-def _families(choices: Sequence[Advice]) -> list[list[Advice]]:
-    """Return those of torchao and those of Transformer Engine, which computes other products as one."""
-    families = ([c for c in choices if not is_engine(c.recipe)], [c for c in choices if is_engine(c.recipe)])
-    return [family for family in families if family]
 
 
 def advise(
@@ -123,29 +118,23 @@ def advise(
 
     Raises:
         RuntimeError: If there is no GPU, and neither a table nor ``dry``.
-        ValueError: If no layer fits, the step cannot run without values, ``steps`` are too few, or ``dry`` is asked
-            for beside what it would not look at.
+        ValueError: If no layer fits, the step cannot run without values, ``steps`` are too few, or ``dry`` is given
+            with ``steps`` or ``table``.
     """
     if steps is not None and steps != 0 and steps <= WARMUP:
         raise ValueError(
-            f"advise was told to time a step by {steps} steps."
-            f" The first {WARMUP} compile, and are not timed."
+            f"--steps {steps} is too few: the first {WARMUP} compile and are not timed."
             f" Give --steps {STEPS} or so, or --steps 0 to do without the time of a whole step."
         )
-    if dry and (idle := "table" if table else "steps" if steps else None):
-        raise ValueError(
-            f"--dry would not look at --{idle}."
-            " It lists the products of a step, and neither times them nor asks what a step takes."
-            " Leave one of the two out."
-        )
+    if dry and (table or steps):
+        raise ValueError("--dry times nothing and looks at neither --table nor --steps. Leave them out, or --dry.")
     check_tokens(tokens, said=f"--tokens {tokens}")
     device = torch.device("cuda", 0) if trial.run.accelerator == "cuda" else torch.device("cpu")
     can_time = device.type == "cuda" and torch.cuda.is_available()
     if not (dry or table or timer or can_time):
         raise RuntimeError(
-            "advise finds no GPU here."
-            " Whether float8 is faster is a matter of the GPU, so it is measured on the one that will train."
-            " Run it there; or bring the times from there by --table FILE; or see the products alone by --dry."
+            "advise finds no GPU here. Run it on the one that will train, bring the times from there by --table FILE,"
+            " or see the products alone by --dry."
         )
     check_head(type(trial.precision).__name__, head=head, include=getattr(trial.precision, "include", None))
     steps = 0 if dry else steps if steps is not None else STEPS if can_time else 0
@@ -206,38 +195,27 @@ def _possible(trial: Trial, names: Sequence[str], *, device: torch.device, here:
     """Yield the recipes that can run, and print in a line why the others cannot; raise if none can."""
     known = (*RECIPES, *ENGINE)
     if wrong := [name for name in names if name not in known]:
-        raise ValueError(
-            f"advise knows no recipe {wrong[0]!r}."
-            " Its recipes are torchao's, and with te- in front those of Transformer Engine."
-            f" Use some of {', '.join(known)}."
-        )
-    reasons: dict[str, Exception | str | None] = {
-        name: _why_not(trial, engine_recipe(name), device if here else None) if is_engine(name) else None
-        for name in names
+        raise ValueError(f"advise knows no recipe {wrong[0]!r}. Use some of {', '.join(known)}.")
+    if all(map(is_engine, names)):
+        engine()  # or its error
+    reasons = {
+        name: _why_not(trial, engine_recipe(name), device if here else None) for name in names if is_engine(name)
     }
     left_out = {name: why for name, why in reasons.items() if why is not None}
-    if len(left_out) == len(names) and isinstance(error := next(iter(left_out.values())), Exception):
-        raise error
-    said = {name: _in_a_line(why) for name, why in left_out.items()}
-    for why in dict.fromkeys(said.values()):
-        print(f"left out: {', '.join(name for name, other in said.items() if other == why)}, since {why}")
+    for why in dict.fromkeys(left_out.values()):
+        print(f"left out: {', '.join(name for name, other in left_out.items() if other == why)}, since {why}")
     yield from (name for name in names if name not in left_out)
 
 
-def _in_a_line(why: Exception | str) -> str:
-    if isinstance(why, ModuleNotFoundError):
-        return "Transformer Engine is not installed here"
-    return str(why).splitlines()[0].partition(". ")[0].rstrip(".")
-
-
-def _why_not(trial: Trial, recipe: str, device: torch.device | None) -> Exception | str | None:
+def _why_not(trial: Trial, recipe: str, device: torch.device | None) -> str | None:
     try:
         engine()
+    except ModuleNotFoundError:
+        return "Transformer Engine is not installed here"
     except ImportError as error:
-        return error
-    run = trial.run
+        return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    run, known = trial.run, ENGINE_RECIPES[recipe]
     compiled = run.compiled_by_user or any(step.stage is Stage.COMPILE for step in run.declarations)
-    known = ENGINE_RECIPES[recipe]
     if compiled and not known.compiles:
         return "it cannot run with Compile"
     return None if device is None else known.why_not(device)
@@ -263,7 +241,11 @@ def _layers(trial: Trial, names: Sequence[str], *, head: bool, tokens: int | Non
     linears = dict.fromkeys(linear for found in fitting.values() for linear in found)
     if not linears:
         return {}
-    called = _called(trial, linears, batch) if tokens is None else _given(trial, linears, tokens)
+    if tokens is None:
+        called = layers_in_step(trial.module, linears, batch)
+    else:
+        modules: dict[str, Any] = {name: trial.module.get_submodule(name) for name in linears}
+        called = layers_with_rows(modules, tokens)
     trial.module.trainer = None
     check_ran(called, linears=linears, of=type(trial.module).__name__, tokens="--tokens 16384")
     layers = {name: [layer for layer in called if layer.name in fitting[name]] for name in names}
@@ -273,15 +255,6 @@ def _layers(trial: Trial, names: Sequence[str], *, head: bool, tokens: int | Non
             which = [unit for unit, other in others.items() if other == why]
             print(f"{name} leaves out {which[0]}{f' and {len(which) - 1} more' if which[1:] else ''}: {why}")
     return {name: found for name, found in layers.items() if found}
-
-
-def _called(trial: Trial, linears: Iterable[str], batch: Any) -> list[Layer]:
-    return layers_in_step(trial.module, linears, batch)
-
-
-def _given(trial: Trial, linears: Iterable[str], tokens: int) -> list[Layer]:
-    modules: dict[str, Any] = {name: trial.module.get_submodule(name) for name in linears}
-    return layers_with_rows(modules, tokens)
 
 
 def _engine_plan(trial: Trial, recipe: str, *, head: bool) -> TEConversion:

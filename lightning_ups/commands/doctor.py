@@ -1,12 +1,9 @@
 """``python -m lightning_ups doctor``: the machine, its packages, and what can run here and why not."""
 
 import argparse
-import atexit
-import gc
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +13,6 @@ from rich.text import Text
 from lightning_ups.config.suggestions import parse_options, suggest
 
 if TYPE_CHECKING:  # these import torch, and that it does not load is for this command to say
-    from lightning_ups.commands.machine.hardware import Finding
     from lightning_ups.commands.machine.packages import Machine
 
 __all__ = ["examination", "main"]
@@ -33,24 +29,6 @@ def main(argv: Sequence[str]) -> int:
         0, or 2 if torch does not load or something that ``--require`` names does not run here.
     """
     asked = parse_options(_parser(), argv)
-    with _uncollected():
-        return _answer(asked)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Import without garbage collection, which takes a quarter of the import time and half a second at exit."""
-    atexit.register(gc.freeze)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _answer(asked: argparse.Namespace) -> int:
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
@@ -60,8 +38,7 @@ def _answer(asked: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    if asked.require:
-        _check_names(asked.require)
+    _check_names(asked.require)
     report = examination()
     missing = [row for row in report["techniques"] if row["name"] in asked.require and row["verdict"] == "no"]
     if asked.json:
@@ -85,7 +62,7 @@ def examination() -> dict[str, Any]:
     # Before the packages, which are being imported meanwhile: few techniques wait for one.
     techniques = [
         {"name": technique.name, "title": technique.title, "group": technique.group}
-        | _finding(examine(technique, machine))
+        | asdict(examine(technique, machine))
         for technique in TECHNIQUES
     ]
     return {
@@ -140,25 +117,17 @@ def _machine(machine: "Machine") -> dict[str, Any]:
 
 
 def _packages(machine: "Machine") -> dict[str, Any]:
-    from lightning_ups.commands.machine.packages import KNOWN
+    from lightning_ups.commands.machine.packages import KNOWN, Package
 
     cures = {known.name: known.cure for known in KNOWN}
     names = dict.fromkeys([*machine.packages, *cures])
     found = {}
     for name in names:
-        package = machine.packages.get(name)
-        installed = package is not None and package.version is not None
-        found[name] = {
-            "version": package.version if package is not None else None,
-            "loads": installed and package is not None and package.loads,
-            "error": package.error if package is not None and installed else None,
-            "cure": "" if installed and package is not None and package.loads else cures.get(name, ""),
-        }
+        package = machine.packages.get(name, Package(version=None))
+        loads = package.version is not None and package.loads
+        cure = "" if loads else cures.get(name, "")
+        found[name] = {"version": package.version, "loads": loads, "error": package.error, "cure": cure}
     return found
-
-
-def _finding(finding: "Finding") -> dict[str, str]:
-    return {"verdict": finding.verdict, "why": finding.why, "cure": finding.cure}
 
 
 # For people

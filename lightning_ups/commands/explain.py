@@ -1,6 +1,7 @@
 """``explain``: show what a configuration does, the order of its steps, its blocks, and all refusals."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
@@ -8,7 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ups.config.output import readable_count, titled
 from lightning_ups.config.requested_run import RequestedRun
-from lightning_ups.order import PolicyPrecision, Run, Stage, Step, policy_of, refusals
+from lightning_ups.order import PolicyPrecision, Run, Stage, policy_of, refusals
 from lightning_ups.transforms.blocks import find_blocks, select_blocks, select_parameters
 from lightning_ups.transforms.simple_fsdp import check_parametrisable, is_parametrised
 from lightning_ups.transforms.tensor_parallel import plan_of, styles_of
@@ -99,30 +100,22 @@ def _refused(run: Run) -> Iterator[str]:
             check_parametrisable(run.module)
         except ValueError as error:
             yield str(error)
-    yield from _misfits(run)
-    for step in run.declarations:
-        yield from _unmatched(step, run.module)
-
-
-def _misfits(run: Run) -> Iterator[str]:
-    """Yield the settings of the strategy that do not fit the module."""
     settings, module = run.strategy.settings, run.module
     plan, size = settings.get("tensor_parallel_plan"), settings.get("tensor_parallel_size", 1)
-    for fit in (
+    yield from _errors(
+        run.strategy.name,
         lambda: select_blocks(module, settings.get("blocks")),
         lambda: select_parameters(module, settings.get("outside", ())),
         lambda: plan and styles_of(module, plan=plan_of(module, plan), size=size),
-    ):
-        try:
-            fit()
-        except ValueError as error:
-            yield f"{run.strategy.name}: {error}"
+    )
+    for step in run.declarations:
+        patterns = getattr(step, "blocks", None) or ()
+        yield from _errors(type(step).__name__, *(partial(select_blocks, module, [pattern]) for pattern in patterns))
 
 
-def _unmatched(step: Step, module: LightningModule) -> Iterator[str]:
-    patterns = getattr(step, "blocks", None)
-    for pattern in patterns or ():
+def _errors(owner: str, *checks: Callable[[], object]) -> Iterator[str]:
+    for check in checks:
         try:
-            select_blocks(module, [pattern])
+            check()
         except ValueError as error:
-            yield f"{type(step).__name__}: {error}"
+            yield f"{owner}: {error}"

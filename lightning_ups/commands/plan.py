@@ -132,16 +132,11 @@ def show(requested: RequestedRun, *, gpu: str | None = None, batch: str | None =
     return 0 if planner.usable is None or planner.fits(planner.declared) else 2
 
 
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def _device(name: str | None) -> Device | None:
     if name is not None:
         if re.match(r"-[\d.]|nan$|[+-]?inf", name.lower()):
             raise ValueError(
-                f"--gpu {name} is no size of a GPU. A number is its memory in GiB, and more than none."
-                " Use its size, as in --gpu 24, or its name, as in --gpu h100-80."
+                f"--gpu {name} is no size of a GPU. Use its GiB, as in --gpu 24, or its name, as in --gpu h100-80."
             )
         return device_of(name)
     if not torch.cuda.is_available():
@@ -166,7 +161,6 @@ def _batch(requested: RequestedRun, spec: str | None) -> tuple[Any, str]:
     if data is None and not is_overridden("train_dataloader", module):
         raise ValueError(
             "There is no data to take a batch from: the configuration has no section 'data'."
-            " What a step takes depends on its batch."
             " Say what training_step gets, such as plan --batch 4x4097:int64."
         )
     source = type(data or module).__name__
@@ -251,11 +245,9 @@ def _row(planner: Planner, variant: Variant, *, exact: bool = False) -> _Row:
     try:
         return _Row(variant, moment, batch, planner.longest_sequence(variant))
     except Uncountable as error:
-        return _Row(variant, moment, batch, None, _sentence(error.__cause__ or error))
-
-
-def _sentence(error: BaseException) -> str:
-    return f"{str(error).partition('. ')[0].rstrip('.') or type(error).__name__}."
+        cause = error.__cause__ or error
+        why = f"{str(cause).partition('. ')[0].rstrip('.') or type(cause).__name__}."
+        return _Row(variant, moment, batch, None, why)
 
 
 def _lines(requested: RequestedRun, planner: Planner, rows: Sequence[_Row], origin: str) -> Iterator[str]:
@@ -281,8 +273,9 @@ def _essentials(requested: RequestedRun, planner: Planner, origin: str) -> Itera
     policy = policy_of(run.precision)
     computes = f", computes in {str(policy.param).removeprefix('torch.')}" if policy and policy.param else ""
     yield f"{type(run.module).__name__}, {readable_count(parameters)} parameters"
+    gpus = f"{run.num_devices} GPU{'' if run.num_devices == 1 else 's'}"
     nodes = f" on each of {run.num_nodes} nodes" if run.num_nodes > 1 else ""
-    yield f"{run.strategy.name}, {_number(run.num_devices, 'GPU')}{nodes}, {type(run.precision).__name__}{computes}"
+    yield f"{run.strategy.name}, {gpus}{nodes}, {type(run.precision).__name__}{computes}"
     sequence = f" of {planner.tokens} positions" if planner.tokens else ""
     yield f"{planner.samples or 1} samples{sequence} on each GPU (from {origin})"
 
@@ -314,7 +307,9 @@ def _whose(moment: Moment, kind: Any) -> str:
 def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
     assert row.moment is not None
     if planner.device is None or planner.usable is None:
-        enough = [d.name for d in sorted(DEVICES.values(), key=lambda d: d.gib) if _holds(d, planner, row.moment)]
+        needs, count = row.moment.total, planner.devices
+        by_size = sorted(DEVICES.values(), key=lambda device: device.gib)
+        enough = [each.name for each in by_size if needs + each.workspace <= each.usable(devices=count)]
         smallest = (
             f"the smallest GPU in the table that holds it is {enough[0]}" if enough else "no GPU in the table holds it"
         )
@@ -330,10 +325,6 @@ def _verdict(planner: Planner, row: _Row) -> Iterator[str]:
         yield f"longest sequence at this batch: {row.sequence} positions"
     elif row.why:
         yield f"longer sequences could not be run: {row.why}"
-
-
-def _holds(device: Device, planner: Planner, moment: Moment) -> bool:
-    return moment.total + device.workspace <= device.usable(devices=planner.devices)
 
 
 def _table(planner: Planner, rows: Sequence[_Row]) -> Iterator[str]:

@@ -4,7 +4,6 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -94,9 +93,10 @@ class Trial:
         if not plain:
             self.check_fits_one_device()
         if state is not None:
-            self.module.load_state_dict({name: _copied(value) for name, value in state.items()})
+            extra = {name: deepcopy(value) for name, value in state.items() if not isinstance(value, torch.Tensor)}
+            self.module.load_state_dict({**state, **extra})  # a module may hold on to its extra state, and write to it
         seed_everything(self.seed, workers=True, verbose=False)
-        with TemporaryDirectory() as folder, _warnings_only():
+        with TemporaryDirectory() as folder, only_from(logging.WARNING, "lightning.pytorch"):
             trainer = self._trainer(folder, watch, steps=steps, precision=precision, plain=plain)
             trainer.fit(self.module, datamodule=self.data)
         return trainer
@@ -111,15 +111,14 @@ class Trial:
         if split := {n: size for n in names if (size := self.run.strategy.settings.get(n, 1)) > 1}:
             said = ", ".join(f"{name}={size}" for name, size in split.items())
             raise ValueError(
-                f"{self.run.strategy.name}({said}) cannot be tried here."
-                " A configuration is tried on one device, and this strategy divides its work among more."
+                f"{self.run.strategy.name}({said}) cannot be tried on one device."
                 " Try it without: --trainer.strategy fsdp2. For advise, --steps 0 needs no trial."
             )
 
     def batch(self) -> Any:
         """Return a batch as training would see it, and let the module know its Trainer, as in fit."""
         seed_everything(self.seed, workers=True, verbose=False)
-        with TemporaryDirectory() as folder, _warnings_only():
+        with TemporaryDirectory() as folder, only_from(logging.WARNING, "lightning.pytorch"):
             trainer = self._trainer(folder, Callback(), steps=1, precision=None, plain=True)
         attach(trainer, self.module, self.data)
         if is_overridden("configure_model", self.module):
@@ -194,16 +193,6 @@ class _Patience(Callback):
                 warnings.filterwarnings("ignore", "ReduceLROnPlateau conditioned on metric", RuntimeWarning)
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of what a module may hold on to and write to, such as an extra state; values it copies itself."""
-    return value if isinstance(value, torch.Tensor) else deepcopy(value)
-
-
-def _warnings_only() -> AbstractContextManager[None]:
-    """Leave out what Lightning says whenever a Trainer is made and stops: there is one for each trial."""
-    return only_from(logging.WARNING, "lightning.pytorch")
-
-
 class StepClock(Callback):
     """Takes the time of a step, from the first after ``warmup`` steps to the last.
 
@@ -236,7 +225,6 @@ class StepClock(Callback):
         if len(self._marks) < 2:
             raise ValueError(
                 f"No step was timed: {len(self._marks)} of {self._batches} batches ended after {self._warmup} steps."
-                " A training_step that steps an optimizer many times is over after few batches."
                 " Give more --steps, or --steps 0 to do without the time of a whole step."
             )
         (first, start), (last, end) = self._marks[0], self._marks[-1]

@@ -127,11 +127,7 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
             run, or a second training gets other data.
     """
     if steps < 1:
-        raise ValueError(
-            f"verify was told to compare {steps} steps."
-            " What is compared are losses and gradients of each step of the optimizer."
-            " Give --steps 1 or more; 3 are enough for most."
-        )
+        raise ValueError(f"--steps {steps} leaves nothing to compare. Give --steps 1 or more; 3 are enough for most.")
     check(trial.run)  # of its callbacks a trial has but some, and fit would have them all
     _check_known(trial.precision)
     trial.check_fits_one_device()
@@ -139,15 +135,13 @@ def verify(trial: Trial, *, steps: int = 3, faults: bool = True, fault: tuple[st
     plain = references.plain()
     if not any(step.norm for step in plain):
         raise ValueError(
-            f"{type(trial.module).__name__} took no optimizer step with a gradient."
-            " What is compared are the gradients before each step of the optimizer."
+            f"{type(trial.module).__name__} took no optimizer step with a gradient, so there is nothing to compare."
             " Check that the configuration trains by itself: python -m lightning_ups fit."
         )
     if (wrong := next((i for i, step in enumerate(plain) if not _is_number(step)), None)) is not None:
         before = f", or compare the steps before it: --steps {wrong}" if wrong else ""
         raise ValueError(
-            f"The reference of {type(trial.module).__name__}, float32 and eager, has what is no number at step {wrong}."
-            " Nothing can be near that, whatever the configuration does."
+            f"The reference of {type(trial.module).__name__}, float32 and eager, has NaN or infinity at step {wrong}."
             f" Mend the module or its data first{before}."
         )
     band = band_between(plain, references.rounded())
@@ -169,25 +163,21 @@ def _check_same_data(plain: Sequence[Step], found: Sequence[Step], *, of: str) -
     forward = ("input", "loss")
     if any(each.what in forward and each.distance > _SAME for each in distances(plain, found)):
         raise ValueError(
-            f"{of} got other batches, or drew other random numbers, in a second training than in the first."
-            " Each begins with the same seed and weights; what follows neither, such as a number that the module counts"
-            " up beside its state dict, cannot be compared."
-            " Let data and the module draw from torch, numpy or random as they are seeded, and from no generator that"
-            " goes on from one fit to the next."
+            f"{of} got other batches, or drew other random numbers, in a second training from one seed and state."
+            " Let data and the module draw from torch, numpy or random as they are seeded, and keep no generator or"
+            " count outside of the state dict."
         )
 
 
 def _check_known(precision: Precision) -> None:
     if isinstance(precision, BF16WeightsPrecision):
         raise ValueError(
-            "verify has no reference for BF16WeightsPrecision."
-            " Its optimizer rounds weights by chance, and references have float32 weights, with nothing to round."
+            "verify has no reference for BF16WeightsPrecision, whose optimizer rounds weights by chance."
             " Verify the same run with BF16Precision(), and an optimizer that does not round."
         )
     if policy_of(precision) is None and not isinstance(precision, DoublePrecision):  # which rounds less than float32
         raise ValueError(
             f"verify does not know how {type(precision).__name__}, precision={precision.precision!r}, rounds."
-            " How far a right training may be from float32 is found by a second reference that rounds in the same way."
             f" Use one of {tuple(STOCK_POLICIES)}, or a precision of lightning_ups."
         )
 
@@ -324,7 +314,10 @@ class _WatchSteps(Callback):
         blocks = find_blocks(pl_module)
         if self._checkpoint is not None:
             _load_weights(trainer, pl_module, self._checkpoint)
-        self.state = {name: _kept(value) for name, value in pl_module.state_dict().items()}
+        self.state = {
+            name: value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)  # an extra state
+            for name, value in pl_module.state_dict().items()
+        }
         if self._prepare is not None:
             self._stack.enter_context(self._prepare(pl_module))
         if self._fault is not None:
@@ -375,18 +368,12 @@ def _load_weights(trainer: Trainer, module: LightningModule, path: str) -> None:
     if not Path(path).is_file():
         raise ValueError(
             f"verify cannot begin with the weights of {path!r}, which is no file."
-            " It reads them on one device, from a checkpoint that is a single one."
-            " Give such a file: python -m lightning_ups export --format torch makes one of a folder."
+            " Make one of a checkpoint folder by python -m lightning_ups export --format torch."
         )
     check_file(Path(path))
     checkpoint = trainer.strategy.load_checkpoint(path)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-
-
-def _kept(value: Any) -> Any:
-    """Return a copy of ``value``, of a state dict: an extra state of a module may be anything."""
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 @contextmanager

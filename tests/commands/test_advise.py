@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,8 +59,9 @@ def timer(product, recipe):
     return Times(forward_ms=total / 4, dgrad_ms=total / 4, wgrad_ms=total / 2)
 
 
-def test_the_table_the_share_and_what_to_do(capsys, monkeypatch):
-    takes(monkeypatch, step_ms=32.0)
+@pytest.mark.parametrize("busy_ms", [None, 24.0])
+def test_the_table_the_share_and_what_to_do(capsys, monkeypatch, busy_ms):
+    takes(monkeypatch, step_ms=32.0, busy_ms=busy_ms)
     assert show(trial(), recipes=["tensorwise", "rowwise"], timer=timer, steps=20) == 0
     out = capsys.readouterr().out
     assert "4 x 16 x 32" in out
@@ -69,15 +71,7 @@ def test_the_table_the_share_and_what_to_do(capsys, monkeypatch):
     assert "tensorwise           convert 2 of 4 layers by tensorwise: +14.3% steps a second" in out
     assert "rowwise              convert 2 of 4 layers by rowwise: +5.3% steps a second" in out
     assert "init_args: {recipe: tensorwise, filter: auto}" in out
-    assert "waits" not in out
-
-
-def test_a_device_that_waits_for_the_host_is_told(capsys, monkeypatch):
-    takes(monkeypatch, step_ms=32.0, busy_ms=24.0)
-    assert show(trial(), recipes=["tensorwise"], timer=timer, steps=20) == 0
-    out = capsys.readouterr().out
-    assert "the device does something in 24.0 ms of it and waits for the host in the rest" in out
-    assert "+14.3% steps a second; with all of them" in out
+    assert (busy_ms is not None) == ("the device does something in 24.0 ms of it and waits for the host" in out)
 
 
 def test_the_layers_of_a_float8_precision_are_those_considered(capsys):
@@ -111,17 +105,6 @@ def test_a_step_is_timed_by_training_in_bfloat16():
     assert {p.dtype for p in tried.module.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("steps", [-1, 5])
-def test_too_few_steps_to_time_one_by(steps):
-    with pytest.raises(ValueError, match=rf"by {steps} steps\. The first 5 compile.*--steps 0 to do without"):
-        advise.advise(trial(), recipes=["tensorwise"], steps=steps, timer=timer)
-
-
-def test_without_a_gpu_it_says_what_can_be_done():
-    with pytest.raises(RuntimeError, match=r"advise finds no GPU here.*--table FILE.*--dry"):
-        show(trial())
-
-
 def test_dry_lists_the_products_on_any_machine(capsys):
     assert show(trial(), dry=True) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("4 x")]
@@ -131,11 +114,27 @@ def test_dry_lists_the_products_on_any_machine(capsys):
     ]
 
 
-@pytest.mark.parametrize("asked", [{"table": Path("h200.json")}, {"steps": 15}])
-def test_dry_refuses_what_it_would_not_look_at(asked):
-    (name,) = asked
-    with pytest.raises(ValueError, match=rf"--dry would not look at --{name}.*Leave one of the two out"):
-        show(trial(), dry=True, **asked)
+INCLUDE = {"plugins": [Float8Precision(emulate=True, include=["blocks.*.1"])]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "message"),
+    [
+        ({}, {}, "advise finds no GPU here.*--table FILE.*--dry"),
+        ({}, {"steps": -1}, "--steps -1 .*--steps 0"),
+        ({}, {"steps": 5}, "--steps 5 .*--steps 0"),
+        ({}, {"dry": True, "table": Path("h200.json")}, "--dry .*--table"),
+        ({}, {"dry": True, "steps": 15}, "--dry .*--steps"),
+        ({}, {"dry": True, "tokens": 0}, "--tokens 0 .*1 or more"),
+        ({}, {"dry": True, "tokens": -5}, "--tokens -5 .*1 or more"),
+        ({}, {"dry": True, "recipes": ["current"]}, "no recipe 'current'.*te-current"),
+        (INCLUDE, {"dry": True, "head": True}, r"include=\['blocks\.\*\.1'\], head=True"),
+    ],
+    ids=str,
+)
+def test_wrong_options(settings, asked, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        show(trial(**settings), **asked)
 
 
 class Looking(Wide):
@@ -170,57 +169,39 @@ def test_a_step_in_which_nothing_ran_says_what_to_give(capsys):
     assert show(trial(Idle()), dry=True, tokens=64) == 0
 
 
-@pytest.mark.parametrize("tokens", [0, -5])
-def test_a_number_of_rows_that_is_none_is_refused(tokens):
-    with pytest.raises(ValueError, match=rf"--tokens {tokens} is no number of rows.*1 or more"):
-        show(trial(), dry=True, tokens=tokens)
-
-
 def init_args(capsys):
     return yaml.safe_load(capsys.readouterr().out.partition("To do:")[2])["trainer"]["plugins"][0]["init_args"]
 
 
-def test_what_to_write_converts_what_was_advised(capsys):
-    show(trial(Looking()), recipes=["tensorwise"], timer=timer, head=True, tokens=64)
-    assert init_args(capsys) == {"recipe": "tensorwise", "head": True, "filter": "auto", "tokens": 64}
-    asked = {"include": ["blocks.*.1"], "exclude": ["blocks.0.1"], "weights": "masters", "in_float32": ["blocks.0"]}
-    show(trial(plugins=[Float8Precision(emulate=True, **asked)]), recipes=["tensorwise"], timer=timer)
-    assert init_args(capsys) == {"recipe": "tensorwise", **asked}
-    show(
-        trial(plugins=[BF16Precision(weights="masters", in_float32=["blocks.0"])]), recipes=["tensorwise"], timer=timer
-    )
-    assert init_args(capsys) == {
-        "recipe": "tensorwise",
-        "weights": "masters",
-        "in_float32": ["blocks.0"],
-        "filter": "auto",
-    }
+KEPT = {"include": ["blocks.*.1"], "exclude": ["blocks.0.1"], "weights": "masters", "in_float32": ["blocks.0"]}
 
 
-def test_a_precision_without_a_choice_of_weights_is_timed_under_autocast_and_writes_none(capsys, monkeypatch):
-    asked = trial(plugins=[BF16WeightsPrecision()])
-    show(asked, recipes=["tensorwise"], timer=timer)
-    assert "weights" not in init_args(capsys)
+@pytest.mark.parametrize(
+    ("precision", "asked", "written"),
+    [
+        (None, {"head": True, "tokens": 64}, {"head": True, "filter": "auto", "tokens": 64}),
+        (partial(Float8Precision, emulate=True, **KEPT), {}, KEPT),
+        (
+            partial(BF16Precision, weights="masters", in_float32=["blocks.0"]),
+            {},
+            {"weights": "masters", "in_float32": ["blocks.0"], "filter": "auto"},
+        ),
+        (BF16WeightsPrecision, {}, {"filter": "auto"}),
+        (partial(Float8Precision, emulate=True, all_gather=False), {}, {"filter": "auto", "all_gather": False}),
+        (partial(Float8Precision, emulate=True, all_gather=False, recipe="rowwise"), {}, {"filter": "auto"}),
+    ],
+)
+def test_what_to_write_converts_what_was_advised(capsys, precision, asked, written):
+    show(trial(plugins=precision and [precision()]), recipes=["tensorwise"], timer=timer, **asked)
+    assert init_args(capsys) == {"recipe": "tensorwise"} | written
+
+
+def test_a_precision_without_a_choice_of_weights_is_timed_under_autocast(monkeypatch):
     used = []
     monkeypatch.setattr(Trial, "fit", lambda self, *_, precision, **__: used.append(precision.weights))
     with pytest.raises(ValueError, match="No step was timed"):
-        advise.advise(asked, recipes=["tensorwise"], steps=30, timer=timer)
+        advise.advise(trial(plugins=[BF16WeightsPrecision()]), recipes=["tensorwise"], steps=30, timer=timer)
     assert used == ["autocast"]
-
-
-def test_the_gathers_that_were_asked_for_stay(capsys):
-    for recipe, found in (("tensorwise", {"all_gather": False}), ("rowwise", {})):
-        show(
-            trial(plugins=[Float8Precision(emulate=True, all_gather=False, recipe=recipe)]),
-            recipes=["tensorwise"],
-            timer=timer,
-        )
-        assert init_args(capsys) == {"recipe": "tensorwise", "filter": "auto", **found}
-
-
-def test_head_beside_include_is_refused():
-    with pytest.raises(ValueError, match=r"Float8Precision\(include=\['blocks\.\*\.1'\], head=True\) says twice"):
-        show(trial(plugins=[Float8Precision(emulate=True, include=["blocks.*.1"])]), dry=True, head=True)
 
 
 class Mixing(Wide):
@@ -349,23 +330,14 @@ def test_its_recipes_may_be_asked_for_by_name(capsys):
         assert "te-current leaves out blocks.0.1 and 3 more: gets 4 rows, which is no multiple of 8" in (
             capsys.readouterr().out
         )
-        with pytest.raises(ValueError, match=r"knows no recipe 'current'.*te-current"):
-            show(trial(), recipes=["current"], dry=True)
 
 
 def test_options_of_its_own_are_taken_out():
-    own, rest = own_options(
-        ["--config", "run.yaml", "--dry", "--recipes", "tensorwise", "rowwise", "--seed_everything=1"]
-    )
+    words = ["--config", "run.yaml", "--dry", "--recipes", "tensorwise", "rowwise", "--seed_everything=1"]
+    own, rest = own_options(words)
     assert rest == ["--config", "run.yaml", "--seed_everything=1"]
-    assert own == {
-        "recipes": ["tensorwise", "rowwise"],
-        "steps": None,
-        "table": None,
-        "head": False,
-        "tokens": None,
-        "dry": True,
-    }
+    given = {"recipes": ["tensorwise", "rowwise"], "dry": True}
+    assert own == {"steps": None, "table": None, "head": False, "tokens": None} | given
 
 
 def test_from_the_command_line(tmp_path, capsys, monkeypatch):

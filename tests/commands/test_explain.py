@@ -4,6 +4,7 @@ from torch import nn
 from lightning_ups.callbacks import ActivationCheckpoint, Compile
 from lightning_ups.commands.explain import show
 from lightning_ups.config.requested_run import RequestedRun, run_of
+from lightning_ups.order import Stage
 from lightning_ups.precision import BF16Precision, Float8Precision
 from lightning_ups.strategies import FSDP2Strategy
 from tests.cli_toys import Late, Toy
@@ -66,17 +67,7 @@ def test_what_float8_refuses_is_known_before(lines, accelerator, module, said):
 def test_the_one_order_whatever_the_order_of_the_list(lines):
     _, out = lines(Compile(backend="aot_eager"), ActivationCheckpoint(), strategy="fsdp2", devices=2)
     names = [line[10:26].strip() for line in out[out.index(next(x for x in out if x.startswith("order"))) : -1]]
-    assert names == [
-        "configure_model",
-        "convert",
-        "tensor_parallel",
-        "recompute",
-        "compile",
-        "offload",
-        "shard",
-        "materialise",
-        "optimizers",
-    ]
+    assert names == ["configure_model", *(stage.name.lower() for stage in sorted(Stage))]
     assert row(out, "recompute").startswith("ActivationCheckpoint")
     assert row(out, "compile").startswith("Compile")
     assert row(out, "shard") == "FSDP2Strategy"
@@ -127,16 +118,12 @@ def test_every_refusal_and_exit_code_2(lines):
     assert max(map(len, out)) <= 110
 
 
-def test_notes(lines):
-    _, out = lines(notes=["something could not be known"])
-    assert "notes     something could not be known" in out
-
-
-def test_frozen_parameters_and_large_numbers(lines):
+def test_notes_frozen_parameters_and_large_numbers(lines):
     module = Toy(width=100_000)
     module.blocks[0].requires_grad_(False)
-    _, out = lines(module=module)
+    _, out = lines(module=module, notes=["something could not be known"])
     assert out[0] == "run       tests.cli_toys.Toy, 3.4 M parameters, 1.7 M of them frozen"
+    assert "notes     something could not be known" in out
 
 
 @pytest.mark.parametrize(

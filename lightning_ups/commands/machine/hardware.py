@@ -126,17 +126,9 @@ _CURES = {"compile-cpu": _COMPILER, "compile-gpu": _COMPILER, "flex-attention": 
 # Checks that are more than a probe
 
 
-def _compile_cpu(_: Machine) -> None:
-    _compile_cpp_once()
-
-
 @cache
 def _compile_cpp_once() -> None:
     probes.compile_cpp()  # three rows build on it; what it raises is not kept
-
-
-def _compile_gpu(machine: Machine) -> None:
-    probes.triton_kernel(machine.device)
 
 
 def _flex_attention(machine: Machine) -> Finding | None:
@@ -228,13 +220,12 @@ def _activation_checkpointing(machine: Machine) -> None:
     assert len(calls) == 2, "the block was not run again in backward"
 
 
-def _serving_only(_: Machine) -> Finding:
-    return Finding(verdict="no", why="manages the cache of a server that generates text: nothing for training")
-
-
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
-        name="compile-cpu", title="torch.compile on the CPU (Inductor, C++)", group="compilation", check=_compile_cpu
+        name="compile-cpu",
+        title="torch.compile on the CPU (Inductor, C++)",
+        group="compilation",
+        check=lambda _: _compile_cpp_once(),
     ),
     Technique(
         name="compile-gpu",
@@ -243,7 +234,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         gpus=1,
         capability=(7, 0),
         packages=["triton"],
-        check=_compile_gpu,
+        check=lambda machine: probes.triton_kernel(machine.device),
     ),
     Technique(
         name="cuda-graphs",
@@ -304,7 +295,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         packages=["flash-attn-4"],
     ),
     Technique(name="flex-attention", title="FlexAttention", group="attention", check=_flex_attention),
-    Technique(name="paged-attention", title="PagedAttention (vLLM)", group="attention", check=_serving_only),
+    Technique(
+        name="paged-attention",
+        title="PagedAttention (vLLM)",
+        group="attention",
+        check=lambda _: Finding(verdict="no", why="manages the cache of a server that generates text, not a training"),
+    ),
     Technique(
         name="ddp",
         title="DDP",

@@ -1,6 +1,6 @@
 """What is known to go wrong on a machine set up like this one: a row for each, as ``doctor`` warns of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from packaging.version import Version
@@ -67,25 +67,13 @@ def _untested_torch(machine: Machine) -> str | None:
     return f"torch {found} is newer than any that lightning_ups was tested with." if found.release >= UNTESTED else None
 
 
-def _set(*names: str) -> Callable[[Machine], str | None]:
+def _set(*names: str, unless: Sequence[str] = ()) -> Callable[[Machine], str | None]:
     def found(machine: Machine) -> str | None:
         present = {name: machine.environment[name] for name in names if name in machine.environment}
-        return f"{_listed(present)} is set." if present else None
+        listed = [f"{name}={value}" for name, value in present.items() if value.upper() not in unless]
+        return f"{', '.join(listed)} is set." if listed else None
 
     return found
-
-
-def _on(*names: str) -> Callable[[Machine], str | None]:
-    def found(machine: Machine) -> str | None:
-        present = {name: machine.environment[name] for name in names if name in machine.environment}
-        present = {name: value for name, value in present.items() if value.upper() not in _OFF}
-        return f"{_listed(present)} is set." if present else None
-
-    return found
-
-
-def _listed(variables: dict[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def _cpu_build(machine: Machine) -> str | None:
@@ -159,12 +147,12 @@ HAZARDS: tuple[Hazard, ...] = (
         cure="Unset it, unless a measurement on this machine says otherwise.",
     ),
     Hazard(
-        found=_on(*_SLOWING),
+        found=_set(*_SLOWING, unless=_OFF),
         why="It makes work wait that otherwise overlaps: for debugging only.",
         cure="Unset it.",
     ),
     Hazard(
-        found=_on(*_NOT_COMPILING),
+        found=_set(*_NOT_COMPILING, unless=_OFF),
         why="torch.compile then does nothing, in silence.",
         cure="Unset it.",
     ),
