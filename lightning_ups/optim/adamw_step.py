@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -187,8 +187,11 @@ def settings_of(optimizer: Optimizer, group: dict[str, Any], *, device: torch.de
     """
     if (asked := _asked_of(optimizer, group)) is None:
         return None
-    weights = group["params"]
-    return asked if (_are_ours(weights) if device is None else _will_be_ours(weights, device)) else None
+    weights: list[Tensor] = group["params"]
+    if device is not None:  # their class may say that they are on the host
+        weights = [weight if isinstance(weight, DTensor) else weight.detach() for weight in weights]
+    devices = {*map(_DEVICE, weights)} if device is None else {device}
+    return asked if all(map(_has_kernel, devices)) and _fit(weights) else None
 
 
 def suits_one_kernel(optimizer: Optimizer) -> bool:
@@ -218,31 +221,12 @@ def _asks_for_more(group: dict[str, Any]) -> bool:
     return any(group.get(name) for name in switches) or group.get("fused") is False
 
 
-def _are_ours(weights: Sequence[Tensor]) -> bool:
-    # Every step asks this: first of all at once, which plain weights on a GPU pass.
-    return (are_plain(weights) and all(map(_has_kernel, {*map(_DEVICE, weights)})) and _fit(weights)) or all(
-        map(_is_ours, weights)
-    )
-
-
-def _fit(weights: Iterable[Tensor]) -> bool:
-    return {*map(_DTYPE, weights)} <= {torch.float32} and all(map(Tensor.is_contiguous, weights))
-
-
-def _is_ours(weight: Tensor) -> bool:
-    return _has_kernel(weight.device) and _fits(weight)
-
-
-def _will_be_ours(weights: Iterable[Tensor], device: torch.device) -> bool:
-    return _has_kernel(device) and all(_fits(w if isinstance(w, DTensor) else w.detach()) for w in weights)
-
-
 def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and has("triton")
 
 
-def _fits(weight: Tensor) -> bool:
-    if weight.dtype is not torch.float32:
-        return False
-    local = local_part(weight)
-    return type(local) in (Tensor, nn.Parameter) and local.is_contiguous()
+def _fit(weights: Sequence[Tensor]) -> bool:
+    # Every step asks this: first of all at once, which takes no call for each of plain weights.
+    parts = weights if are_plain(weights) else [*map(local_part, weights)]
+    plain = parts is weights or are_plain(parts)
+    return plain and {*map(_DTYPE, weights)} <= {torch.float32} and all(map(Tensor.is_contiguous, parts))

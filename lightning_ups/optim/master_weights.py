@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ups._compat.torch.tensors.tensors import count_writes, counts_of_writes, memories_of, memory_of
 
-__all__ = ["MasterWeights", "Writes", "has_statistics", "taken_over"]
+__all__ = ["MasterWeights", "Writes", "has_statistics", "nothing_to_settle", "taken_over"]
 
 FIRST_LOOKS, LOOK_EVERY = 3, 50  # steps at which writes that are not counted are looked for
 TOLD_AFTER = 3  # steps in which others have written into a parameter
@@ -124,6 +124,10 @@ def _piece_taken_over(master: Tensor, low: Tensor) -> Tensor:
     return written.any()
 
 
+def nothing_to_settle() -> None:
+    """Do nothing: masters are where they are read, and not on their way from or to another device."""
+
+
 class MasterWeights:
     """The full-precision parameters behind a module that computes in ``dtype``.
 
@@ -168,8 +172,8 @@ class MasterWeights:
         self._names = {id(p): name for name, p in module.named_parameters() if p in self.of}
         self._loaded = set[int]()  # since the last step, from a state dict
         self._written: dict[int, int] | None = {}  # in how many steps by others; None: the warning was given
-        self.settle: Callable[[], None] | None = None  # called before masters are read: they may be on their way
-        self.note_writes(self.of)
+        self.settle: Callable[[], None] = nothing_to_settle  # called before masters are read
+        self.writes.note(self.of)
         self._handles: list[RemovableHandle] = []
         for part in module.modules():  # each, since a part of it may be saved alone
             if part is module or any(p in self.of for p in part.parameters(recurse=False)):
@@ -183,12 +187,12 @@ class MasterWeights:
         for parameter, master in self.of.items():
             if master.device != parameter.device:
                 master.data = master.data.to(parameter.device)
-        self.note_writes(self.of)
+        self.writes.note(self.of)
 
     @torch.no_grad()
     def take_over(self, *, by_value: bool = False) -> None:
         """Bring into the masters what others have written into the parameters since they were last written here."""
-        self._settle()
+        self.settle()
         if not by_value:
             self.writes.begin()
         compared = [*self.of] if by_value else self.writes.possible_among(self.of)
@@ -198,7 +202,7 @@ class MasterWeights:
         for parameter in compared:
             self.writes.found(parameter, taken_over(self.of[parameter].detach(), parameter.detach()))
         self.writes.end()
-        self.note_writes(compared)
+        self.writes.note(compared)
 
     def _note_others(self, written: Iterable[nn.Parameter]) -> None:
         if self._written is None:
@@ -220,21 +224,13 @@ class MasterWeights:
             f" in_float32=['{names[0].rpartition('.')[0] or names[0]}']."
         )
 
-    def _settle(self) -> None:
-        if self.settle is not None:
-            self.settle()
-
-    def note_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take what ``parameters`` hold now for written by their masters."""
-        self.writes.note(parameters)
-
     def write(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Write the masters into the low-precision parameters."""
         mine = [p for p in (self.of if parameters is None else parameters) if p in self.of]
         if mine:
             with torch.no_grad():
                 torch._foreach_copy_([*mine], [self.of[p] for p in mine])
-            self.note_writes(mine)
+            self.writes.note(mine)
 
     def undo(self) -> None:
         """Give the module its full-precision parameters back, where it is now, and forget it."""
@@ -244,8 +240,8 @@ class MasterWeights:
         for parameter, master in self.of.items():
             parameter.grad = None  # of the low precision, which a full-precision parameter cannot have
             parameter.data = master.data.to(parameter.device)
-            for name in _COPYING:
-                vars(parameter).pop(name, None)
+            vars(parameter).pop("__deepcopy__", None)
+            vars(parameter).pop("__reduce_ex__", None)
         self.of.clear()
 
     def __reduce__(self) -> Any:
@@ -261,7 +257,7 @@ class MasterWeights:
                 state[prefix + name] = self.of[parameter].detach()
 
     def _read(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        self._settle()
+        self.settle()
         with torch.no_grad():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 value = state.get(prefix + name)
@@ -312,9 +308,6 @@ def has_statistics(module: nn.Module) -> bool:
     return any(buffer.is_floating_point() for buffer in kept if buffer is not None)
 
 
-_COPYING = ("__deepcopy__", "__reduce_ex__")
-
-
 def _copy_as(parameter: nn.Parameter, master: nn.Parameter) -> None:
     """Let a copy and a pickle of ``parameter`` be those of its master: nobody would undo the low precision there."""
 
@@ -325,9 +318,7 @@ def _copy_as(parameter: nn.Parameter, master: nn.Parameter) -> None:
         return value
 
     # Both are looked up on the object, and not on its class, by `copy` and `pickle`.
-    for name, function in zip(
-        _COPYING,
-        (lambda memo: copy.deepcopy(like(master), memo), lambda protocol: like(master).__reduce_ex__(protocol)),
-        strict=True,
-    ):
-        setattr(parameter, name, function)
+    vars(parameter).update(
+        __deepcopy__=lambda memo: copy.deepcopy(like(master), memo),
+        __reduce_ex__=lambda protocol: like(master).__reduce_ex__(protocol),
+    )

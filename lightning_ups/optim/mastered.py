@@ -176,7 +176,7 @@ class MasteredOptimizer(DelegatingOptimizer):
             self._kernel.step(self.inner, settings, coefficient=self._coefficient, gradients=gradients, copies=copies)
         self._coefficient = None
         self.master_gradients.spend(parameters, masters)
-        self.masters.note_writes(parameters)
+        self.masters.writes.note(parameters)
 
     def _step_by_inner(self, closure: Callable[[], Any] | None) -> None:
         self.master_gradients.hand_over()
@@ -205,7 +205,7 @@ class MasteredOptimizer(DelegatingOptimizer):
         yield
         counted = counts != [count_writes(master) for master in given]
         self._is_known_to_write = counted or len(self.inner.state) > states or not torch.equal(least, before)
-        if not self._is_known_to_write and not _is_left_out(self.inner):
+        if not self._is_known_to_write and not flag_to_skip(self.inner):
             raise RuntimeError(
                 f"{type(self.inner).__name__} stepped and wrote to none of {len(given)} weights that have gradients."
                 " They are masters, which stand in the groups in place of the module's parameters; it keeps the"
@@ -275,11 +275,6 @@ class MasteredOptimizer(DelegatingOptimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [*chain.from_iterable(group["params"] for group in self.param_groups)]
-
-
-def _is_left_out(optimizer: Optimizer) -> bool:
-    flag = flag_to_skip(optimizer)
-    return flag is not None and bool(flag)
 
 
 def _refuse_modes(optimizer: Optimizer) -> None:

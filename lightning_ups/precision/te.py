@@ -389,9 +389,7 @@ class TEPrecision(ConvertingPrecision):
         if self.fp8_attention and recipe is not None and (why := recipe.why_no_attention(device)) is not None:
             raise RuntimeError(
                 f"TEPrecision(recipe={self.recipe!r}, fp8_attention=True) cannot train here: {why}."
-                " Its kernels are cuDNN's: 'delayed' from capability 9.0, Hopper, 'current' and 'mxfp8' from 10.0,"
-                " Blackwell."
-                " Use recipe='delayed' where that has it, or fp8_attention=False."
+                " Its kernels are cuDNN's. Use a recipe that the device has it with, or fp8_attention=False."
             )
 
     def _check_in_float32(self, module: nn.Module) -> None:
@@ -401,16 +399,14 @@ class TEPrecision(ConvertingPrecision):
         if theirs := [name for name in holds_engine_modules(module) if module.get_submodule(name) in precise]:
             raise ValueError(
                 f"TEPrecision(in_float32={[*self.policy.in_float32]}) names {theirs[0]}, or what holds it."
-                " It is a module of Transformer Engine that the model has itself, and these compute in float8 wherever"
-                " they are called in its autocast."
+                " A module of Transformer Engine that the model has itself computes in float8 wherever it is called."
                 " Take it out of in_float32, or use a module of torch there."
             )
         inside = [name for name, m in find_blocks(module).items() if not precise.isdisjoint(m.modules())]
         if self.fp8_attention and inside:
             raise ValueError(
                 f"TEPrecision(fp8_attention=True, in_float32={[*self.policy.in_float32]}) cannot be: {inside[0]} holds,"
-                " or is, what in_float32 names."
-                " All attention that is called in a block that repeats is computed in float8 then."
+                " or is, what in_float32 names, and its attention computes in float8."
                 " Use fp8_attention=False, or name parts outside of the blocks."
             )
 

@@ -521,10 +521,8 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_a_weight_that_becomes_a_shard_is_stepped_as_before(anywhere, monkeypatch, mesh):
+def test_a_weight_that_becomes_a_shard_is_stepped_as_before(anywhere, mesh):
     # Of a shard each step takes anew what this rank has, where it lies and whether it is one still.
-    monkeypatch.setattr(adamw_step, "_is_ours", lambda weight: True)
-
     def shard(tensor):
         return distribute_tensor(tensor.detach(), mesh, [Shard(0)])
 

@@ -69,11 +69,8 @@ def form_of(tensor: Tensor) -> Form:
     size = tuple(tensor.shape)
     extent = sum(max(n - 1, 0) * step for n, step in zip(size, tensor.stride(), strict=True)) + 1
     dense = tensor.is_contiguous() or extent == tensor.numel()
-    return Form(tensor.dtype, size, tuple(tensor.stride()) if dense else _packed(size))
-
-
-def _packed(size: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(size[i + 1 :]) for i in range(len(size)))
+    packed = tuple(prod(size[i + 1 :]) for i in range(len(size)))
+    return Form(tensor.dtype, size, tuple(tensor.stride()) if dense else packed)
 
 
 def same_form(one: Tensor, other: Tensor) -> bool:
@@ -122,13 +119,8 @@ class Block:
 
 def view_of(raw: Tensor, start: int, form: Form) -> Tensor:
     """Return the tensor of ``form`` that begins at ``start`` of the bytes ``raw``."""
-    return (
-        raw[start : start + form.nbytes].view(form.dtype).as_strided(form.size, form.stride, _offset(raw, start, form))
-    )
-
-
-def _offset(raw: Tensor, start: int, form: Form) -> int:
-    return (raw.storage_offset() + start) // form.dtype.itemsize
+    offset = (raw.storage_offset() + start) // form.dtype.itemsize
+    return raw[start : start + form.nbytes].view(form.dtype).as_strided(form.size, form.stride, offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ from typing_extensions import override
 
 from lightning_ups._compat.torch.optimizers import hooked_once, share_state_dict_hooks
 from lightning_ups.optim.delegating import DelegatingOptimizer
+from lightning_ups.optim.master_weights import nothing_to_settle
 from lightning_ups.optim.mastered import MasteredOptimizer
 from lightning_ups.optim.offload.admission import Admission, admit
 from lightning_ups.optim.offload.host import HostSteps
 from lightning_ups.optim.offload.memory import Memory, memory_of
-from lightning_ups.optim.offload.source import Mastered, Plain
+from lightning_ups.optim.offload.source import MasteredSource, Source
 from lightning_ups.optim.offload.streamed import StreamedSteps
 
 __all__ = ["OffloadedOptimizer", "Update"]
@@ -48,10 +49,10 @@ class OffloadedOptimizer(DelegatingOptimizer):
             stepped in parts, if the optimizer treats each element by itself.
         resident: The share of the state that stays on the device, where steps are made there.
         memory: Where state is kept and where it is used. None: as the device of the parameters has it.
+        admission: What is known of ``inner``. None: it is tried on tiny tensors.
 
     Attributes:
         stepper: The optimizer that makes the steps: the one inside that with master weights.
-        admission: What the trial on tiny tensors found.
         steps: Where the state lies, and how much of it.
         steps_made: How many were made with gradients.
 
@@ -67,52 +68,41 @@ class OffloadedOptimizer(DelegatingOptimizer):
         chunk_bytes: int = 256 * 2**20,
         resident: float = 0.0,
         memory: Memory | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.check(update=update, chunk_bytes=chunk_bytes, resident=resident)
-        stepper = inner.inner if isinstance(inner, MasteredOptimizer) else inner
+        mastered = inner if isinstance(inner, MasteredOptimizer) else None
+        stepper = inner if mastered is None else mastered.inner
         on_host = update == "host"
-        self.admission = admit(
+        self.admission = admission or admit(
             stepper,
-            partial(_twin_of_ours, update=update, stands_in=on_host or inner is not stepper),
+            partial(_twin_of_ours, update=update, stands_in=on_host or mastered is not None),
             in_parts=not on_host,
             device=torch.device("cpu") if on_host else None,
         )
-        self._begin(inner, self.admission, update=update, chunk_bytes=chunk_bytes, resident=resident, memory=memory)
-
-    def _begin(
-        self,
-        inner: Optimizer,
-        admission: Admission,
-        *,
-        update: Update,
-        chunk_bytes: int,
-        resident: float,
-        memory: Memory | None,
-    ) -> None:
         self._inner: Optimizer = inner
         self._coefficient: Tensor | None = None
         self._has_other_state = False  # someone has put in what has no place on the host yet
         self.steps_made = 0
-        self.stepper = inner.inner if isinstance(inner, MasteredOptimizer) else inner
+        self.stepper = stepper
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], inner.defaults)  # its hooks; groups are inner's
         share_state_dict_hooks(self, inner)
-        self.source = Mastered(inner) if isinstance(inner, MasteredOptimizer) else Plain(inner)
+        self.source = Source(inner) if mastered is None else MasteredSource(mastered)
         memory = memory_of(_device_of(inner)) if memory is None else memory
         with torch.no_grad():
-            if update == "host":
-                self.steps = HostSteps(self.stepper, self.source, memory=memory, chunk_bytes=chunk_bytes)
+            if on_host:
+                self.steps = HostSteps(stepper, self.source, memory=memory, chunk_bytes=chunk_bytes)
             else:
                 self.steps = StreamedSteps(
-                    self.stepper,
+                    stepper,
                     self.source,
                     memory=memory,
                     chunk_bytes=chunk_bytes,
-                    state_bytes=admission.state_bytes,
-                    parted=admission.parted,
+                    admission=self.admission,
                     resident=resident,
                 )
-        if isinstance(inner, MasteredOptimizer):
-            inner.masters.settle = self.steps.settle
+        if mastered is not None:
+            mastered.masters.settle = self.steps.settle
 
     @staticmethod
     def check(*, update: str, chunk_bytes: int, resident: float) -> None:
@@ -243,9 +233,8 @@ class OffloadedOptimizer(DelegatingOptimizer):
         """Return the wrapped optimizer, with its state, which stays where it is."""
         self.steps.close()
         if isinstance(self._inner, MasteredOptimizer):
-            self._inner.masters.settle = None
-        if isinstance(self.source, Mastered):
-            self.source.undo()
+            self._inner.masters.settle = nothing_to_settle
+        self.source.undo()
         return self._inner
 
 
@@ -321,11 +310,8 @@ def _on_host(optimizer: Optimizer) -> Iterator[Callable[[], None]]:
             for p in group["params"]:
                 for name, value in loaded.get(p, {}).items():
                     # Where torch wants the count of steps, on the device, if a kernel on the device reads it.
-                    if (
-                        isinstance(value, Tensor)
-                        and not value.dim()
-                        and (group.get("fused") or group.get("capturable"))
-                    ):
+                    count = isinstance(value, Tensor) and not value.dim()
+                    if count and (group.get("fused") or group.get("capturable")):
                         loaded[p][name] = value.to(device=p.device)
 
     try:
@@ -345,7 +331,6 @@ def _device_of(optimizer: Optimizer) -> torch.device:
 
 def _twin_of_ours(inner: Optimizer, admission: Admission, *, update: Update, stands_in: bool) -> OffloadedOptimizer:
     """Return an offloaded optimizer for the admission itself: every parameter, or part of one, by itself."""
-    ours = OffloadedOptimizer.__new__(OffloadedOptimizer)
-    ours._begin(inner, admission, update=update, chunk_bytes=1, resident=0.0, memory=None)
+    ours = OffloadedOptimizer(inner, update=update, chunk_bytes=1, admission=admission)
     ours.source.stood = [] if stands_in else None
     return ours

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_ups._compat.torch.tensors.tensors import local_of
 from lightning_ups.optim.adamw_step import OneKernel, Settings, one_kernel
 from lightning_ups.optim.master_weights import taken_over
+from lightning_ups.optim.offload.admission import Admission
 from lightning_ups.optim.offload.chunks import (
     MASTER,
     Chunk,
@@ -47,8 +48,7 @@ class StreamedSteps:
         source: The parameters, their gradients, and what is stepped for them.
         memory: Of the device.
         chunk_bytes: The most that a chunk has of state, where a parameter that cannot be parted has not more.
-        state_bytes: The bytes of state that the optimizer keeps for each byte of a parameter.
-        parted: Whether a parameter may be stepped in parts.
+        admission: What is known of ``inner``.
         resident: The share of the state that stays on the device.
 
     Attributes:
@@ -63,13 +63,11 @@ class StreamedSteps:
         *,
         memory: Memory,
         chunk_bytes: int,
-        state_bytes: float,
-        parted: bool,
+        admission: Admission,
         resident: float,
     ) -> None:
         self._inner, self._source, self.memory = inner, source, memory
-        self._chunk_bytes, self._state_bytes, self._parted = chunk_bytes, state_bytes, parted
-        self._share = resident
+        self._chunk_bytes, self._admission, self._share = chunk_bytes, admission, resident
         self._slots: list[_Slot] = []
         self._begin: Mark = None
         self._kernels: dict[Chunk, OneKernel] = {}  # each keeps its tables: a chunk's addresses seldom change
@@ -92,11 +90,11 @@ class StreamedSteps:
         pairs = [*self._source.pairs()]
         known = regrouped((item for chunk in self.chunks for item in chunk.items), pairs)
         new = [(group, p, key) for group, p, key in pairs if p not in known]
-        sizes = {p: int(self._size(key) * (self._state_bytes + (key is not p))) for _, p, key in new}
+        sizes = {p: int(self._size(key) * (self._admission.state_bytes + (key is not p))) for _, p, key in new}
         items: list[Item] = []
         nbytes: dict[Item, int] = {}
         for group, p, key in new:
-            found = in_parts(group, p, key, parts=-(-sizes[p] // self._chunk_bytes) if self._parted else 1)
+            found = in_parts(group, p, key, parts=-(-sizes[p] // self._chunk_bytes) if self._admission.parted else 1)
             items += found
             nbytes.update(dict.fromkeys(found, sizes[p] // len(found)))
         chunks = planned(items, nbytes=nbytes, chunk_bytes=self._chunk_bytes, resident=self._staying(sizes))

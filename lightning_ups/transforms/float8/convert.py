@@ -115,28 +115,18 @@ def convert_to_float8(
             knows no such format.
     """
     check_recipe(recipe, all_gather=all_gather, number_format=number_format)
-    fitting, reasons, misfits = _choose(
-        module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size
-    )
+    selection = {"include": include, "exclude": exclude, "head": head, "tensor_size": tensor_size}
+    fitting, reasons, misfits = _choose(module, recipe, **selection)
     if not fitting:
         raise ValueError(_none_fits(module, reasons))
     losing = {name: why for name, why in (losers or {}).items() if name in fitting}
     chosen = {name: linear for name, linear in fitting.items() if name not in losing}
     shared = _with_shared_weights(module, chosen) if all_gather else ()
-    originals = [
-        place
-        for name, linear in chosen.items()
-        for place in _put(
-            module,
-            linear,
-            float8_swap(
-                recipe,
-                number_format=number_format,
-                all_gather=all_gather and name not in shared,
-                emulate=emulate,
-            )(linear),
-        )
-    ]
+    originals: list[tuple[nn.Module, str, nn.Linear]] = []
+    for name, linear in chosen.items():
+        gathers = all_gather and name not in shared
+        swap = float8_swap(recipe, number_format=number_format, all_gather=gathers, emulate=emulate)
+        originals += _put(module, linear, swap(linear))
     done = Float8Conversion(
         converted=tuple(chosen),
         skipped=reasons | losing,
@@ -149,17 +139,9 @@ def convert_to_float8(
     return done
 
 
-def fitting_linears(
-    module: nn.Module,
-    *,
-    recipe: str,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
-    head: bool = False,
-    tensor_size: int = 1,
-) -> dict[str, nn.Linear]:
-    """Return the layers that ``convert_to_float8`` would swap, by name."""
-    return _choose(module, recipe, include=include, exclude=exclude, head=head, tensor_size=tensor_size)[0]
+def fitting_linears(module: nn.Module, **selection: Any) -> dict[str, nn.Linear]:
+    """Return the layers that ``convert_to_float8`` would swap, by name; ``selection`` is what it selects them by."""
+    return _choose(module, **selection)[0]
 
 
 def why_left(module: nn.Module, **selection: Any) -> dict[str, str]:
@@ -206,15 +188,12 @@ def _choose(
     included = list(linears if include is None else select_names(linears, include, kind="linear layer", of=of))
     reasons = {name: f"excluded by {pattern!r}" for name, pattern in excluded.items()}
     if include is None and not head:
-        inside = _in_blocks(module)
+        inside = {inner for block in find_blocks(module).values() for inner in block.modules()}
         reasons |= {name: "outside the blocks" for name, linear in linears.items() if linear not in inside}
-    misfits = [n for n in included if n not in reasons and _unfit(linears[n], recipe, tensor_size=tensor_size)]
-    reasons |= {name: str(_unfit(linears[name], recipe, tensor_size=tensor_size)) for name in misfits}
-    return {name: linears[name] for name in included if name not in reasons}, reasons, misfits
-
-
-def _in_blocks(module: nn.Module) -> set[nn.Module]:
-    return {inner for block in find_blocks(module).values() for inner in block.modules()}
+    asked = [name for name in included if name not in reasons]
+    unfit = {name: _unfit(linears[name], recipe, tensor_size=tensor_size) for name in asked}
+    misfits = {name: why for name, why in unfit.items() if why is not None}
+    return {name: linears[name] for name in asked if name not in misfits}, reasons | misfits, [*misfits]
 
 
 def _unfit(linear: nn.Linear, recipe: str, *, tensor_size: int) -> str | None:

@@ -41,6 +41,7 @@ class TEConversion:
         apart: Why norms of known blocks are not computed within what reads them, by name.
         theirs: Modules of Transformer Engine that the model has itself.
         calls: Which modules ran.
+        borrowers: The modules of Transformer Engine, by the name of what each computes, or of the first that it does.
     """
 
     converted: Mapping[str, str]
@@ -48,25 +49,20 @@ class TEConversion:
     apart: Mapping[str, str]
     theirs: Sequence[str]
     calls: Calls
-    _borrowers: Mapping[str, Borrower] = field(repr=False)
+    borrowers: Mapping[str, Borrower] = field(repr=False)
     _undo: ExitStack = field(repr=False)
-
-    @property
-    def borrowers(self) -> Mapping[str, Borrower]:
-        """The modules of Transformer Engine, by the name of what each computes, or of the first that it does."""
-        return self._borrowers
 
     @property
     def kinds(self) -> Counter[str]:
         """How many modules of each class of Transformer Engine there are."""
-        return Counter(borrower.kind for borrower in self._borrowers.values())
+        return Counter(borrower.kind for borrower in self.borrowers.values())
 
     @property
     def layouts(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """For each module by name: its parameters by Transformer Engine's names, each as names in the model."""
         return {
             name: {theirs: tuple(slot.name for slot in slots) for theirs, slots in borrower.slots.items()}
-            for name, borrower in self._borrowers.items()
+            for name, borrower in self.borrowers.items()
         }
 
     def lay_together(self) -> None:
@@ -86,25 +82,25 @@ class TEConversion:
 
     def scales(self) -> dict[str, dict[str, Tensor]]:
         """Return the scales and maxima of delayed scaling, by the name of the module."""
-        found = {name: scales(borrower.module) for name, borrower in self._borrowers.items()}
+        found = {name: scales(borrower.module) for name, borrower in self.borrowers.items()}
         return {name: state for name, state in found.items() if state}
 
     def begin_scales(self, *, recipe: Any) -> None:
         """Let modules that have no scales of delayed scaling begin with some that lose no gradients."""
-        for borrower in self._borrowers.values():
+        for borrower in self.borrowers.values():
             if borrower.num_products:
                 begin_scales(borrower.module, recipe=recipe, num_products=borrower.num_products)
 
     def set_scales(self, state: Mapping[str, Mapping[str, Tensor]], *, recipe: Any) -> list[str]:
         """Put them back, and return the names of the modules that had none, which start anew."""
-        products = {name: borrower for name, borrower in self._borrowers.items() if borrower.num_products}
+        products = {name: borrower for name, borrower in self.borrowers.items() if borrower.num_products}
         for name, borrower in products.items():
             if name in state:
                 set_scales(borrower.module, state[name], recipe=recipe, num_products=borrower.num_products)
         return [name for name in products if name not in state]
 
     def _joined(self) -> Iterator[tuple[Slot, ...]]:
-        for borrower in self._borrowers.values():
+        for borrower in self.borrowers.values():
             yield from (slots for slots in borrower.slots.values() if len(slots) > 1)
 
 
@@ -168,7 +164,7 @@ def convert_to_te(
             apart=work.apart,
             theirs=theirs,
             calls=work.calls,
-            _borrowers=work.borrowers,
+            borrowers=work.borrowers,
             _undo=undo.pop_all(),
         )
 
@@ -196,7 +192,7 @@ class _Work:
 
     def __init__(self, module: nn.Module, *, precise: Set[nn.Module], sharded: bool, calls: Calls) -> None:
         self._root, self._precise, self._sharded, self.calls = module, precise, sharded, calls
-        self._modules = {name: m for name, m in module.named_modules() if name}
+        self._modules: dict[str, Any] = {name: m for name, m in module.named_modules() if name}
         self._candidates = {name: m for name, m in self._modules.items() if _is_candidate(m)}
         self._losers: Mapping[str, str] = {}
         self.converted: dict[str, str] = {}
@@ -281,10 +277,8 @@ class _Work:
                 return f"{name} is left out: {self.skipped[name]}"
         if fusion.mlp is not None and (why := self._own_way(self._modules[fusion.mlp])):
             return f"{fusion.mlp} {why}"
-        linears = [self._linear(name) for name in layers]
-        if not isinstance(Norm.of(self._modules[fusion.norm]), Norm) or isinstance(
-            self._modules[fusion.norm], nn.Linear
-        ):
+        linears = self._named(layers).values()
+        if not isinstance(Norm.of(self._modules[fusion.norm]), Norm):  # a linear layer is none either
             return f"{fusion.norm} is no norm that is known"
         if any(hooked := [n for n in (fusion.norm, *fusion.parts) if _has_hooks(self._modules[n])]):
             return f"{hooked[0]} has hooks, which would see other values"
@@ -298,57 +292,45 @@ class _Work:
         return _own_forward(mlp)
 
     def _misfit(self, fusion: Fusion) -> str | None:
-        norm: Any = self._modules[fusion.norm]
-        readers = [self._linear(name) for name in (*fusion.linears, *fusion.first)]
-        if {linear.in_features for linear in readers} != {norm.weight.numel()}:
-            return f"{fusion.norm} is {norm.weight.numel()} wide, and its readers are not"
+        width = self._modules[fusion.norm].weight.numel()
+        readers = self._named((*fusion.linears, *fusion.first)).values()
+        if {linear.in_features for linear in readers} != {width}:
+            return f"{fusion.norm} is {width} wide, and its readers are not"
         if len({linear.weight.dtype for linear in readers}) > 1:
             return "the layers have weights of different types"
         if fusion.second is not None:
-            last = self._linear(fusion.second)
+            last = self._modules[fusion.second]
             gated = fusion.activation.endswith("glu")
             if len(fusion.first) != 1 + gated:
                 return f"the activation {fusion.activation!r} needs {1 + gated} first layers"
             if {linear.out_features for linear in readers} != {last.in_features}:
                 return f"{fusion.second} is not as wide as the first layers"
-            if last.out_features != norm.weight.numel():
+            if last.out_features != width:
                 return f"{fusion.second} does not return the width of the norm"
         return None
 
     def _fuse(self, fusion: Fusion, undo: ExitStack) -> None:
-        norm = (fusion.norm, self._modules[fusion.norm])
-        passed = PassedOn(fusion.norm)
+        norm, passed = (fusion.norm, self._modules[fusion.norm]), PassedOn(fusion.norm)
         if fusion.mlp is None:
-            linears = {name: self._linear(name) for name in fusion.linears}
+            linears = self._named(fusion.linears)
             borrower, name = norm_linear_for(norm, linears, sharded=self._sharded), fusion.linears[0]
             joint = Joint(borrower, passed, linears, self.calls)
             for linear in linears.values():
                 undo.enter_context(computed_by(linear, joint))
         else:
-            assert fusion.second is not None
-            borrower, name = self._mlp(norm, fusion), fusion.mlp
+            first, name = self._named(fusion.first), fusion.mlp
+            second = str(fusion.second), self._modules[str(fusion.second)]
+            borrower = norm_mlp_for(norm, first, second, activation=fusion.activation, sharded=self._sharded)
             undo.enter_context(computed_by(self._modules[name], _reading(passed, name, borrower, self.calls)))
-            inside = {self._linear(layer) for layer in (*fusion.first, fusion.second)}
+            inside = {*first.values(), second[1]}
             COMPUTED_WITHIN.update(inside)
             undo.callback(COMPUTED_WITHIN.difference_update, inside)
         undo.enter_context(computed_by(norm[1], passed))
         self.borrowers[name] = borrower
         self.converted |= dict.fromkeys((fusion.norm, *fusion.parts), borrower.kind)
 
-    def _mlp(self, norm: tuple[str, nn.Module], fusion: Fusion) -> Borrower:
-        assert fusion.second is not None
-        return norm_mlp_for(
-            norm,
-            {name: self._linear(name) for name in fusion.first},
-            (fusion.second, self._linear(fusion.second)),
-            activation=fusion.activation,
-            sharded=self._sharded,
-        )
-
-    def _linear(self, name: str) -> nn.Linear:
-        linear = self._modules[name]
-        assert isinstance(linear, nn.Linear)
-        return linear
+    def _named(self, names: Iterable[str]) -> dict[str, nn.Linear]:
+        return {name: self._modules[name] for name in names}
 
 
 def _reading(passed: PassedOn, name: str, borrower: Borrower, calls: Calls) -> Any:

@@ -91,6 +91,11 @@ class Norm:
     eps: float
     zero_centered: bool
 
+    @property
+    def within_products(self) -> dict[str, Any]:
+        """The arguments of a module that computes it within its products."""
+        return {"normalization": self.kind, "eps": self.eps, "zero_centered_gamma": self.zero_centered}
+
     @classmethod
     def of(cls, module: nn.Module) -> "Norm | str | None":
         """Return it; or why Transformer Engine has no such norm; or None if ``module`` is no norm at all."""
@@ -140,10 +145,8 @@ def norm_linear_for(norm: tuple[str, nn.Module], linears: Mapping[str, nn.Linear
     module = engine().LayerNormLinear(
         first.in_features,
         sum(linear.out_features for linear in linears.values()),
-        eps=what.eps,
+        **what.within_products,
         bias=first.bias is not None,
-        normalization=what.kind,
-        zero_centered_gamma=what.zero_centered,
         params_dtype=first.weight.dtype,
         device="meta",
     )
@@ -164,11 +167,9 @@ def norm_mlp_for(
     module = engine().LayerNormMLP(
         last.out_features,
         last.in_features,
-        eps=what.eps,
+        **what.within_products,
         bias=last.bias is not None,
-        normalization=what.kind,
         activation=activation,
-        zero_centered_gamma=what.zero_centered,
         params_dtype=last.weight.dtype,
         device="meta",
     )

@@ -112,7 +112,7 @@ def test_a_closure_without_gradients_leaves_everything(tmp_path):
             self.losses.append(torch.zeros(()))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw_step, "_is_ours", lambda weight: True)
+        patch.setattr(adamw_step, "_has_kernel", lambda device: True)
         model = Idle()
         before = weights_of(model)
         options = {"plugins": [BF16Precision()], "callbacks": [Compile(backend="eager")]}

@@ -89,7 +89,7 @@ def test_a_fault_in_the_layout_would_be_seen():
     model = gpt()
     expected, _ = logits_and_gradients(model)
     conversion = convert_to_te(model)
-    for borrower in conversion._borrowers.values():
+    for borrower in conversion.borrowers.values():
         if "fc1_weight" in borrower.slots:
             borrower.slots["fc1_weight"] = borrower.slots["fc1_weight"][::-1]
     logits, _ = logits_and_gradients(model)
@@ -165,7 +165,7 @@ def test_under_sharding_weights_are_not_joined_unless_asked():
     done = convert_to_te(gpt(), sharded=True)
     assert done.kinds == {"LayerNormLinear": 2, "Linear": 8, "RMSNorm": 6}
     assert "joining them would copy them" in done.apart["layers.0.ffn_norm"]
-    assert all(borrower.module.is_fsdp2 for borrower in done._borrowers.values() if borrower.num_products)
+    assert all(borrower.module.is_fsdp2 for borrower in done.borrowers.values() if borrower.num_products)
     assert convert_to_te(gpt(), sharded=True, fuse="all").kinds["LayerNormMLP"] == 2
 
 
