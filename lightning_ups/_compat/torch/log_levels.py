@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["only_errors", "only_from"]
+__all__ = ["only_errors", "only_from", "without"]
 
 
 @contextmanager
@@ -18,6 +18,21 @@ def only_from(level: int, logger: str) -> Iterator[None]:
         yield
     finally:
         named.setLevel(before)
+
+
+@contextmanager
+def without(text: str, logger: str) -> Iterator[None]:
+    """Let ``logger`` leave out messages with ``text`` while the context is open."""
+    named = logging.getLogger(logger)
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    named.addFilter(is_another)
+    try:
+        yield
+    finally:
+        named.removeFilter(is_another)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class Content:
         error: The error that ended it.
         tiles: The most important figures, by name.
         change: What to change first: the name with its reason, and what to do.
-        checks: Thresholds: name, measured, wanted, verdict (``"pass"``, ``"FAIL"`` or ``"-"``), note.
+        checks: Thresholds: name, measured, wanted, verdict (``"pass"`` or ``"FAIL"``), note.
         figures: Other figures, by name.
         split: Shares of a step, by phase.
         checkpoints: Paths of checkpoints, by what they are.
@@ -115,10 +115,9 @@ def _charts(charts: Sequence[Chart]) -> Iterator[str]:
 
 def _table(checks: Sequence[tuple[str, str, str, str, str]]) -> str:
     head = "<tr><th>threshold</th><th>measured</th><th>wanted</th><th></th><th></th></tr>"
-    kinds = {"pass": "pass", "FAIL": "fail"}
     rows = (
         f"<tr><th>{escape(name)}</th><td>{escape(measured)}</td><td>{escape(wanted)}</td>"
-        f'<td class="{kinds.get(verdict, "open")}">{escape(verdict)}</td><td>{escape(note)}</td></tr>'
+        f'<td class="{verdict.lower()}">{escape(verdict)}</td><td>{escape(note)}</td></tr>'
         for name, measured, wanted, verdict, note in checks
     )
     return f"<table>{head}{''.join(rows)}</table>"
@@ -185,7 +184,7 @@ th,td:not(:last-child){{overflow-wrap:normal}}
 @media(max-width:600px){{table{{font-size:13px}}th,td{{padding-right:8px}}}}
 .pass{{color:var(--good);font-weight:600}}
 .fail{{color:var(--bad);font-weight:600}}
-.open,.none{{color:var(--soft)}}
+.none{{color:var(--soft)}}
 details{{border-bottom:1px solid var(--line)}}
 summary{{cursor:pointer;padding:6px 0}}
 pre{{overflow-x:auto;font-size:12px;background:var(--box);padding:12px;border-radius:6px}}

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from lightning_ups.insight.throughput.meter import Summary
 
-__all__ = ["Bottleneck", "Check", "bottlenecks", "checks", "first_change"]
-
-_NO_GPU = "measured on GPUs only"
+__all__ = ["Bottleneck", "Check", "bottlenecks", "checks", "first_change", "unmeasured"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,16 +14,16 @@ class Check:
 
     Args:
         name: The figure.
-        value: Its measured value; None: not measured.
+        value: Its measured value.
         wanted: The threshold, as text.
-        passed: Whether it is reached; None: not measured.
-        note: Why it was not measured, or what the value means.
+        passed: Whether it is reached.
+        note: What the value means.
     """
 
     name: str
-    value: float | None
+    value: float
     wanted: str
-    passed: bool | None
+    passed: bool
     note: str = ""
 
 
@@ -47,29 +45,38 @@ class Bottleneck:
 
 
 def checks(summary: Summary) -> list[Check]:
-    """Return all thresholds with the measured figures of ``summary``."""
-    look, gpu, alone = summary.inspection, summary.gpu, summary.num_devices == 1
-    used = _used_memory(summary)
-    no_nvml = "NVML is not available (pip install nvidia-ml-py)" if summary.memory else _NO_GPU
-    no_look = "no step was profiled (inspect_at)" if gpu or summary.memory else _NO_GPU
-    exposed = 0.0 if alone else (look.exposed_communication if look else None)
-    one = "one device" if alone else ""
-    memory_note = "" if used is None or 0.8 <= used <= 0.95 else "room for a larger batch" if used < 0.8 else "near OOM"
+    """Return the thresholds of what was measured in ``summary``."""
+    used, exposed = _used_memory(summary), _exposed_communication(summary)
+    note = "" if used is None or 0.8 <= used <= 0.95 else "room for a larger batch" if used < 0.8 else "near OOM"
+    found: list[tuple[str, float | None, str, Callable[[float], bool], str]] = [
+        ("GPU utilisation", summary.gpu.get("utilisation"), "> 80 %", lambda v: v > 0.8, ""),
+        ("GPU memory", used, "80-95 %", lambda v: 0.8 <= v <= 0.95, note),
+        ("waiting for data", summary.split.get("data"), "< 5 %", lambda v: v < 0.05, ""),
+        ("exposed communication", exposed, "< 15 %", lambda v: v < 0.15, ""),
+        ("MFU", summary.utilisation.get("mfu"), "> 50 %", lambda v: v > 0.5, ""),
+        ("scaling efficiency", summary.scaling, "> 80 %", lambda v: v > 0.8, ""),
+    ]
     return [
-        _check("GPU utilisation", gpu.get("utilisation"), "> 80 %", lambda v: v > 0.8, no_nvml),
-        _check("GPU memory", used, "80-95 %", lambda v: 0.8 <= v <= 0.95, _NO_GPU, memory_note),
-        _check("waiting for data", summary.split.get("data"), "< 5 %", lambda v: v < 0.05, "no step was split"),
-        _check("exposed communication", exposed, "< 15 %", lambda v: v < 0.15, no_look, one),
-        _check("MFU", summary.utilisation.get("mfu"), "> 50 %", lambda v: v > 0.5, summary.why_no_mfu),
-        _check("scaling efficiency", summary.scaling, "> 80 %", lambda v: v > 0.8, one or "set single_device"),
+        Check(name=name, value=value, wanted=wanted, passed=is_good(value), note=note)
+        for name, value, wanted, is_good, note in found
+        if value is not None
     ]
 
 
-def _check(
-    name: str, value: float | None, wanted: str, is_good: Callable[[float], bool], why_not: str, note: str = ""
-) -> Check:
-    passed = None if value is None else is_good(value)
-    return Check(name=name, value=value, wanted=wanted, passed=passed, note=why_not if value is None else note)
+def unmeasured(summary: Summary) -> list[str]:
+    """Return what was not measured and could have been on these devices, each with what it needs."""
+    several = summary.num_devices > 1
+    cures = {
+        "GPU utilisation (pip install nvidia-ml-py)": summary.memory and "utilisation" not in summary.gpu,
+        "exposed communication (set inspect_at)": several and _exposed_communication(summary) is None,
+        "scaling efficiency (set single_device)": several and summary.scaling is None,
+    }
+    return [cure for cure, is_missing in cures.items() if is_missing]
+
+
+def _exposed_communication(summary: Summary) -> float | None:
+    look = summary.inspection
+    return look.exposed_communication if look is not None and summary.num_devices > 1 else None
 
 
 def _used_memory(summary: Summary) -> float | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from lightning_ups.insight.throughput.bottlenecks import checks, first_change
+from lightning_ups.insight.throughput.bottlenecks import checks, first_change, unmeasured
 from lightning_ups.insight.throughput.meter import Summary
 
 __all__ = ["rows", "text_table"]
@@ -34,11 +34,12 @@ def _lines(summary: Summary) -> Iterator[str]:
     yield from _aligned([("  " + name, value) for name, value in rows(summary)])
     yield ""
     table = [("  threshold", "measured", "wanted", "")]
-    for check in checks(summary):
-        verdict = {True: "pass", False: "FAIL", None: "-"}[check.passed]
-        measured = "not measured" if check.value is None else f"{check.value:.1%}"
-        table.append((f"  {check.name}", measured, check.wanted, f"{verdict:4}  {check.note}".rstrip()))
-    yield from _aligned(table)
+    for check in (measured := checks(summary)):
+        verdict = "pass" if check.passed else "FAIL"
+        table.append((f"  {check.name}", f"{check.value:.1%}", check.wanted, f"{verdict}  {check.note}".rstrip()))
+    yield from _aligned(table if measured else [])
+    if missing := unmeasured(summary):
+        yield f"  not measured: {', '.join(missing)}"
     yield ""
     change = first_change(summary)
     if change is None:

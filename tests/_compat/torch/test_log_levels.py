@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 
-from lightning_ups._compat.torch.log_levels import only_errors, only_from
+from lightning_ups._compat.torch.log_levels import only_errors, only_from, without
 
 
 def test_less_is_left_out_for_a_while():
@@ -21,6 +21,15 @@ def test_the_level_comes_back_after_an_error():
     with pytest.raises(KeyError), only_from(logging.ERROR, "somebody"):
         raise KeyError
     assert logger.level == logging.INFO
+
+
+def test_one_message_is_left_out_for_a_while(caplog):
+    logger = logging.getLogger("somebody.else")
+    with without("advice about", "somebody.else"):
+        logger.warning("some %s this", "advice about")
+        logger.warning("another")
+    logger.warning("advice about that")
+    assert [record.getMessage() for record in caplog.records] == ["another", "advice about that"]
 
 
 def test_only_errors_are_heard_while_the_context_is_open(caplog, recwarn):

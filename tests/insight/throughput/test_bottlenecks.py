@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ups.insight.throughput.bottlenecks import bottlenecks, checks, first_change
+from lightning_ups.insight.throughput.bottlenecks import bottlenecks, checks, first_change, unmeasured
 from lightning_ups.insight.throughput.inspection import Inspection
 from lightning_ups.insight.throughput.meter import Flops, RankTimes, Summary
 
@@ -79,15 +79,15 @@ def test_each_threshold_can_fail(changed, name):
     assert [check.name for check in checks(run(**changed)) if check.passed is False] == [name]
 
 
-def test_thresholds_without_measurement_have_a_reason():
-    bare = Summary(unit="tokens", device="cpu", num_devices=1, steps=3, warmup_steps=0, why_no_mfu="no peak")
-    found = {check.name: check for check in checks(bare)}
-    assert [check.passed for check in found.values()] == [None, None, None, True, None, None]
-    assert found["MFU"].note == "no peak"
-    assert found["GPU utilisation"].note == "measured on GPUs only"
-    assert {check.name: check.note for check in checks(run(gpu={}))}["GPU utilisation"].endswith(
-        "(pip install nvidia-ml-py)"
-    )
+def test_only_what_was_measured_is_a_threshold_and_what_could_be_has_its_cure():
+    bare = Summary(unit="tokens", device="cpu", num_devices=1, steps=3, warmup_steps=0, split={"data": 0.1})
+    assert [(check.name, check.passed) for check in checks(bare)] == [("waiting for data", False)]
+    assert unmeasured(bare) == []
+    assert unmeasured(run()) == []
+    (utilisation, communication, scaling) = unmeasured(run(gpu={}, inspection=None, single_device=None))
+    assert utilisation == "GPU utilisation (pip install nvidia-ml-py)"
+    assert communication == "exposed communication (set inspect_at)"
+    assert scaling == "scaling efficiency (set single_device)"
 
 
 FOUND = {

@@ -53,6 +53,7 @@ def test_the_table_says_what_was_measured():
     ):
         assert part in text, part
     assert "checkpoint" not in text
+    assert "\n  not measured: scaling efficiency (set single_device)\n" in text
     assert re.search(r"\n  MFU +61.0% .*pass\n", text)
     assert re.search(r"\n  waiting for data +40.0% .*FAIL\n", text)
 
@@ -67,6 +68,14 @@ def test_a_run_without_trouble_says_so():
         utilisation={"mfu": 0.6, "hfu": 0.6},
     )
     assert "nothing that was measured stands out" in text_table(calm)
+
+
+def test_a_run_on_a_cpu_has_no_rows_of_a_gpu():
+    text = text_table(replace(FULL, device="cpu", num_devices=1, inspection=None, memory={}, gpu={}, utilisation={}))
+    _, thresholds = text.split("threshold")
+    assert "waiting for data" in thresholds
+    for name in ("GPU", "MFU", "communication", "scaling", "not measured"):
+        assert name not in thresholds, name
 
 
 def test_a_run_within_its_warmup_says_so():
