@@ -5,20 +5,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_ups.config import checks
-from tests.cli_toys import Data, Keeping, Predicting, Toy, Writing
+from tests.cli_toys import Data, Predicting, Toy, Writing
 
 
 @pytest.mark.parametrize("path", ["last", "best", "hpc", "s3://bucket/x.ckpt", "registry:model", None])
 def test_checkpoints_that_lightning_finds(path):
     checks.check_checkpoint_exists(path)
-
-
-@pytest.mark.parametrize(("path", "names"), [("", "ckpt_path is empty"), ("lst.ckpt", "'last.ckpt'")])
-def test_checkpoints_that_do_not_exist(tmp_path, monkeypatch, path, names):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "last.ckpt").touch()
-    with pytest.raises((ValueError, FileNotFoundError), match=names):
-        checks.check_checkpoint_exists(path)
 
 
 def test_data():
@@ -50,7 +42,6 @@ def test_folders(monkeypatch):
         (Predicting(), [EarlyStopping("a")], False),
         (Predicting(), [Writing()], True),
         (Predicting(), [type("Mine", (Callback,), {"on_predict_batch_end": lambda *_: None})()], True),
-        (Keeping(), [], True),
     ],
 )
 def test_predictions(module, callbacks, kept):

@@ -2,13 +2,12 @@
 
 import pytest
 from jsonargparse import ArgumentError
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from torch.optim import Optimizer
 
 import lightning_ups.callbacks  # noqa: F401  (so that bare class names resolve)
 from lightning_ups._compat.lightning.trainer import setting_types
-from lightning_ups.config.classes import find_class
 from lightning_ups.config.faults import Schema, find_faults, summarize
 from lightning_ups.config.layers import Layer, read
 
@@ -79,10 +78,3 @@ def test_other_errors_of_the_parser_are_shortened():
     text = 'Parser key "x":\n  Does not validate\n  Subtypes: [a]\n  Errors:\n    - Expected a list'
     assert summarize(ArgumentError(None, text)) == 'Parser key "x": - Expected a list'
     assert "--config run.yaml" in summarize(ArgumentError(None, "unrecognized arguments: run.yaml"))
-
-
-def test_find_class():
-    assert find_class("Timer", [Callback]).__name__ == "Timer"
-    assert find_class("tests.cli_toys.Noted", [Callback]).__name__ == "Noted"
-    for name in ("Timr", "tests.cli_toys.Nothing", "nowhere.Net", ".Net", "a..b"):
-        assert find_class(name, [Callback]) is None

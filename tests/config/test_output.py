@@ -14,12 +14,8 @@ def test_titled():
 
 
 def test_readable_count():
-    assert [readable_count(number) for number in (999, 1500, 853_000_000, 7_000_000_000)] == [
-        "999",
-        "1.5 k",
-        "853 M",
-        "7 B",
-    ]
+    numbers = {999: "999", 1500: "1.5 k", 853_000_000: "853 M", 7_000_000_000: "7 B"}
+    assert {number: readable_count(number) for number in numbers} == numbers
 
 
 def test_paths(tmp_path, monkeypatch):

@@ -29,28 +29,18 @@ def test_the_yaml_of_one(capsys):
     assert capsys.readouterr().out == presets.text("cpu")
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as stop:
-        presets.main(["--help"])
-    assert stop.value.code == 0
-    assert "NAME" in capsys.readouterr().out
-
-
-def test_unknown():
-    with pytest.raises(ValueError, match=r"Did you mean 'h100'\?$"):
-        presets.text("h10")
-    with pytest.raises(ValueError, match=r"Use one of: a100, auto, cpu, h100.*\.$"):
-        presets.text("zebra")
-
-
-def test_the_one_of_the_device_has_no_settings():
-    with pytest.raises(ValueError, match="cpu, a100 or h100"):
-        presets.text("auto")
-
-
-def test_a_path_is_refused():
-    with pytest.raises(ValueError, match="presets/cpu"):
-        presets.text("../presets/cpu")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h10", r"Did you mean 'h100'\?$"),
+        ("zebra", "Use one of: a100, auto, cpu, h100"),
+        ("auto", "cpu, a100 or h100"),
+        ("../presets/cpu", "presets/cpu"),
+    ],
+)
+def test_names_of_no_preset(name, message):
+    with pytest.raises(ValueError, match=message):
+        presets.text(name)
 
 
 def test_torch_is_not_imported():

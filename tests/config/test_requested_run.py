@@ -34,16 +34,14 @@ def run(**settings):
     return run_of(Toy(), DEFAULTS | settings, [])
 
 
-def test_the_defaults():
+def test_the_defaults_and_a_machine_that_is_not_here():
     found = run()
     assert (found.strategy.name, found.accelerator, found.num_devices) == ("SingleDeviceStrategy", "cpu", 1)
     assert found.precision.precision == "32-true"
     assert found.training
-
-
-def test_a_machine_that_is_not_here():
     found = run(accelerator="gpu", devices=8, num_nodes=2)
     assert (found.strategy.name, found.accelerator, found.num_devices, found.num_nodes) == ("DDPStrategy", "cuda", 8, 2)
+    assert run(accelerator="auto").accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(
@@ -66,10 +64,6 @@ def test_no_number_of_batches_or_epochs(name):
             run(**{name: value})
     for value in (None, 1, 0.5):
         run(**{name: value})
-
-
-def test_auto_is_the_device_of_this_machine():
-    assert run(accelerator="auto").accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +98,17 @@ def test_precisions(precision, kind, name):
     assert found.precision == name
 
 
-def test_float16_on_a_cpu_is_what_the_trainer_makes_of_it():
-    """Under FSDP2 it stays, since it is refused there."""
-    assert run(accelerator="cpu", precision="16-mixed").precision.precision == "bf16-mixed"
-    assert run(accelerator="cpu", precision=16).precision.precision == "bf16-mixed"
-    assert run(accelerator="cpu", precision="16-mixed", strategy="fsdp2").precision.precision == "16-mixed"
-    assert run(accelerator="gpu", precision="16-mixed").precision.precision == "16-mixed"
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "bf16-mixed"),
+        ({"precision": 16}, "bf16-mixed"),
+        ({"strategy": "fsdp2"}, "16-mixed"),  # which refuses it
+        ({"accelerator": "gpu"}, "16-mixed"),
+    ],
+)
+def test_float16_on_a_cpu_is_what_the_trainer_makes_of_it(settings, name):
+    assert run(**{"precision": "16-mixed"} | settings).precision.precision == name
 
 
 def test_a_precision_among_the_plugins():
@@ -152,16 +151,11 @@ def test_a_gpu_that_is_not_here(monkeypatch):
     assert missing_gpu("cpu") is missing_gpu("auto") is None
 
 
-def test_built_without_memory():
-    module, notes = build_on_meta(Toy)
-    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
-    assert notes == []
-
-
-def test_built_on_the_cpu_if_values_are_needed():
-    module, notes = build_on_meta(NoMeta)
-    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
-    assert "CPU" in notes[0]
+@pytest.mark.parametrize(("kind", "device"), [(Toy, "meta"), (NoMeta, "cpu")])
+def test_built_without_memory_or_on_the_cpu_if_values_are_needed(kind, device):
+    module, notes = build_on_meta(kind)
+    assert {parameter.device.type for parameter in module.parameters()} == {device}
+    assert bool(notes) == (device == "cpu")
 
 
 def test_an_error_of_the_module_is_raised():
@@ -177,22 +171,18 @@ def test_configure_model_builds_the_blocks():
     assert call_configure_model(Toy()) == []
 
 
-def test_configure_model_may_need_a_trainer():
-    class Needs(Late):
-        def configure_model(self):
-            assert self.trainer.world_size
-
-    (note,) = call_configure_model(Needs())
-    assert "`Trainer`" in note
+def needs_a_trainer(self):
+    assert self.trainer.world_size
 
 
-def test_a_configure_model_that_fails_in_silence_is_quoted_by_its_error():
-    class Silent(Late):
-        def configure_model(self):
-            raise NotImplementedError
+def fails(self):
+    raise NotImplementedError
 
-    (note,) = call_configure_model(Silent())
-    assert "NotImplementedError" in note
+
+@pytest.mark.parametrize(("configure", "name"), [(needs_a_trainer, "`Trainer`"), (fails, "NotImplementedError")])
+def test_a_configure_model_that_cannot_run_here_is_noted(configure, name):
+    (note,) = call_configure_model(type("Mine", (Late,), {"configure_model": configure})())
+    assert name in note
 
 
 def asked(config, slots):
@@ -200,18 +190,13 @@ def asked(config, slots):
 
 
 def test_labels_show_what_differs_from_the_defaults():
-    spec = {"class_path": "lightning_ups.callbacks.ActivationCheckpoint", "init_args": {"save": "nothing", "every": 1}}
-    found = asked({"trainer": DEFAULTS | {"callbacks": [spec]}}, {})
-    assert found.label(ActivationCheckpoint()) == "ActivationCheckpoint(save=nothing)"
+    path, given = "lightning_ups.callbacks.ActivationCheckpoint", ({"every_k": 3, "every": 1}, {"save": "nothing"})
+    specs = [{"class_path": path, "init_args": each} for each in given]
+    parts = [ActivationCheckpoint(every_k=3), ActivationCheckpoint(save="nothing")]
+    found = replace(asked({"trainer": DEFAULTS | {"callbacks": specs}}, {}), run=run(callbacks=parts))
+    labels = ["ActivationCheckpoint(every_k=3)", "ActivationCheckpoint(save=nothing)"]
+    assert [*map(found.label, parts)] == labels
     assert found.label(Toy()) == "Toy()"
-
-
-def test_each_of_two_of_one_class_has_its_own_label():
-    path = "lightning_ups.callbacks.ActivationCheckpoint"
-    specs = [{"class_path": path, "init_args": {"every_k": 3}}, {"class_path": path, "init_args": {"every_k": 2}}]
-    parts = (ActivationCheckpoint(every_k=3), ActivationCheckpoint(every_k=2))
-    found = replace(asked({"trainer": DEFAULTS | {"callbacks": specs}}, {}), run=run(callbacks=[*parts]))
-    assert [*map(found.label, parts)] == ["ActivationCheckpoint(every_k=3)", "ActivationCheckpoint(every_k=2)"]
 
 
 def test_a_section_left_alone_has_no_label():
