@@ -3,11 +3,13 @@
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 from lightning_ups import __version__
-from lightning_ups.config.errors import report_errors
+from lightning_ups.config.errors import broken_package, cure_of_broken, report_errors
 from lightning_ups.config.suggestions import suggest
 
 __all__ = ["main"]
@@ -65,11 +67,23 @@ def _run(words: list[str]) -> int:
         raise ValueError(f"Unknown command {words[0]!r}. {suggest(words[0], known)}")
     words.remove(command)
     if command in TRAINER:
-        return importlib.import_module("lightning_ups.cli").main([command, *words])
-    tool = importlib.import_module(f"lightning_ups.{TOOLS[command].module}")
+        return _load("cli").main([command, *words])
+    tool = _load(TOOLS[command].module)
     if hasattr(tool, "main") and (code := tool.main(words)) is not None:
         return code
-    return importlib.import_module("lightning_ups.cli").show(tool, words)
+    return _load("cli").show(tool, words)
+
+
+def _load(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"lightning_ups.{module}")
+    except Exception as error:
+        package = broken_package(traceback.format_exc())
+        if package is None:
+            raise
+        raise ImportError(
+            f"{package} does not load: {type(error).__name__}: {error}. To change that: {cure_of_broken(package)}."
+        ) from error
 
 
 def _help() -> str:

@@ -60,6 +60,37 @@ def test_a_wrong_command_is_exit_code_2():
     assert "Did you mean 'fit'?" in done.stderr
 
 
+@pytest.fixture
+def broken_torchvision(tmp_path, monkeypatch):
+    """A torchvision that was built for another torch, as the one that a process finds first."""
+    folder = tmp_path / "site-packages"
+    (folder / "torchvision").mkdir(parents=True)
+    (folder / "torchvision/__init__.py").write_text("import torch; torch.library.register_fake('torchvision::nms')(id)")
+    (folder / "torchvision-0.1.dist-info").mkdir()
+    (folder / "torchvision-0.1.dist-info/METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.getcwd()]))
+
+
+@pytest.mark.usefixtures("broken_torchvision")
+@pytest.mark.parametrize("command", ["fit", "plan"])
+def test_a_package_below_lightning_that_does_not_load_is_named(command):
+    done = process("-m", "lightning_ups", command, "--trainer.max_steps", "1")
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert said.startswith("error: torchvision does not load: RuntimeError: ")
+    assert "pip uninstall torchvision" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.usefixtures("broken_torchvision")
+def test_doctor_names_it_too():
+    done = process("-m", "lightning_ups", "doctor")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  lightning ")]
+    assert "RuntimeError: operator torchvision::nms does not exist" in line
+    assert "pip uninstall torchvision" in line
+    assert "pip install 'lightning" not in line
+
+
 def test_debug_keeps_the_exit_code(capsys):
     assert main(["presets", "h10", "--debug"]) == 2
     err = capsys.readouterr().err

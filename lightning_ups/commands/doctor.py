@@ -125,7 +125,7 @@ def _packages(machine: "Machine") -> dict[str, Any]:
     for name in names:
         package = machine.packages.get(name, Package(version=None))
         loads = package.version is not None and package.loads
-        cure = "" if loads else cures.get(name, "")
+        cure = "" if loads else package.cure or cures.get(name, "")
         found[name] = {"version": package.version, "loads": loads, "error": package.error, "cure": cure}
     return found
 

@@ -2,6 +2,7 @@
 
 import dis
 import os
+import re
 import select
 import signal
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import IO
 
-__all__ = ["report_errors", "short_text", "unwrapped"]
+__all__ = ["broken_package", "cure_of_broken", "report_errors", "short_text", "unwrapped"]
 
 _DELIBERATE = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _RAISE = dis.opmap["RAISE_VARARGS"]
@@ -129,6 +130,17 @@ def short_text(error: BaseException) -> str | None:
     if source == "lightning" and is_raised and (is_refusal or constructs):
         return _wrapped(f"{_constructed(frames) if constructs else 'Lightning'}: {root}")
     return None
+
+
+def broken_package(traceback_text: str) -> str | None:
+    """Return the installed package whose code failed, of the traceback of an import; torch only calls what failed."""
+    names = re.findall(r'File "[^"]*(?:site|dist)-packages/(\w+)', traceback_text)
+    return next((name for name in reversed(names) if name not in ("torch", "lightning_ups")), None)
+
+
+def cure_of_broken(package: str) -> str:
+    """Return what to do about an installed package that does not load."""
+    return f"install a version of {package} that fits this torch, or, if nothing needs it: pip uninstall {package}"
 
 
 def _unrestored(root: BaseException, *, path: object) -> str:

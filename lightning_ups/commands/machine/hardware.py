@@ -97,7 +97,8 @@ def _lacks_package(technique: Technique, machine: Machine) -> Finding | None:
         if package is None or package.version is None:
             return Finding(verdict="no", why=f"{name} is not installed", cure=_CURE_OF_PACKAGE[name])
         if not package.loads:
-            cure = f"reinstall it for torch {machine.packages['torch'].version}: {_CURE_OF_PACKAGE[name]}"
+            anew = f"reinstall it for torch {machine.packages['torch'].version}: {_CURE_OF_PACKAGE[name]}"
+            cure = package.cure or anew
             return Finding(verdict="no", why=f"{name} {package.version} does not load: {package.error}", cure=cure)
     return None
 

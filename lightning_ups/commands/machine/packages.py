@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_ups._compat.environment import gpus, host, installed, relevant_variables
 from lightning_ups._compat.optional.nvml import gpu_states
+from lightning_ups.config.errors import broken_package, cure_of_broken
 
 __all__ = ["KNOWN", "Known", "Machine", "Package", "look"]
 
@@ -51,10 +52,17 @@ KNOWN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """An installed package, and why it does not load, if it does not."""
+    """An installed package, and why it does not load, if it does not.
+
+    Args:
+        version: Its version.
+        error: Why it does not load.
+        cure: What to do about it, if the fault is in another package that it imports.
+    """
 
     version: str | None
     error: str | None = None
+    cure: str = ""
 
     @property
     def loads(self) -> bool:
@@ -167,11 +175,15 @@ class _Loading:
         if code is None:
             self._process.kill()
             return Package(version=version, error=f"importing it takes more than {patience_s:.0f} s")
-        lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        text = self._said.read_text(encoding="utf-8", errors="replace")
+        lines = text.strip().splitlines()
         ended = (
             f"importing it ends the interpreter by signal {-code}" if code < 0 else f"importing it exits with {code}"
         )
-        return Package(version=version, error=lines[-1] if lines and code > 0 else ended)
+        said = lines[-1] if lines and code > 0 else ended
+        broken, own = broken_package(text), self.known.module.partition(".")[0]
+        cure = cure_of_broken(broken) if broken and broken != own else ""
+        return Package(version=version, error=said, cure=cure)
 
 
 def _import(module: str, said: str) -> None:
