@@ -129,8 +129,8 @@ def advise(
     if dry and (table or steps):
         raise ValueError("--dry times nothing and looks at neither --table nor --steps. Leave them out, or --dry.")
     check_tokens(tokens, said=f"--tokens {tokens}")
-    device = torch.device("cuda", 0) if trial.run.accelerator == "cuda" else torch.device("cpu")
-    can_time = device.type == "cuda" and torch.cuda.is_available()
+    can_time = trial.run.accelerator == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if can_time else torch.device("cpu")
     if not (dry or table or timer or can_time):
         raise RuntimeError(
             "advise finds no GPU here. Run it on the one that will train, bring the times from there by --table FILE,"

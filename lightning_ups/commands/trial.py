@@ -20,6 +20,7 @@ from lightning_ups._compat.lightning.fit_setup import attach, first_batch
 from lightning_ups._compat.torch.log_levels import only_from
 from lightning_ups.callbacks.logs.measured.close_look import CloseLook, can_look_at
 from lightning_ups.config.layers import items
+from lightning_ups.config.requested_run import check_trainer, missing_gpu
 from lightning_ups.insight.throughput import Inspection
 from lightning_ups.order import Run, Step
 
@@ -89,7 +90,9 @@ class Trial:
 
         Raises:
             ValueError: If the strategy that is asked for needs more than one device.
+            RuntimeError: If the run asks for a GPU and there is none.
         """
+        check_trainer(self.settings, here=True)
         if not plain:
             self.check_fits_one_device()
         if state is not None:
@@ -129,6 +132,8 @@ class Trial:
         self, folder: str, watch: Callback, *, steps: int, precision: Precision | None, plain: bool
     ) -> Trainer:
         settings = {name: self.settings[name] for name in _OF_A_STEP if self.settings.get(name) is not None}
+        if missing_gpu(settings.get("accelerator")):  # only a batch is looked at
+            settings["accelerator"] = "cpu"
         plugins = [plugin for plugin in items(self.settings.get("plugins")) if not plain]
         if precision is not None:
             plugins = [plugin for plugin in plugins if not isinstance(plugin, Precision)] + [precision]

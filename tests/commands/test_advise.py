@@ -352,3 +352,23 @@ def test_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert main(["advise", "--config", "run.yaml"]) == 2
     assert "advise finds no GPU here" in capsys.readouterr().err
     assert not (tmp_path / "lightning_logs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without one")
+@pytest.mark.parametrize("settings", ["", "  devices: 4\n  strategy: fsdp2\n"])
+def test_advise_takes_a_gpu_configuration_without_a_gpu(tmp_path, capsys, monkeypatch, settings):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "preset: h100\nmodel: {class_path: tests.commands.test_advise.Wide}\ndata: {class_path: tests.cli_toys.Data}\n"
+        f"trainer:\n  max_steps: 1\n{settings}"
+    )
+    assert main(["advise", "--config", "run.yaml", "--dry"]) == 0
+    assert "4 x 16 x 32" in capsys.readouterr().out
+    advise.advise(trial(), recipes=["tensorwise"], steps=0, timer=timer)
+    (table,) = (tmp_path / "cache").rglob("*.json")
+    assert main(["advise", "--config", "run.yaml", "--recipes", "tensorwise", "--table", str(table)]) == 0
+    assert "convert 2 of 4" in capsys.readouterr().out
+    assert main(["advise", "--config", "run.yaml"]) == 2
+    assert "advise finds no GPU here" in capsys.readouterr().err
+    assert main(["verify", "--config", "run.yaml"]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err
