@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ups._compat.lightning.checkpoints import checkpoints_beside, last_checkpoints
-from lightning_ups.config.output import shell_word
+from lightning_ups.config.output import note, shell_word
 from lightning_ups.config.suggestions import suggest_file
 from lightning_ups.state.checkpoint import check_file, is_complete, newest_within
 
@@ -63,16 +63,18 @@ def check_checkpoint_fits_strategy(given: Any, strategy: Strategy) -> None:
 
 
 def check_last_checkpoint(given: Any, trainer: Trainer, command: str) -> None:
-    """Refuse ``ckpt_path: last`` if there is none and the command would use untrained weights; fit starts anew."""
+    """Refuse ``ckpt_path: last`` if there is none and the command would use untrained weights; a fit prints a line."""
     find = getattr(trainer.strategy, "find_last_checkpoint", last_checkpoints)
-    if given != "last" or command == "fit" or find(trainer):
+    if given != "last" or find(trainer):
         return
     found = checkpoints_beside(trainer)
+    missing = "ckpt_path 'last' finds no last.ckpt where the ModelCheckpoint of this run writes"
+    if command == "fit":
+        other = f" The newest of another run: --ckpt_path {shell_word(found[-1])}" if found else ""
+        note(f"{missing}. Training starts at step 0.{other}")
+        return
     path = shell_word(found[-1]) if found else "FILE"
-    raise FileNotFoundError(
-        "ckpt_path 'last' finds no last.ckpt where the ModelCheckpoint of this run writes, and"
-        f" {command} would use untrained weights. Give the path: --ckpt_path {path}"
-    )
+    raise FileNotFoundError(f"{missing}, and {command} would use untrained weights. Give the path: --ckpt_path {path}")
 
 
 def check_data(command: str, module: LightningModule, datamodule: Any) -> None:
