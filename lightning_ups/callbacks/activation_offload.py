@@ -11,7 +11,14 @@ from typing_extensions import override
 
 from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.order import Context, Declaration, Report, Stage
-from lightning_ups.order.arguments import check_finite, check_least, check_some
+from lightning_ups.order.arguments import (
+    OnNoEffect,
+    check_finite,
+    check_least,
+    check_on_no_effect,
+    check_some,
+    raise_or_warn,
+)
 from lightning_ups.transforms.activation_offload import MIN_BYTES, Offloaded, offload_activations
 from lightning_ups.transforms.blocks import as_patterns, select_blocks
 
@@ -33,12 +40,14 @@ class ActivationOffload(Declaration):
         blocks: Patterns of submodule names, such as ``["model.layers.*"]``. Each must match. None: what repeats.
         every_k: Of the blocks, in the order of the model, take the first and every k-th after it.
         min_mb: Saved tensors of fewer MiB stay on the device.
+        on_no_effect: If nothing was moved in the first step, ``"raise"`` an error, or ``"warn"`` and go on.
 
     Raises:
         TypeError: If ``blocks`` is a single string.
         ValueError: If an argument is out of its range; when fitting starts, if a pattern matches no submodule, or
             whole models are compiled, or CUDA graphs are replayed.
-        RuntimeError: If nothing was moved, before the first optimizer step. With manual optimization it is a warning.
+        RuntimeError: If nothing was moved and ``on_no_effect="raise"``, before the first optimizer step. With manual
+            optimization it is a warning.
 
     Example::
 
@@ -49,7 +58,12 @@ class ActivationOffload(Declaration):
     moves_saved = True
 
     def __init__(
-        self, *, blocks: Sequence[str] | None = None, every_k: int = 1, min_mb: float = MIN_BYTES / 2**20
+        self,
+        *,
+        blocks: Sequence[str] | None = None,
+        every_k: int = 1,
+        min_mb: float = MIN_BYTES / 2**20,
+        on_no_effect: OnNoEffect = "raise",
     ) -> None:
         why = "It counts blocks: 1 takes each, 2 every second."
         check_least("every_k", every_k, 1, of="ActivationOffload", why=why)
@@ -62,6 +76,7 @@ class ActivationOffload(Declaration):
             why="It would change nothing, since blocks are what its patterns match.",
         )
         self.every_k, self.min_mb = every_k, min_mb
+        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of="ActivationOffload")
         self._unproven: tuple[Offloaded, Report] | None = None
         self._told = False  # that nothing was moved so far
         self._began_at = 0  # the global step of the present batch
@@ -97,7 +112,7 @@ class ActivationOffload(Declaration):
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.automatic_optimization and (fault := self._fault()):
-            raise RuntimeError(fault)  # no optimizer has stepped yet
+            raise_or_warn(fault, self.on_no_effect)  # no optimizer has stepped yet
 
     @override
     def on_train_batch_end(

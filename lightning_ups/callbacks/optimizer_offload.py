@@ -9,7 +9,14 @@ from typing_extensions import override
 from lightning_ups._compat.lightning.steps import was_skipped
 from lightning_ups.optim import OffloadedOptimizer, TorchAOOffloaded, Update, go_by_the_name_of
 from lightning_ups.order import Context, Declaration, Report, Stage
-from lightning_ups.order.arguments import check_choice, check_finite, check_kind
+from lightning_ups.order.arguments import (
+    OnNoEffect,
+    check_choice,
+    check_finite,
+    check_kind,
+    check_on_no_effect,
+    raise_or_warn,
+)
 
 __all__ = ["OptimizerOffload"]
 
@@ -35,11 +42,12 @@ class OptimizerOffload(Declaration):
             and takes none.
         resident: For ``"device"``: the share of the state, from 0 to less than 1, that stays there, and costs no
             transfer.
+        on_no_effect: If nothing was offloaded in the first step, ``"raise"`` an error, or ``"warn"`` and go on.
 
     Raises:
         ValueError: If an argument is out of its range; when fitting starts, if an optimizer is not admitted, or the
             parameters are on the host already.
-        RuntimeError: If nothing was offloaded in the first step.
+        RuntimeError: If nothing was offloaded in the first step, and ``on_no_effect="raise"``.
 
     Example::
 
@@ -50,7 +58,12 @@ class OptimizerOffload(Declaration):
     owns_optimizer_state = True
 
     def __init__(
-        self, *, update: Update | Literal["torchao"] = "device", chunk_mb: float | None = None, resident: float = 0.0
+        self,
+        *,
+        update: Update | Literal["torchao"] = "device",
+        chunk_mb: float | None = None,
+        resident: float = 0.0,
+        on_no_effect: OnNoEffect = "raise",
     ) -> None:
         why = "It says where an optimizer with offloaded state makes its steps."
         check_choice("update", update, (*get_args(Update), "torchao"), of="OptimizerOffload", why=why)
@@ -76,6 +89,7 @@ class OptimizerOffload(Declaration):
         self.update: Update | Literal["torchao"] = update
         self._clips = False
         self.chunk_mb, self.resident = chunk_mb, resident
+        self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of="OptimizerOffload")
         self._ours: list[OffloadedOptimizer | TorchAOOffloaded] = []
         self._report: Report | None = None
         self._began_at = 0  # the global step of the present batch
@@ -138,10 +152,11 @@ class OptimizerOffload(Declaration):
         report.update(_PART, host_bytes=host, device_bytes=device)
         if host == 0:
             names = ", ".join(type(ours.stepper).__name__ for ours in self._ours)
-            raise RuntimeError(
+            raise_or_warn(
                 f"OptimizerOffload moved nothing in the first step: {names} keeps no state."
                 " There are no master weights either, and parameters and gradients are not offloaded."
-                " Leave the callback out, or use FSDP2Strategy(offload=True), which moves parameters."
+                " Leave the callback out, or use FSDP2Strategy(offload=True), which moves parameters.",
+                self.on_no_effect,
             )
 
     @override

@@ -1,4 +1,4 @@
-"""Checking the range of an argument, where a wrong one would fail late or pass for something else.
+"""Checking the range of an argument, where a wrong one would fail late or pass for something else, or has no effect.
 
 Kinds are left to the type checker and to jsonargparse, except those of numbers, which are compared.
 """
@@ -7,9 +7,24 @@ import math
 import sys
 from collections.abc import Sequence, Sized
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args
 
-__all__ = ["check_choice", "check_finite", "check_kind", "check_least", "check_path", "check_seed", "check_some"]
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+__all__ = [
+    "OnNoEffect",
+    "check_choice",
+    "check_finite",
+    "check_kind",
+    "check_least",
+    "check_on_no_effect",
+    "check_path",
+    "check_seed",
+    "check_some",
+    "raise_or_warn",
+]
+
+OnNoEffect = Literal["raise", "warn"]
 
 _KINDS = {int: (Integral, "a whole number"), float: (Real, "a number")}  # numpy's numbers too
 
@@ -46,6 +61,28 @@ def check_kind(
     if not isinstance(value, number) or isinstance(value, bool):
         words += ", or None" if optional else ""
         raise TypeError(f"{of}({name}={value!r}) is a {type(value).__name__}. {why} Use {words}.")
+
+
+def check_on_no_effect(value: OnNoEffect, *, of: str) -> OnNoEffect:
+    """Return ``value``, which says what follows if a part has no effect.
+
+    Raises:
+        ValueError: If it is not a known choice.
+    """
+    why = "It says what follows if the part has no effect."
+    check_choice("on_no_effect", value, get_args(OnNoEffect), of=of, why=why)
+    return value
+
+
+def raise_or_warn(message: str, on_no_effect: OnNoEffect) -> None:
+    """Say that a part has no effect, as ``on_no_effect`` says.
+
+    Raises:
+        RuntimeError: With ``"raise"``.
+    """
+    if on_no_effect == "raise":
+        raise RuntimeError(f"{message} With on_no_effect='warn' the run goes on.")
+    rank_zero_warn(message)
 
 
 def check_path(name: str, value: Any, *, of: str, why: str) -> None:

@@ -171,8 +171,11 @@ class Stateless(Net):
 
 
 def test_no_effect_is_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match=r"or use FSDP2Strategy\(offload=True\), which moves parameters\.$"):
+    match = r"or use FSDP2Strategy\(offload=True\), which moves parameters\."
+    with pytest.raises(RuntimeError, match=rf"{match} .*on_no_effect='warn'"):
         fit(tmp_path, [OptimizerOffload()], kind=Stateless)
+    with pytest.warns(UserWarning, match=match):
+        fit(tmp_path, [OptimizerOffload(on_no_effect="warn")], kind=Stateless)
 
 
 def test_without_state_but_with_masters_there_is_something_to_move(tmp_path):
