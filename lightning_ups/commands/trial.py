@@ -40,25 +40,15 @@ _OF_A_STEP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a configuration asks for, made, and ready to be tried.
+    """What a configuration asks for, made, and ready to be tried."""
 
-    Args:
-        module: The module, built as for fit.
-        data: The data; None: the module brings its own.
-        settings: What the section ``trainer`` says, classes in it made.
-        callbacks: Callbacks of sections of their own.
-        run: The run as asked for, with all its devices.
-        seed: With which each trial begins.
-        checkpoint: What fit would go on from.
-    """
-
-    module: LightningModule
-    data: LightningDataModule | None
-    settings: Mapping[str, Any]
-    callbacks: Sequence[Callback]
-    run: Run
-    seed: int
-    checkpoint: str | None = None
+    module: LightningModule  # built as for fit
+    data: LightningDataModule | None  # None: the module brings its own
+    settings: Mapping[str, Any]  # what the section ``trainer`` says, classes in it made
+    callbacks: Sequence[Callback]  # of sections of their own
+    run: Run  # as asked for, with all its devices
+    seed: int  # with which each trial begins
+    checkpoint: str | None = None  # what fit would resume from
 
     @property
     def precision(self) -> Precision:

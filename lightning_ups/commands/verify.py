@@ -75,25 +75,15 @@ def own_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a comparison found.
+    """What a comparison found."""
 
-    Args:
-        departures: The distances that left the band.
-        block: The first block that left it; None: none did.
-        same: Whether the configuration changed no number at all.
-        nearest: The distance that came nearest to its bound.
-        blind: The faults whose effect is not twice the band, or more, in any distance.
-        power: The effect of the smallest fault, in bands; None: no fault was tried.
-        rounding: What the second reference rounds to.
-    """
-
-    departures: Sequence[Departure]
-    block: str | None
-    same: bool
-    nearest: Departure
-    blind: Sequence[str]
-    power: float | None
-    rounding: str
+    departures: Sequence[Departure]  # the distances that left the band
+    block: str | None  # the first that left it; None: none did
+    same: bool  # whether the configuration changed no number at all
+    nearest: Departure  # the distance that came nearest to its bound
+    blind: Sequence[str]  # the faults whose effect is not twice the band, or more, in any distance
+    power: float | None  # the effect of the smallest fault, in bands; None: no fault was tried
+    rounding: str  # what the second reference rounds to
 
     @property
     def green(self) -> bool:

@@ -28,19 +28,12 @@ _CONTAINERS = ("builtins", "collections", "collections.abc")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """The settings of the model in a checkpoint.
-
-    Args:
-        path: The checkpoint.
-        tree: The section ``model`` that it gives: plain values that the user does not give.
-        saved: All its settings.
-        left_out: Settings that are not taken, and what the checkpoint has there.
-    """
+    """The settings of the model in a checkpoint."""
 
     path: Path
-    tree: Tree
-    saved: Tree
-    left_out: Mapping[str, str]
+    tree: Tree  # the section ``model`` that it gives: plain values that the user does not give
+    saved: Tree  # all its settings
+    left_out: Mapping[str, str]  # settings that are not taken, and what the checkpoint has there
 
     @property
     def layer(self) -> Layer:

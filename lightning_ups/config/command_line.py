@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,21 +30,13 @@ _LISTS_TEXT = "merged lists"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a command line asks for.
+    """What a command line asks for."""
 
-    Args:
-        words: The command line for the parser.
-        texts: Settings that replace the file of this name after ``--config``.
-        given: The settings as they were given, the strongest last.
-        preset: The name of the preset.
-        notes: Lines for the user: the preset, and which of its settings are overridden.
-    """
-
-    words: Sequence[str]
-    texts: Mapping[str, Layer] = field(default_factory=dict)
-    given: Sequence[Layer] = ()
-    preset: str | None = None
-    notes: Sequence[str] = ()
+    words: Sequence[str]  # for the parser
+    texts: Mapping[str, Layer]  # what replaces the file of this name after ``--config``
+    given: Sequence[Layer]  # the settings as they were given, the strongest last
+    preset: str | None
+    notes: Sequence[str]  # lines for the user: the preset, and which of its settings are overridden
 
 
 def read_command_line(words: Sequence[str], *, slots: Mapping[str, type]) -> Request:

@@ -30,19 +30,14 @@ _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """What a parser takes.
+    """What a parser takes."""
 
-    Args:
-        types: The type of each key.
-        required: Keys that must name a class.
-        nullable: Whether a key takes null although its type does not, because it is the default.
-        other_options: Further options, only to be suggested for a misspelled one.
-    """
-
-    types: Mapping[str, Any]
-    required: Sequence[str] = ()
-    nullable: Callable[[str], bool] = lambda _: False
-    other_options: Sequence[str] = ()
+    types: Mapping[str, Any]  # of each key
+    required: Sequence[str] = ()  # keys that must name a class
+    nullable: Callable[[str], bool] = lambda _: (
+        False
+    )  # whether null is the default of a key whose type does not take it
+    other_options: Sequence[str] = ()  # only to be suggested for a misspelled one
 
 
 def find_faults(schema: Schema, layers: Sequence[Layer], *, accepted: bool) -> list[str]:

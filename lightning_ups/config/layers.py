@@ -19,19 +19,12 @@ Keys = tuple[str | int, ...]  # the path to a value: ("trainer", "callbacks", 0,
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One source of settings.
+    """One source of settings."""
 
-    Args:
-        name: How messages call it: a path, or "the command line".
-        tree: The settings.
-        folder: Where relative paths in it start. None: the working directory.
-        lines: The line of each key.
-    """
-
-    name: str
+    name: str  # in messages: a path, or "the command line"
     tree: Tree
-    folder: Path | None = None
-    lines: Mapping[Keys, int] = field(default_factory=dict)
+    folder: Path | None = None  # where relative paths in it start; None: the working directory
+    lines: Mapping[Keys, int] = field(default_factory=dict)  # the line of each key
 
     @property
     def text(self) -> str:

@@ -34,27 +34,16 @@ _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "6
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedRun:
-    """A parsed configuration and the run that it describes.
+    """A parsed configuration and the run that it describes."""
 
-    Args:
-        run: The run; its module may be on the meta device.
-        optimizer: The class of the section ``optimizer``.
-        config: All settings, with presets and defaults, as in YAML.
-        slots: The sections of callbacks that have one, by class name.
-        preset: The name of the preset.
-        notes: What could not be determined on this machine.
-        data: Creates the datamodule.
-        make_optimizer: Creates the optimizer of the section ``optimizer`` for a module.
-    """
-
-    run: Run
-    optimizer: str | None
-    config: Mapping[str, Any]
-    slots: Mapping[str, str]
+    run: Run  # its module may be on the meta device
+    optimizer: str | None  # the class of the section ``optimizer``
+    config: Mapping[str, Any]  # all settings, with presets and defaults, as in YAML
+    slots: Mapping[str, str]  # the sections of callbacks that have one, by class name
     preset: str | None = None
-    notes: Sequence[str] = ()
-    data: Callable[[], Any] | None = None
-    make_optimizer: Callable[[Any], Any] | None = None
+    notes: Sequence[str] = ()  # what could not be determined on this machine
+    data: Callable[[], Any] | None = None  # creates the datamodule
+    make_optimizer: Callable[[Any], Any] | None = None  # that of the section ``optimizer``, for a module
 
     def label(self, part: object) -> str | None:
         """Return the class of `part` with the settings that are not its defaults; None for an unchanged section."""

@@ -3,6 +3,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
+import lightning_ups.precision
 import lightning_ups.strategies  # noqa: F401  (so that its class names are known)
 from lightning_ups.callbacks import AccelerationFlags
 from lightning_ups.config import presets

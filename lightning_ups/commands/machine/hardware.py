@@ -39,27 +39,16 @@ Check = Callable[[Machine], "Finding | None"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
-    """One row.
+    """One row."""
 
-    Args:
-        name: What ``--require`` takes.
-        title: What people call it.
-        group: The section it is shown in.
-        gpus: How many GPUs it takes; with fewer it does not run.
-        capability: The least compute capability of each GPU.
-        below: The capability from which on it no longer runs.
-        packages: Distributions that must be there and load.
-        check: Runs where all the above holds: a probe that raises, or that returns what it found. None: it runs.
-    """
-
-    name: str
+    name: str  # what ``--require`` takes
     title: str
-    group: str
-    gpus: int = 0
-    capability: Capability = (0, 0)
-    below: Capability | None = None
-    packages: Sequence[str] = ()
-    check: Check = lambda _: None
+    group: str  # the section it is shown in
+    gpus: int = 0  # with fewer it does not run
+    capability: Capability = (0, 0)  # the least of each GPU
+    below: Capability | None = None  # the capability from which on it no longer runs
+    packages: Sequence[str] = ()  # distributions that must be there and load
+    check: Check = lambda _: None  # a probe that raises, or returns what it found; runs where all the above holds
 
 
 def examine(technique: Technique, machine: Machine) -> Finding:

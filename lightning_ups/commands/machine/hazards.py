@@ -1,6 +1,6 @@
-"""What is known to go wrong on a machine set up like this one: a row for each, as ``doctor`` warns of it."""
+"""What is known to go wrong on a machine set up like this one, as ``doctor`` warns of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from packaging.version import Version
@@ -9,32 +9,7 @@ from lightning_ups._compat.environment import installed
 from lightning_ups._compat.torch.versions import UNTESTED
 from lightning_ups.commands.machine.packages import Machine
 
-__all__ = ["HAZARDS", "Advice", "Hazard", "warnings_for"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
-    """What was found, why it matters, and what to do."""
-
-    what: str
-    why: str
-    cure: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hazard:
-    """One row: ``found`` returns what there is to say of a machine, or None."""
-
-    found: Callable[[Machine], str | None]
-    why: str
-    cure: str
-
-
-def warnings_for(machine: Machine) -> list[Advice]:
-    """Return every warning that holds for ``machine``."""
-    said = ((hazard, hazard.found(machine)) for hazard in HAZARDS)
-    return [Advice(what=what, why=hazard.why, cure=hazard.cure) for hazard, what in said if what is not None]
-
+__all__ = ["Advice", "warnings_for"]
 
 _MALICIOUS = ("2.6.2", "2.6.3")
 _TUNED = (
@@ -56,134 +31,103 @@ _GIB = 1 << 30
 _OFF = ("", "0", "OFF", "FALSE", "INFO")
 
 
-def _malicious(_: Machine) -> str | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What was found, why it matters, and what to do."""
+
+    what: str
+    why: str
+    cure: str
+
+
+def warnings_for(machine: Machine) -> list[Advice]:
+    """Return every warning that holds for ``machine``."""
+    return [*_of_packages(machine), *_of_variables(machine.environment), *_of_hardware(machine)]
+
+
+def _of_packages(machine: Machine) -> Iterator[Advice]:
     versions = {name: installed(name) for name in ("lightning", "pytorch-lightning")}
-    found = [f"{name} {version}" for name, version in versions.items() if version in _MALICIOUS]
-    return f"{' and '.join(found)} is installed." if found else None
-
-
-def _untested_torch(machine: Machine) -> str | None:
-    found = Version(machine.packages["torch"].version or "0")
-    return f"torch {found} is newer than any that lightning_ups was tested with." if found.release >= UNTESTED else None
-
-
-def _set(*names: str, unless: Sequence[str] = ()) -> Callable[[Machine], str | None]:
-    def found(machine: Machine) -> str | None:
-        present = {name: machine.environment[name] for name in names if name in machine.environment}
-        listed = [f"{name}={value}" for name, value in present.items() if value.upper() not in unless]
-        return f"{', '.join(listed)} is set." if listed else None
-
-    return found
-
-
-def _cpu_build(machine: Machine) -> str | None:
+    if found := [f"{name} {version}" for name, version in versions.items() if version in _MALICIOUS]:
+        yield Advice(
+            what=f"{' and '.join(found)} is installed.",
+            why="Its wheels of 2026-04-30 were uploaded by an attacker and steal credentials (GHSA-w37p-236h-pfx3).",
+            cure="Remove it, change every secret that this machine had, and run: pip install 'lightning>=2.6.6,<2.7'.",
+        )
+    torch = machine.packages["torch"].version
+    if Version(torch or "0").release >= UNTESTED:
+        yield Advice(
+            what=f"torch {torch} is newer than any that lightning_ups was tested with.",
+            why="A part that depends on private names of torch may be refused, left out or fail.",
+            cure=f"Update lightning_ups, or run: pip install 'torch<{UNTESTED[0]}.{UNTESTED[1]}'.",
+        )
     if machine.has_nvidia and machine.cuda is None:
-        return f"This machine has an NVIDIA GPU, and torch {machine.packages['torch'].version} is a CPU build."
-    return None
+        yield Advice(
+            what=f"This machine has an NVIDIA GPU, and torch {torch} is a CPU build.",
+            why="Everything would run on the CPU.",
+            cure="Install a build of torch for CUDA, as pytorch.org/get-started says for this driver.",
+        )
+    elif machine.has_nvidia and not machine.gpus:
+        yield Advice(
+            what=f"This machine has an NVIDIA GPU, and torch, built for CUDA {machine.cuda}, sees none.",
+            why="The driver may be too old for that CUDA, or CUDA_VISIBLE_DEVICES hides the GPU.",
+            cure="Run nvidia-smi, compare its CUDA version, and unset CUDA_VISIBLE_DEVICES.",
+        )
 
 
-def _unseen(machine: Machine) -> str | None:
-    if machine.has_nvidia and machine.cuda is not None and not machine.gpus:
-        return f"This machine has an NVIDIA GPU, and torch, built for CUDA {machine.cuda}, sees none."
-    return None
+def _of_variables(environment: Mapping[str, str]) -> Iterator[Advice]:
+    on = {name: value for name, value in environment.items() if value.upper() not in _OFF}
+    for names, variables, why, cure in (
+        (
+            _TUNED,
+            environment,
+            "NCCL chooses by the topology it finds; a fixed choice was mostly made for another machine.",
+            "Unset it, unless a measurement on this machine says otherwise.",
+        ),
+        (_SLOWING, on, "It makes work wait that otherwise overlaps: for debugging only.", "Unset it."),
+        (_NOT_COMPILING, on, "torch.compile then does nothing, in silence.", "Unset it."),
+        (
+            _NO_SUCH,
+            environment,
+            "torch has no variable of that name, so it has no effect.",
+            "Look for the right name, or use the setting of the trainer or of a callback.",
+        ),
+    ):
+        if found := [f"{name}={variables[name]}" for name in names if name in variables]:
+            yield Advice(what=f"{', '.join(found)} is set.", why=why, cure=cure)
+    new, old = (environment.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if new is not None and old is not None and new != old:
+        yield Advice(
+            what=f"PYTORCH_ALLOC_CONF={new} and PYTORCH_CUDA_ALLOC_CONF={old} are both set.",
+            why="They say different things, and which of them counts depends on the version of torch.",
+            cure="Keep one of them.",
+        )
 
 
-def _too_many_threads(machine: Machine) -> str | None:
-    cores = machine.host["usable_cores"]
+def _of_hardware(machine: Machine) -> Iterator[Advice]:
+    cores, shared = machine.host["usable_cores"], machine.host["shared_memory"]
     if machine.threads > cores:
-        return f"torch uses {machine.threads} threads on {cores} usable cores."
-    return None
-
-
-def _small_shared_memory(machine: Machine) -> str | None:
-    size = machine.host["shared_memory"]
-    if size is not None and size < _GIB:
-        return f"/dev/shm has {size >> 20} MiB."
-    return None
-
-
-def _slowed(machine: Machine) -> str | None:
+        yield Advice(
+            what=f"torch uses {machine.threads} threads on {cores} usable cores.",
+            why="They take turns, which is slower than fewer threads; a container's quota is not seen by OpenMP.",
+            cure="Set OMP_NUM_THREADS to the usable cores divided by the processes that run at once.",
+        )
+    if shared is not None and shared < _GIB:
+        yield Advice(
+            what=f"/dev/shm has {shared >> 20} MiB.",
+            why="DataLoader workers and NCCL pass data through it; when it is full, they die with 'Bus error'.",
+            cure="Start the container with --shm-size=16g or --ipc=host, or use num_workers=0.",
+        )
     # At rest a GPU meets no power limit: what is left is heat and hardware.
     slowed = {gpu["index"]: gpu["slowed_by"] for gpu in machine.gpus if set(gpu.get("slowed_by", ())) - {"power limit"}}
-    return ", ".join(f"GPU {i} is slowed: {' and '.join(reasons)}" for i, reasons in slowed.items()) or None
-
-
-def _mixed_gpus(machine: Machine) -> str | None:
-    names = dict.fromkeys(gpu["name"] for gpu in machine.gpus)
-    return f"GPUs of different kinds are visible: {', '.join(names)}." if len(names) > 1 else None
-
-
-def _two_allocator_settings(machine: Machine) -> str | None:
-    values = [machine.environment.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
-    if None not in values and values[0] != values[1]:
-        return f"PYTORCH_ALLOC_CONF={values[0]} and PYTORCH_CUDA_ALLOC_CONF={values[1]} are both set."
-    return None
-
-
-HAZARDS: tuple[Hazard, ...] = (
-    Hazard(
-        found=_malicious,
-        why="Its wheels of 2026-04-30 were uploaded by an attacker and steal credentials (GHSA-w37p-236h-pfx3).",
-        cure="Remove it, change every secret that this machine had, and run: pip install 'lightning>=2.6.6,<2.7'.",
-    ),
-    Hazard(
-        found=_untested_torch,
-        why="A part that depends on private names of torch may be refused, left out or fail.",
-        cure=f"Update lightning_ups, or run: pip install 'torch<{UNTESTED[0]}.{UNTESTED[1]}'.",
-    ),
-    Hazard(
-        found=_cpu_build,
-        why="Everything would run on the CPU.",
-        cure="Install a build of torch for CUDA, as pytorch.org/get-started says for this driver.",
-    ),
-    Hazard(
-        found=_unseen,
-        why="The driver may be too old for that CUDA, or CUDA_VISIBLE_DEVICES hides the GPU.",
-        cure="Run nvidia-smi, compare its CUDA version, and unset CUDA_VISIBLE_DEVICES.",
-    ),
-    Hazard(
-        found=_set(*_TUNED),
-        why="NCCL chooses by the topology it finds; a fixed choice was mostly made for another machine.",
-        cure="Unset it, unless a measurement on this machine says otherwise.",
-    ),
-    Hazard(
-        found=_set(*_SLOWING, unless=_OFF),
-        why="It makes work wait that otherwise overlaps: for debugging only.",
-        cure="Unset it.",
-    ),
-    Hazard(
-        found=_set(*_NOT_COMPILING, unless=_OFF),
-        why="torch.compile then does nothing, in silence.",
-        cure="Unset it.",
-    ),
-    Hazard(
-        found=_set(*_NO_SUCH),
-        why="torch has no variable of that name, so it has no effect.",
-        cure="Look for the right name, or use the setting of the trainer or of a callback.",
-    ),
-    Hazard(
-        found=_two_allocator_settings,
-        why="They say different things, and which of them counts depends on the version of torch.",
-        cure="Keep one of them.",
-    ),
-    Hazard(
-        found=_too_many_threads,
-        why="They take turns, which is slower than fewer threads; a container's quota is not seen by OpenMP.",
-        cure="Set OMP_NUM_THREADS to the usable cores divided by the processes that run at once.",
-    ),
-    Hazard(
-        found=_small_shared_memory,
-        why="DataLoader workers and NCCL pass data through it; when it is full, they die with 'Bus error'.",
-        cure="Start the container with --shm-size=16g or --ipc=host, or use num_workers=0.",
-    ),
-    Hazard(
-        found=_slowed,
-        why="Its clock is below what it could be, so that measurements mislead.",
-        cure="Look at cooling and power: nvidia-smi -q -d PERFORMANCE.",
-    ),
-    Hazard(
-        found=_mixed_gpus,
-        why="A step is as slow as the slowest, and memory is that of the smallest.",
-        cure="Choose equal ones by CUDA_VISIBLE_DEVICES.",
-    ),
-)
+    if slowed:
+        yield Advice(
+            what=", ".join(f"GPU {i} is slowed: {' and '.join(reasons)}" for i, reasons in slowed.items()),
+            why="Its clock is below what it could be, so that measurements mislead.",
+            cure="Look at cooling and power: nvidia-smi -q -d PERFORMANCE.",
+        )
+    if len(names := dict.fromkeys(gpu["name"] for gpu in machine.gpus)) > 1:
+        yield Advice(
+            what=f"GPUs of different kinds are visible: {', '.join(names)}.",
+            why="A step is as slow as the slowest, and memory is that of the smallest.",
+            cure="Choose equal ones by CUDA_VISIBLE_DEVICES.",
+        )
