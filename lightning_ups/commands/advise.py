@@ -140,7 +140,8 @@ def advise(
     steps = 0 if dry else steps if steps is not None else STEPS if can_time else 0
     if steps:
         trial.check_fits_one_device()
-    names = [*_possible(trial, recipes or _wanted(trial, device), device=device, here=can_time)]
+    wanted = recipes or [*_known(device), *(ENGINE if isinstance(trial.precision, TEPrecision) else ())]
+    names = [*_possible(trial, wanted, device=device, here=can_time)]
     considered = _layers(trial, names, head=head, tokens=_rows(trial, tokens))
     if not considered:
         raise ValueError(
@@ -185,10 +186,6 @@ def _rows(trial: Trial, tokens: int | None) -> int | None:
 
 def _one_of_each(names: Iterable[str]) -> list[str]:
     return [*{is_engine(name): name for name in reversed([*names])}.values()][::-1]
-
-
-def _wanted(trial: Trial, device: torch.device) -> Sequence[str]:
-    return (*_known(device), *(ENGINE if isinstance(trial.precision, TEPrecision) else ()))
 
 
 def _possible(trial: Trial, names: Sequence[str], *, device: torch.device, here: bool) -> Iterator[str]:
@@ -272,11 +269,9 @@ def _in_float32(trial: Trial) -> set[str]:
 
 
 def _selection(trial: Trial, recipe: str, *, head: bool) -> dict[str, Any]:
-    asked = trial.precision
-    selection: dict[str, Any] = {"recipe": recipe, "head": head}
-    if isinstance(asked, Float8Precision):
-        selection |= {"include": asked.include, "exclude": asked.exclude, "head": head or asked.head}
-    return selection
+    if not isinstance(asked := trial.precision, Float8Precision):
+        return {"recipe": recipe, "head": head}
+    return {"recipe": recipe, "head": head or asked.head, "include": asked.include, "exclude": asked.exclude}
 
 
 def _step(trial: Trial, steps: int) -> WorkClock:
@@ -330,8 +325,7 @@ def _settings(trial: Trial, best: Advice, *, head: bool, tokens: int | None) -> 
 
 def _weights(trial: Trial) -> Weights:
     """Return how the run that is asked for has weights of low precision, if its precision asks for one of the two."""
-    asked = trial.precision
-    if isinstance(asked, PolicyPrecision) and "weights" in signature(type(asked)).parameters:
+    if isinstance(asked := trial.precision, PolicyPrecision) and "weights" in signature(type(asked)).parameters:
         return asked.weights
     return "autocast"
 

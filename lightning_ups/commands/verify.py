@@ -281,8 +281,7 @@ def _rounding(recipe: str, asked: Any) -> Rounding:
     engine = isinstance(asked, TEPrecision)
     known: Any = ENGINE_RECIPES[recipe] if engine else RECIPES[recipe]
     chosen = asked.number_format or ("hybrid" if engine and known.hybrid else "e4m3")
-    rounding: Rounding = known.rounding
-    return _COARSER.get(rounding, rounding) if chosen == "hybrid" else rounding
+    return _COARSER.get(known.rounding, known.rounding) if chosen == "hybrid" else known.rounding
 
 
 class _WatchSteps(Callback):

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from enum import Enum
+from functools import reduce
 from pathlib import Path, PurePath
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -127,10 +128,7 @@ def without_imports(saved: Tree, types: Tree, given: Tree, place: str = "") -> t
 
 def settings_of_model(layers: Sequence[Layer]) -> Tree:
     """Return the settings of the model that `layers` give, the strongest last, without ``class_path``."""
-    given: Tree = {}
-    for layer in layers:
-        given = _over(given, flat(section(layer.tree, "model")))
-    return given
+    return reduce(_over, (flat(section(layer.tree, "model")) for layer in layers), {})
 
 
 def flat(model: Tree) -> Tree:

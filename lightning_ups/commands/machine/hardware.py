@@ -93,11 +93,10 @@ def _lacks_package(technique: Technique, machine: Machine) -> Finding | None:
 
 
 def _cure_for_no_gpu(machine: Machine) -> str:
-    if not machine.has_nvidia:
-        return ""
-    if machine.cuda is None:
+    if machine.has_nvidia and machine.cuda is None:
         return "this torch is a CPU build: install one for CUDA"
-    return "torch sees none of this machine's: look at the driver and CUDA_VISIBLE_DEVICES"
+    unseen = "torch sees none of this machine's: look at the driver and CUDA_VISIBLE_DEVICES"
+    return unseen if machine.has_nvidia else ""
 
 
 def _gpus(count: int) -> str:

@@ -75,25 +75,20 @@ def _of_packages(machine: Machine) -> Iterator[Advice]:
 
 
 def _of_variables(environment: Mapping[str, str]) -> Iterator[Advice]:
+    yield from _set(
+        {name: environment.get(name) for name in _TUNED},
+        why="NCCL chooses by the topology it finds; a fixed choice was mostly made for another machine.",
+        cure="Unset it, unless a measurement on this machine says otherwise.",
+    )
     on = {name: value for name, value in environment.items() if value.upper() not in _OFF}
-    for names, variables, why, cure in (
-        (
-            _TUNED,
-            environment,
-            "NCCL chooses by the topology it finds; a fixed choice was mostly made for another machine.",
-            "Unset it, unless a measurement on this machine says otherwise.",
-        ),
-        (_SLOWING, on, "It makes work wait that otherwise overlaps: for debugging only.", "Unset it."),
-        (_NOT_COMPILING, on, "torch.compile then does nothing, in silence.", "Unset it."),
-        (
-            _NO_SUCH,
-            environment,
-            "torch has no variable of that name, so it has no effect.",
-            "Look for the right name, or use the setting of the trainer or of a callback.",
-        ),
-    ):
-        if found := [f"{name}={variables[name]}" for name in names if name in variables]:
-            yield Advice(what=f"{', '.join(found)} is set.", why=why, cure=cure)
+    debugs, eager = ({name: on.get(name) for name in names} for names in (_SLOWING, _NOT_COMPILING))
+    yield from _set(debugs, why="It makes work wait that otherwise overlaps: for debugging only.", cure="Unset it.")
+    yield from _set(eager, why="torch.compile then does nothing, in silence.", cure="Unset it.")
+    yield from _set(
+        {name: environment.get(name) for name in _NO_SUCH},
+        why="torch has no variable of that name, so it has no effect.",
+        cure="Look for the right name, or use the setting of the trainer or of a callback.",
+    )
     new, old = (environment.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if new is not None and old is not None and new != old:
         yield Advice(
@@ -101,6 +96,11 @@ def _of_variables(environment: Mapping[str, str]) -> Iterator[Advice]:
             why="They say different things, and which of them counts depends on the version of torch.",
             cure="Keep one of them.",
         )
+
+
+def _set(variables: Mapping[str, str | None], *, why: str, cure: str) -> Iterator[Advice]:
+    if found := [f"{name}={value}" for name, value in variables.items() if value is not None]:
+        yield Advice(what=f"{', '.join(found)} is set.", why=why, cure=cure)
 
 
 def _of_hardware(machine: Machine) -> Iterator[Advice]:
