@@ -1,4 +1,4 @@
-"""The switches that decide speed, for the length of a run."""
+"""Process-wide switches that affect speed, set for one run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,40 +31,40 @@ _BATCH_ENDS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_e
 
 
 class AccelerationFlags(Declaration):
-    """Set TF32, cuDNN, the CUDA allocator, garbage collection and the attention kernels while a run lasts.
+    """Set TF32, cuDNN, the CUDA allocator, garbage collection and the attention kernels for one run.
 
-    They are set before anything is converted or compiled, hold in fit, validate, test and predict, and are put back
-    as they were found after the run and after an exception. None, the default of each, leaves a switch as it is. What
-    has no effect on the device of the run is said once and is no error, so that one configuration serves a GPU and a
-    CPU. The values that took effect are read back for the report.
+    The switches are set before any conversion or compilation, apply to fit, validate, test and predict, and are
+    restored after the run, also after an exception. None, the default of each, leaves a switch unchanged. A setting
+    without effect on the device of the run is logged once and is not an error, so one configuration serves a GPU and a
+    CPU. The report shows the values that took effect.
 
-    Beside these switches of the process, the loggers do not make the host wait for a GPU, unless ``late_logs`` is off,
-    and a Trainer without a profiler no longer enters a context for each hook that it calls.
+    In addition, loggers no longer make the host wait for a GPU, unless ``late_logs`` is off, and a Trainer without a
+    profiler no longer enters a context for each hook that it calls.
 
     Args:
         tf32: Whether float32 matrix products and convolutions may use TF32: on Ampere and later several times as
             fast, with 10 bits of mantissa instead of 23. It does nothing for bfloat16 work.
         cudnn_benchmark: Whether cuDNN tries its convolution algorithms on each new shape. Good for fixed shapes.
-        attention: The kernels that ``scaled_dot_product_attention`` may use, the one to try first in front, such as
+        attention: The kernels that ``scaled_dot_product_attention`` may use, in order of preference, such as
             ``["cudnn", "flash", "efficient", "math"]``. Others are off. Each is tried once when the run starts.
-            ``"auto"`` is the fastest by measurement for each shape; ``["fa4", "auto"]`` takes FlashAttention-4 where
-            it can do what is asked.
-        expandable_segments: Whether the CUDA allocator grows its segments, which fragments less. Memory reserved
-            before the run started keeps its kind.
+            ``"auto"`` is the kernel that was measured to be the fastest for each shape; ``["fa4", "auto"]`` uses
+            FlashAttention-4 where it supports the call.
+        expandable_segments: Whether the CUDA allocator uses expandable segments, which reduces fragmentation. Memory
+            reserved before the run is not affected.
         max_split_size_mb: Blocks of the allocator above this size are not split; more than 20.
         garbage_collection_threshold: The share of GPU memory in use, between 0 and 1, above which the allocator
             frees cached blocks.
-        gc_interval: Collect Python's garbage every so many batches, on all ranks at the same one, and at no other
-            time; what lives after the first batch is frozen and not looked at again.
-        late_logs: Whether the loggers get what is logged at a step when the GPU has computed it, some steps later,
-            while the host goes on; else the host waits at each of these steps. Rows have their own step and epoch, and
-            come in their order; all are there before anything else is logged, before a checkpoint, and at the end,
-            after an exception too.
+        gc_interval: Run Python's garbage collector every so many batches, on all ranks at the same batch, and at no
+            other time. Objects that exist after the first batch are frozen.
+        late_logs: Whether metrics logged at a step reach the loggers a few steps later, when the GPU has computed them,
+            so that the host does not wait. Rows keep their step, epoch and order. All rows are written before anything
+            else is logged, before a checkpoint, and at the end of the run, also after an exception.
 
     Raises:
-        TypeError: If a value is of another kind than its switch.
+        TypeError: If a value has the wrong type.
         ValueError: If a value is out of range, or an attention kernel unknown.
-        RuntimeError: When the run starts, if an attention kernel or an allocator setting cannot be had on the device.
+        RuntimeError: When the run starts, if an attention kernel or an allocator setting is not available on the
+            device.
 
     Example::
 
@@ -107,12 +107,12 @@ class AccelerationFlags(Declaration):
         self._report: Report | None = None
         self._chosen: Mapping[Any, dict[str, Any]] = {}
         self._told = 0  # how many of them are in the report
-        self._looked = False  # whether any attention came to the kernels
+        self._looked = False  # whether any attention reached the kernels
 
     @override
     @contextmanager
     def change(self, module: LightningModule, context: Context) -> Iterator[None]:
-        # Of a run that this one is inside of.
+        # Of the run that contains this one.
         before = self._collection, self._report, self._chosen, self._told, self._of_run, self._logs, self._looked
         with (
             accelerated(self.flags, device=context.device) as self._collection,
@@ -178,7 +178,7 @@ class AccelerationFlags(Declaration):
             self._logs.flush()
 
     def end_logs(self) -> None:
-        """Let the loggers have the rows that wait, for the end of a run; from now on they get each at once."""
+        """Give waiting rows to the loggers at the end of a run; from now on they get each row at once."""
         self._of_run.close()
         self._logs = None
 
@@ -232,7 +232,7 @@ class AccelerationFlags(Declaration):
             return
         name = type(self).__name__
         chosen = [dict(choice) for choice in self._chosen.values()]
-        if not chosen and [*asked] == ["auto"]:  # where kernels are named too, these may do all of it
+        if not chosen and [*asked] == ["auto"]:  # if kernels are named too, these may do all of it
             chosen = _chosen_before()
         for line in dict.fromkeys(map(_line, chosen[self._told :])):
             report.note(name, line)
@@ -243,7 +243,7 @@ class AccelerationFlags(Declaration):
 
 
 def _chosen_before() -> list[dict[str, Any]]:
-    # Code that was compiled in an earlier run of this process chooses no more: it has some of what was chosen then.
+    # Code that an earlier run of this process compiled makes no new choices: it keeps some of the earlier ones.
     return [choice | {"why": f"{choice['why']}, as chosen earlier in this process"} for choice in decisions()]
 
 

@@ -1,4 +1,4 @@
-"""What blocks save for backward, kept on the host."""
+"""Offloads activations of blocks to the host."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,26 +28,27 @@ _PART = "ActivationOffload"
 
 
 class ActivationOffload(Declaration):
-    """Move what chosen blocks save for backward to pinned memory of the host, and back before it is needed.
+    """Move the tensors that blocks save for backward to pinned host memory, and back before they are needed.
 
-    The copies run beside the work: down while the next block runs forward, up while the block after it runs backward.
-    Parameters stay, and so do views and casts of them. Values stay as they are, bit for bit.
+    The copies overlap with computation: to the host while the next block runs forward, back while the following block
+    runs backward. Parameters, and views and casts of them, are not moved. Values do not change, bit for bit.
 
-    With `ActivationCheckpoint(save="nothing")` on the same blocks it moves the inputs of each block, the little that is
-    kept then. With `Compile` it moves what compiled code saves.
+    With `ActivationCheckpoint(save="nothing")` on the same blocks, it moves the inputs of each block, which are all
+    that is saved then. With `Compile` it moves the tensors that compiled code saves.
 
     Args:
-        blocks: Patterns of submodule names, such as ``["model.layers.*"]``. Each must match. None: what repeats.
-        every_k: Of the blocks, in the order of the model, take the first and every k-th after it.
-        min_mb: Saved tensors of fewer MiB stay on the device.
+        blocks: Patterns of submodule names, such as ``["model.layers.*"]``. Each must match. None: the blocks that
+            repeat.
+        every_k: Take the first block and every k-th after it.
+        min_mb: Saved tensors smaller than this many MiB stay on the device.
         on_no_effect: If nothing was moved in the first step, ``"raise"`` an error, or ``"warn"`` and go on.
 
     Raises:
         TypeError: If ``blocks`` is a single string.
-        ValueError: If an argument is out of its range; when fitting starts, if a pattern matches no submodule, or
-            whole models are compiled, or CUDA graphs are replayed.
-        RuntimeError: If nothing was moved and ``on_no_effect="raise"``, before the first optimizer step. With manual
-            optimization it is a warning.
+        ValueError: If an argument is out of its range; when fitting starts, if a pattern matches no submodule, or if
+            whole models are compiled, or CUDA graphs are used.
+        RuntimeError: Before the first optimizer step, if nothing was moved and ``on_no_effect="raise"``. With manual
+            optimization this is a warning.
 
     Example::
 
@@ -78,8 +79,8 @@ class ActivationOffload(Declaration):
         self.every_k, self.min_mb = every_k, min_mb
         self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of="ActivationOffload")
         self._unproven: tuple[Offloaded, Report] | None = None
-        self._told = False  # that nothing was moved so far
-        self._began_at = 0  # the global step of the present batch
+        self._told = False  # whether the report says that nothing was moved so far
+        self._began_at = 0  # the global step of the current batch
 
     @override
     @contextmanager
@@ -118,13 +119,13 @@ class ActivationOffload(Declaration):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # With manual optimization any backward may be that of other blocks, and an optimizer may have stepped by now.
+        # With manual optimization, any backward may be that of other blocks, and an optimizer may already have stepped.
         manual = not pl_module.automatic_optimization
         if manual and not was_skipped(pl_module, outputs, began_at=self._began_at) and (fault := self._fault()):
             rank_zero_warn(fault)
 
     def _fault(self) -> str | None:
-        """Return what is wrong if the first step moved nothing, and report what it moved."""
+        """Return the error if the first step moved nothing, and report what it moved."""
         if self._unproven is None:
             return None
         done, report = self._unproven

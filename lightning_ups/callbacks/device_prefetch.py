@@ -1,4 +1,4 @@
-"""Batches on the device by the time their step begins."""
+"""Copies batches to the device before their step begins."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -26,28 +26,29 @@ from lightning_ups.transforms.prefetch import MIN_BYTES, CopiesAhead, CopyCounts
 __all__ = ["DevicePrefetch"]
 
 _PART = "DevicePrefetch"
-_SEEN = 3  # batches, after which it is known how they come to the device
+_SEEN = 3  # batches, after which it is known how they reach the device
 
 
 class DevicePrefetch(Callback):
-    """Copy the next batch to the GPU on a stream of its own, while the step before computes.
+    """Copy the next batch to the GPU on a separate stream, while the current step computes.
 
-    Hooks, loaders and random numbers keep their places and order, so that losses are the same, bit for bit, and a
-    checkpoint knows of no batch that was not trained on. What changes is the stream that a copy runs on:
+    Hooks, loaders and random numbers run in the same order, so losses are bitwise equal, and a checkpoint does not
+    count batches that were not trained on. Only the stream of the copies changes:
 
-    - Each batch is copied where Lightning has always moved it, beside the step before, as far as the host is ahead.
-    - Where workers read, the next batch is taken from them before backward, and its copy begins there: it is hidden
-      even if every step waits for the GPU. Errors and ends of loaders come when the batch is asked for.
+    - Each batch is copied at Lightning's usual place, and overlaps with the previous step if the host runs ahead.
+    - If the loader has workers, the next batch is taken from them before backward, and its copy starts there: it
+      overlaps even if every step waits for the GPU. Errors and the end of a loader are raised when the batch is asked
+      for.
 
-    One batch more is in the GPU's memory. Copies need pinned memory to overlap with this process:
-    ``DataLoader(pin_memory=True)``. On a CPU, and outside fit, it does nothing.
+    One more batch is in GPU memory. Copies overlap only from pinned memory: ``DataLoader(pin_memory=True)``. On a CPU,
+    and outside fit, the callback does nothing.
 
     Args:
         read_ahead: Whether to take batches from workers before backward.
-        min_kb: Tensors of fewer KiB are copied as ever: that takes less than what hides it.
+        min_kb: Tensors smaller than this many KiB are copied as usual, since overlapping them costs more than the copy.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``min_kb`` is negative.
 
     Example::
@@ -62,7 +63,7 @@ class DevicePrefetch(Callback):
         self._copies: CopiesAhead | None = None
         self._undo = ExitStack()
         self._reads = read_ahead
-        self._why = ""  # a batch is not read ahead
+        self._why = ""  # why no batch is read ahead
         self._batches, self._is_said = 0, False
 
     @override
@@ -90,7 +91,7 @@ class DevicePrefetch(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        # The host is done with forward, whatever it waited for there, and the device has all of backward before it.
+        # The host has waited for whatever forward needed, and the device still has all of backward to do.
         if self._copies is not None and self._reads:
             self._copy_next(trainer, self._copies)
 
@@ -121,11 +122,11 @@ class DevicePrefetch(Callback):
         whys = [why_not(loader, iterator) for loader, iterator in loaders]
         self._why = next((why for why in whys if why is not None), "")
         if waiting := batches_ahead(trainer):
-            if not self._why:  # else a loader may write to what it has given, until it is asked for the next
+            if not self._why:  # otherwise a loader may write to the batch that it returned, until the next is requested
                 copies.start(waiting[0])
         elif epoch_goes_on(trainer):
             profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-            # As if Lightning asked: whoever hears it counts the wait for workers as one for data.
+            # As if Lightning asked, so that listeners count the wait for workers as a wait for data.
             with profiler.profile(f"[{_PART}].train_dataloader_next"):
                 batches = [
                     read_ahead(iterator) for (_, iterator), why in zip(loaders, whys, strict=True) if why is None

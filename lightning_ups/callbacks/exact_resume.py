@@ -1,4 +1,4 @@
-"""Resuming within an epoch as if the run had not been interrupted, under any strategy."""
+"""Exact resuming within an epoch, under any strategy."""
 
 from typing import Any, get_args
 
@@ -13,28 +13,28 @@ __all__ = ["ExactResume"]
 
 
 class ExactResume(Callback, OnlyOne):
-    """Keep every rank's position in the training data and its random numbers in the checkpoint, and take them up.
+    """Save every rank's position in the training data and its random state in the checkpoint, and restore them.
 
-    A resumed run continues with the same batches, in the same order, and the same random numbers. Lightning by
-    itself begins a stock ``DataLoader`` anew, with other samples. `FSDP2Strategy` does all this by itself; there, this
-    callback sets ``on_unreplayable``.
+    A resumed run continues with the same batches, in the same order, and the same random numbers. Lightning alone
+    restarts a stock ``DataLoader``, with other samples. `FSDP2Strategy` does this without the callback; use the
+    callback there to set ``on_unreplayable``.
 
-    On another number of data-parallel ranks every rank skips as many whole batches as make up the samples that all
-    ranks had taken together.
+    With another number of data-parallel ranks, every rank skips as many whole batches as cover the samples that all
+    ranks had consumed.
 
     Args:
         on_unreplayable: For what cannot be replayed, such as random numbers drawn by workers: ``"warn"`` names it once,
             ``"refuse"`` raises.
 
     Raises:
-        ValueError: If ``on_unreplayable`` is unknown, or if something is to be refused.
+        ValueError: If ``on_unreplayable`` is unknown; with ``"refuse"``, if something cannot be replayed.
 
     Example::
 
         Trainer(callbacks=[ExactResume(on_unreplayable="refuse")])
     """
 
-    resumes_exactly = True  # a strategy that would do it by itself leaves it to this callback
+    resumes_exactly = True  # a strategy that resumes exactly leaves it to this callback
 
     def __init__(self, *, on_unreplayable: OnUnreplayable = "warn") -> None:
         why = "It says what becomes of a run that could not be resumed exactly."

@@ -271,7 +271,7 @@ class MemoryForensics(Callback):
             self.text = f"{self.text}\nCannot write to {folder}: {error}"
 
 
-_PARTS = {  # the innermost counts
+_PARTS = {  # the innermost applies
     "training_step": "in the forward pass",
     "validation_step": "in the validation",
     "_engine_run_backward": "in the backward pass",

@@ -1,4 +1,4 @@
-"""Optimizer state on the host: larger models for a part of the link to the device."""
+"""Offloads optimizer state to the host."""
 
 from typing import Any, Literal, get_args
 
@@ -25,28 +25,27 @@ _CHUNK_MB = 256.0
 
 
 class OptimizerOffload(Declaration):
-    """Keep the state of every optimizer in pinned memory of the host, and bring it to the device a chunk at a time.
+    """Keep the state of every optimizer in pinned host memory, and copy it to the device one chunk at a time.
 
-    The module's ``configure_optimizers`` stays as it is. With master weights, as `BF16Precision` has them, the masters
-    are state too: on the device remain the weights in which the module computes, and their gradients. Values stay as
-    they are, bit for bit. Checkpoints have the same names and values with this callback and without.
+    The module's ``configure_optimizers`` does not change. Master weights of `BF16Precision` are state too: only the
+    weights in which the module computes, and their gradients, stay on the device. Values do not change, bit for bit.
+    Checkpoints have the same names and values with and without this callback.
 
-    Any optimizer is admitted that, on tiny tensors, steps in chunks as it steps as a whole.
+    An optimizer is accepted if, on tiny tensors, stepping in chunks gives the same result as stepping all at once.
 
     Args:
-        update: ``"device"``: a chunk of the state comes to the device, is stepped there and goes back, while the next
-            comes. ``"host"``: the CPU makes the step; gradients come down and parameters go up. ``"torchao"``: its
-            CPUOffloadOptimizer, on one GPU, without clipping and masters; other runs are refused.
-        chunk_mb: The most state of a chunk, in MiB; three chunks are on the device. A parameter that has more is
-            stepped in parts, if its optimizer treats each element by itself. None: 256. ``"torchao"`` knows no chunks,
-            and takes none.
-        resident: For ``"device"``: the share of the state, from 0 to less than 1, that stays there, and costs no
+        update: ``"device"``: each chunk of the state is copied to the device, stepped there and copied back, while the
+            next is on its way. ``"host"``: the CPU makes the step; gradients are copied down and parameters up.
+            ``"torchao"``: its CPUOffloadOptimizer, on one GPU, without clipping and masters; other runs are refused.
+        chunk_mb: The maximum state of a chunk, in MiB; three chunks are on the device. A larger parameter is stepped in
+            parts, if its optimizer is elementwise. None: 256. Not available for ``"torchao"``, which has no chunks.
+        resident: For ``"device"``: the share of the state, from 0 to less than 1, that stays on the device and needs no
             transfer.
         on_no_effect: If nothing was offloaded in the first step, ``"raise"`` an error, or ``"warn"`` and go on.
 
     Raises:
-        ValueError: If an argument is out of its range; when fitting starts, if an optimizer is not admitted, or the
-            parameters are on the host already.
+        ValueError: If an argument is out of its range; when fitting starts, if an optimizer is not accepted, or if the
+            parameters are already on the host.
         RuntimeError: If nothing was offloaded in the first step, and ``on_no_effect="raise"``.
 
     Example::
@@ -92,11 +91,11 @@ class OptimizerOffload(Declaration):
         self.on_no_effect: OnNoEffect = check_on_no_effect(on_no_effect, of="OptimizerOffload")
         self._ours: list[OffloadedOptimizer | TorchAOOffloaded] = []
         self._report: Report | None = None
-        self._began_at = 0  # the global step of the present batch
+        self._began_at = 0  # the global step of the current batch
 
     @property
     def chunk_bytes(self) -> int:
-        """The most bytes of state of a chunk that comes to the device; 0 where none comes there."""
+        """The maximum number of bytes of a chunk that is copied to the device; 0 if none is."""
         return int(self.chunk_mb * 2**20) if self.update == "device" else 0
 
     @override
@@ -141,7 +140,7 @@ class OptimizerOffload(Declaration):
     ) -> None:
         if self._report is None or was_skipped(pl_module, outputs, began_at=self._began_at):
             return
-        # A step without gradients, as of a batch that is left out, makes no state; and not all optimizers step at once.
+        # A step without gradients, such as for a skipped batch, creates no state; and not all optimizers step at once.
         if not any(ours.steps_made for ours in self._ours):
             return
         host = sum(ours.host_bytes for ours in self._ours)

@@ -1,4 +1,4 @@
-"""Steps that go wrong: seen on the device, left out, or undone."""
+"""Detects bad steps on the device, and skips them or rolls back."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
@@ -30,19 +30,19 @@ __all__ = ["Action", "GuardEvent", "StepGuard"]
 Action = Literal["ignore", "warn", "skip", "rollback", "stop"]
 Where = Literal["auto", "device", "host"]
 
-_LATE = 8  # steps, on a GPU: the host is seldom that far ahead
+_LATE = 8  # steps, on a GPU: the host is rarely further ahead
 
 
 @dataclass(frozen=True, slots=True)
 class GuardEvent:
-    """Something that went wrong.
+    """A bad step.
 
     Args:
-        step: Which optimizer step, as Lightning counted it.
-        epoch: In which epoch.
-        batch: The number of its last batch in the epoch.
-        kind: What it was.
-        what: The figures, in words.
+        step: The optimizer step, as Lightning counts it.
+        epoch: The epoch.
+        batch: The index of the step's last batch in the epoch.
+        kind: What went wrong.
+        what: The values, in words.
         done: What was done about it.
     """
 
@@ -55,35 +55,34 @@ class GuardEvent:
 
 
 class StepGuard(Callback, OnlyOne):
-    """See NaN, infinity and loss spikes without waiting for the GPU, and leave such steps out or go back before them.
+    """Detect NaN, infinity and loss spikes without waiting for the GPU, and skip such steps or roll back.
 
-    The loss and the norm of all gradients are judged on the device, by all ranks together, before the optimizer steps.
-    Who looks at gradients before a step finds them, also where it is skipped.
-    The host reads the verdict some steps late. A step is skipped on the device where the optimizer is one of torch's
-    fused ones: parameters, moments and step count stay as they are, bit for bit. For any other optimizer the host has
-    to read the verdict first.
+    All ranks together judge the loss and the norm of all gradients on the device, before the optimizer steps. Hooks
+    that read gradients before a step still find them if it is skipped. The host reads the verdict some steps later. If
+    the optimizer is one of torch's fused ones, a step is skipped on the device: parameters, moments and step count stay
+    the same, bit for bit. For any other optimizer the host must read the verdict first.
 
-    ``"rollback"`` restores weights, optimizers, schedulers and step count from the last whole checkpoint that was saved
-    before the step, and continues with the data that follow.
+    ``"rollback"`` restores weights, optimizers, schedulers and step count from the last complete checkpoint saved
+    before the step, and continues with the next data.
 
     Args:
-        on_nonfinite: What becomes of a step with NaN or infinity: ``"ignore"``, ``"warn"``, ``"skip"``,
+        on_nonfinite: What to do about a step with NaN or infinity: ``"ignore"``, ``"warn"``, ``"skip"``,
             ``"rollback"``, or ``"stop"`` the run.
-        on_spike: What becomes of a step whose loss or norm is far above the last ones.
-        gradients: Watch the norm of gradients too, which reads them all once more.
-        skip_on: ``"device"``, ``"host"``, or ``"auto"``: the device where the optimizer can.
-        window: How many steps a spike is measured against.
-        sigmas: How many standard deviations above their mean make a spike.
-        warmup_steps: No step before this many is called a spike.
-        max_in_a_row: After how many bad steps in a row the run ends with an error.
-        max_rollbacks: After how many roll-backs it does.
+        on_spike: What to do about a step whose loss or norm is far above the recent ones.
+        gradients: Also watch the norm of the gradients, which reads them all once more.
+        skip_on: ``"device"``, ``"host"``, or ``"auto"``: the device if the optimizer supports it.
+        window: The number of recent steps that a spike is compared with.
+        sigmas: A spike is this many standard deviations above their mean.
+        warmup_steps: The first steps, in which nothing counts as a spike.
+        max_in_a_row: The run ends with an error after this many bad steps in a row.
+        max_rollbacks: The run ends with an error after this many rollbacks.
 
     Attributes:
-        events: What went wrong in this fit.
+        events: The bad steps of this fit.
 
     Raises:
-        ValueError: If a choice is unknown, or if this run cannot do what is asked.
-        RuntimeError: If a run is ended.
+        ValueError: If a choice is unknown, or if this run does not support it.
+        RuntimeError: If StepGuard ends the run.
 
     Example::
 
@@ -127,7 +126,7 @@ class StepGuard(Callback, OnlyOne):
         self._undo = ExitStack()
         self._weights_only: list[bool | None] = []  # the argument of fit
 
-    # When
+    # Hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -148,15 +147,15 @@ class StepGuard(Callback, OnlyOne):
         self._in_a_row = self._rollbacks = 0
         self._on_device = self.skip_on != "host" and all(map(skips_on_device, trainer.optimizers))
         self._buffers = KeptBuffers(pl_module) if "skip" in (self.on_nonfinite, self.on_spike) else None
-        self._begins = True  # the next batch is the first one of a step
+        self._begins = True  # the next batch is the first of a step
         self._has_loss = False  # since the last step
-        self._leaves_out = False  # the step that comes next, by the host
+        self._leaves_out = False  # the host decided to skip the next step
         if self._buffers is not None and not self._on_device:
             self._undo.enter_context(after_closure(trainer.precision_plugin, self._leave_out))
-        self._keeps_gradients = is_overridden("optimizer_zero_grad", pl_module)  # perhaps
+        self._keeps_gradients = is_overridden("optimizer_zero_grad", pl_module)  # possibly
         self._saved = Saved()
         for optimizer in trainer.optimizers:
-            self._undo.callback(clear_skip, optimizer)  # a run may end amid a step
+            self._undo.callback(clear_skip, optimizer)  # a run may end in the middle of a step
         if "rollback" in (self.on_nonfinite, self.on_spike):
             self._follow_saves(trainer)
         self._say_how(trainer)
@@ -169,19 +168,19 @@ class StepGuard(Callback, OnlyOne):
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._has_loss and not self._keeps_gradients:  # of batches whose gradients go without a step
+        if self._has_loss and not self._keeps_gradients:  # the gradients of earlier batches were dropped without a step
             self._loss, self._has_loss = torch.zeros_like(self._loss), False
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._loss = self._loss + loss.detach()  # of each microbatch, divided by their number; of the wider type
+        self._loss = self._loss + loss.detach()  # of each microbatch, divided by their number; of the wider dtype
         self._has_loss = True
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._begins = True
         if not self._has_loss:
-            return  # of batches that training_step has left out by None, which would count as a loss of zero
+            return  # training_step skipped all batches by returning None, which would count as a loss of zero
         self._has_loss = False
         verdict = self._watch.judge(self._measured(optimizer))
         self._loss = torch.zeros_like(self._loss)
@@ -192,16 +191,16 @@ class StepGuard(Callback, OnlyOne):
             if self._on_device:
                 skip_if(optimizer, flag.float())
             else:
-                self._leaves_out = bool(flag.item())  # the price of optimizers that know no flag
+                self._leaves_out = bool(flag.item())  # the cost of optimizers that support no flag
             assert self._buffers is not None
             self._buffers.take_back(flag)
         place = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)
         self._verdicts.push(verdict, place)
 
     def _leave_out(self, optimizer: Optimizer) -> None:
-        # Not before everyone has seen them: who looks at gradients does not expect that there are none.
+        # Only after all hooks have run, which do not expect missing gradients.
         if self._leaves_out:
-            optimizer.zero_grad(set_to_none=True)  # without gradients no optimizer changes anything
+            optimizer.zero_grad(set_to_none=True)  # an optimizer changes nothing without gradients
         self._leaves_out = False
 
     @override
@@ -213,7 +212,7 @@ class StepGuard(Callback, OnlyOne):
                 clear_skip(optimizer)
         for values, place in self._verdicts.due():
             if self._act(trainer, Verdict.of(values), *place):
-                break  # the steps that follow are undone, and with them their verdicts
+                break  # the steps after it are undone, and so are their verdicts
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -230,7 +229,7 @@ class StepGuard(Callback, OnlyOne):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._undo.close()
 
-    # What
+    # Verdicts
 
     def _measured(self, optimizer: Optimizer) -> Tensor:
         norm = torch.zeros_like(self._loss)
@@ -241,12 +240,12 @@ class StepGuard(Callback, OnlyOne):
             norm = total_norm(gradients).to(norm.device, norm.dtype)
         values = torch.stack([self._loss, norm])
         if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
-            dist.all_reduce(values)  # NaN on one rank is NaN on all; nobody on the host waits for it
+            dist.all_reduce(values)  # NaN on one rank is NaN on all; the host does not wait for it
             values = values / size
         return values
 
     def _act(self, trainer: Trainer, verdict: Verdict, step: int, epoch: int, batch: int) -> bool:
-        """Do what is to be done about a step; return whether the run went back."""
+        """Act on a step; return whether the run rolled back."""
         if not verdict.nonfinite and not verdict.spike:
             self._in_a_row = 0
             return False
@@ -282,7 +281,7 @@ class StepGuard(Callback, OnlyOne):
             for logger in trainer.loggers:
                 logger.log_metrics({f"guard/{event.kind}": number}, step=event.step)
 
-    # Going back
+    # Rolling back
 
     def _go_back(self, trainer: Trainer, step: int, where: str) -> str:
         self._rollbacks += 1
@@ -323,12 +322,12 @@ class StepGuard(Callback, OnlyOne):
         )
 
     def _restricts(self, trainer: Trainer, path: Path) -> bool | None:
-        """Return ``weights_only`` for ``path``: as given to ``fit``, or False for what this run has written."""
+        """Return ``weights_only`` for ``path``: as given to ``fit``, or False for files that this run has written."""
         asked = self._weights_only[0] if self._weights_only else None
         return asked if str(path) == str(trainer.ckpt_path) else bool(asked)
 
     def _undone(self, step: int) -> str:
-        """Forget what was saved after ``step``, which was bad, and return what to say of it."""
+        """Forget checkpoints saved after ``step``, which was bad, and return a text that lists them."""
         undone = self._saved.undo(step=step)
         return f"; saved since, with the bad step in it: {', '.join(map(str, undone))}" if undone else ""
 
@@ -342,14 +341,14 @@ class StepGuard(Callback, OnlyOne):
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
             step, whole = checkpoint["global_step"], "optimizer_states" in checkpoint
             stock(checkpoint, filepath, *args, **kwargs)
-            self._saved.forget(Path(filepath))  # under that name there may have been another
+            self._saved.forget(Path(filepath))  # another checkpoint may have had this name
             if whole:
                 self._saved.add(Path(filepath), step=step, layout=layout_of(trainer.optimizers))
 
         strategy.save_checkpoint = save_checkpoint
         self._undo.callback(vars(strategy).pop, "save_checkpoint", None)
 
-    # What cannot be
+    # Errors
 
     def _check(self, trainer: Trainer) -> None:
         module, asked = trainer.lightning_module, {self.on_nonfinite, self.on_spike}
@@ -414,5 +413,5 @@ class StepGuard(Callback, OnlyOne):
 
 
 def _dtype_of(module: LightningModule) -> torch.dtype:
-    """Return in what type to judge at least, the same on every rank whatever its gradients are."""
+    """Return the minimum dtype for the verdict, the same on every rank, whatever dtype its gradients have."""
     return torch.float64 if any(p.dtype is torch.float64 for p in module.parameters()) else torch.float32

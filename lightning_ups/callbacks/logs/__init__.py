@@ -1,1 +1,1 @@
-"""Callbacks that log, report and show."""
+"""Callbacks that log, report and display."""

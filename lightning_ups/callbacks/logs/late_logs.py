@@ -1,4 +1,4 @@
-"""Loggers that get the rows of steps when the GPU has computed them, while the host goes on."""
+"""Gives rows of metrics to the loggers when the GPU has computed them, so that the host does not wait."""
 
 import threading
 from collections import deque
@@ -18,13 +18,13 @@ from lightning_ups.transforms.patching import instead_of
 
 __all__ = ["LateLogs"]
 
-_MOST = 8  # rows that wait; then the host waits for the oldest
-_PATIENCE_S = 10.0  # for a device that may not answer any more, since the run has failed
+_MOST = 8  # maximum number of waiting rows; then the host waits for the oldest
+_PATIENCE_S = 10.0  # for a device that may not respond, since the run has failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """What is logged of one step, as it stood then."""
+    """The metrics logged at one step, with the state of the trainer at that time."""
 
     metrics: Mapping[str, Any]
     late: LateValues
@@ -34,18 +34,17 @@ class _Row:
 
 
 class LateLogs(AbstractContextManager["LateLogs"]):
-    """Rows of training steps reach the loggers of ``trainer`` late while the context is open, and are else as ever.
+    """Give rows of training steps to the loggers of ``trainer`` late, while the context is open.
 
-    They have the step and the epoch they are of, go to the loggers that ``trainer`` had then, and come in the order in
-    which they were logged: what is logged in any other way, such as a validation, waits until they are there, and so
-    does a checkpoint.
+    Rows keep their step, epoch, loggers and order: anything else that is logged, such as a validation, waits until they
+    are written, and so does a checkpoint.
 
-    Only the thread that opened the context hands rows over and waits for them, since a logger may belong to it; what
-    another thread logs goes straight to the logger. The failure of a logger, or of the device, is raised once, and ends
-    the rows that wait. While the run ends by an error it is only said, so that this error is the one that is seen.
+    Only the thread that opened the context hands rows over and waits for them, since a logger may belong to it; rows of
+    other threads go straight to the logger. An error of a logger, or of the device, is raised once, and drops the
+    waiting rows. If the run is already ending with an error, it becomes a warning, so that it does not hide that error.
 
     Args:
-        trainer: Whose rows.
+        trainer: The Trainer whose rows are delayed.
         on_row: Called when a row begins to wait.
     """
 
@@ -88,7 +87,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
         return bool(self._rows)
 
     def look(self) -> None:
-        """Hand over the rows that have arrived; this does not wait."""
+        """Hand over the rows that have arrived, without waiting."""
         self._hand_over_rows(only_arrived=True)
 
     def flush(self) -> None:
@@ -96,7 +95,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
         self._hand_over_rows()
 
     def _loggers(self) -> list[Any]:
-        """Return the loggers that the trainer has now, which may be others than before."""
+        """Return the loggers that the trainer has now, which may have changed."""
         loggers: list[Any] = [*self._trainer.loggers]
         for logger in loggers:
             if not any(logger is known for known in self._known):
@@ -114,7 +113,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
         self._undo.enter_context(instead_of(owner, name, after_the_rows))
 
     def _take(self, metrics: Mapping[str, Any]) -> bool:
-        """Keep the row for later, if it is of a step and has to wait for the device or for another row."""
+        """Keep the row for later, if it is of a training step and must wait for the device or for another row."""
         late = {name: value for name, value in metrics.items() if comes_late(value)}
         is_row = is_row_of_step(self._trainer) and threading.get_ident() == self._thread
         if not is_row or not self._trainer.loggers or not (late or (metrics and self._rows)):
@@ -135,7 +134,7 @@ class LateLogs(AbstractContextManager["LateLogs"]):
         return True
 
     def _hand_over_rows(self, *, all_but: int = 0, only_arrived: bool = False, run_ends: bool = False) -> None:
-        run_ends = run_ends or self._trainer.interrupted  # from before anyone's `on_exception`
+        run_ends = run_ends or self._trainer.interrupted  # set before any `on_exception` runs
         while len(self._rows) > all_but and threading.get_ident() == self._thread and not self._handing_over:
             lost = len(self._rows)
             try:
@@ -150,10 +149,10 @@ class LateLogs(AbstractContextManager["LateLogs"]):
                     raise
 
     def _hand_over(self, *, patience_s: float | None) -> None:
-        numbers = self._rows[0].late.read(patience_s=patience_s)  # a Ctrl-C in this wait loses no row
+        numbers = self._rows[0].late.read(patience_s=patience_s)  # a Ctrl-C during this wait loses no row
         row = self._rows.popleft()
         metrics, step = {**row.metrics, **numbers}, row.step
-        if (own_step := metrics.pop("step", None)) is not None:  # as Lightning has it
+        if (own_step := metrics.pop("step", None)) is not None:  # as Lightning does
             step = int(own_step)
         else:
             metrics.setdefault("epoch", row.epoch)

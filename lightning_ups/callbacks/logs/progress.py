@@ -19,22 +19,21 @@ __all__ = ["LeanProgressBar"]
 
 
 class LeanProgressBar(TQDMProgressBar):
-    """Shows how far the run is, and what was logged, and waits for no GPU.
+    """Show the progress of the run and logged metrics, without waiting for a GPU.
 
-    A metric that is logged with ``prog_bar=True`` in ``training_step`` is read by Lightning at every step, whatever the
-    bar's refresh rate, and each read waits until the GPU has done all its work. So log without ``prog_bar``: this bar
-    shows the chosen metrics all the same. When a refresh is due their numbers set out from the GPU, and it
-    is painted at the end of the batch by which they have come; only the last one of a run, or of an epoch where it
-    counts epochs, waits for them. Where the Trainer has ``max_steps``, it counts towards that instead of towards the
-    end of each epoch. What is logged to the terminal meanwhile stands above the bar.
+    Lightning reads a metric that is logged with ``prog_bar=True`` in ``training_step`` at every step, whatever the
+    refresh rate, and each read waits until the GPU has done all its work. So log without ``prog_bar``, and name the
+    metrics here. When a refresh is due, the values start their copy from the GPU, and the bar is painted at the end of
+    the batch by which they have arrived; only the last refresh of a run, or of an epoch, waits for them. If the Trainer
+    has ``max_steps``, the bar counts to it instead of to the end of each epoch. Log messages are printed above the bar.
 
     Args:
         refresh_rate: Steps between two updates.
-        metrics: Names of logged metrics to show, beside those with ``prog_bar=True``.
+        metrics: Names of logged metrics to show, in addition to those with ``prog_bar=True``.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If ``refresh_rate`` is below 0; 0 shows no bar.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``refresh_rate`` is negative; 0 hides the bar.
     """
 
     def __init__(self, *, refresh_rate: int = 20, metrics: tuple[str, ...] = ("train_loss",)) -> None:
@@ -81,7 +80,7 @@ class LeanProgressBar(TQDMProgressBar):
             self._redirected.close()
             self._redirected = None
 
-    # What it shows
+    # Content
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -97,13 +96,13 @@ class LeanProgressBar(TQDMProgressBar):
         return {name: value for name in self.metrics if isinstance(value := logged.get(name), Tensor)}
 
     def _send_for(self, trainer: Trainer) -> bool:
-        """Let the present numbers of the GPU, if there are any, set out for the host."""
+        """Start copying the current values from the GPU, if there are any."""
         if late := {name: value for name, value in self._logged(trainer).items() if comes_late(value)}:
             self._coming = LateValues(late)
         return bool(late)
 
     def _take(self, *, wait: bool = False) -> bool:
-        """Take the numbers that are on their way, if they have come, or ``wait`` for them."""
+        """Use the copied values if they have arrived, or ``wait`` for them."""
         if self._coming is None or not (wait or self._coming.arrived()):
             return False
         self._come, self._coming = self._coming.read(), None
@@ -112,7 +111,7 @@ class LeanProgressBar(TQDMProgressBar):
     def _paint(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
-    # When
+    # Hooks
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What really took effect in a run, kept beside its logs."""
+"""Records what took effect in a run, next to its logs."""
 
 import os
 import re
@@ -63,23 +63,21 @@ _SCHEMA = 1
 
 
 class RunManifest(Callback, OnlyOne):
-    """Write down what really took effect: versions, device, blocks, graphs, types, mesh, flags, environment.
+    """Write down what took effect in a run: versions, device, blocks, graphs, dtypes, mesh, flags, environment.
 
-    One JSON file for each run (fit, validate, test or predict): ``manifest.json``, or the first of ``manifest-2.json``
-    and so on that is free, so that none is ever overwritten. It lies beside the logs or, with a logger that has one
-    folder for all runs, beside the checkpoints; MLflow, W&B and Comet get a copy. It is written after the first
-    optimizer step, at the end, and after an exception, each time as a whole. Values are read back from torch and from
-    the trainer, not copied from the settings. What is known before the first step goes to the loggers'
-    hyperparameters too. ``fast_dev_run``, ``barebones`` and trials of
-    the Tuner leave no file. Rank zero writes;
-    training is not slowed, and no random number is drawn.
+    Each run (fit, validate, test or predict) gets one JSON file: ``manifest.json``, or ``manifest-2.json`` and so on,
+    so that no file is overwritten. It is next to the logs or, with a logger that uses one folder for all runs, next to
+    the checkpoints; MLflow, W&B and Comet get a copy. Rank 0 writes it after the first optimizer step, at the end, and
+    after an exception. Values are read back from torch and from the trainer, not copied from the settings. What is
+    known before the first step is also logged as hyperparameters. ``fast_dev_run``, ``barebones`` and trials of the
+    Tuner write no file. Training is not slowed down, and no random number is drawn.
 
     Args:
-        log_hyperparams: Whether the loggers get a flat copy, under names that begin with ``manifest/``.
+        log_hyperparams: Whether the loggers get a flat copy, with names that begin with ``manifest/``.
 
     Attributes:
-        path: The file of the last run, on rank zero; None before it is written.
-        manifest: What is in it.
+        path: The file of the last run, on rank 0; None before it is written.
+        manifest: The content of the file.
 
     Example::
 
@@ -98,10 +96,10 @@ class RunManifest(Callback, OnlyOne):
 
     @property
     def report(self) -> Report:
-        """What the parts of this package say that they did."""
+        """What the parts of this package report that they did."""
         return self._report
 
-    # When
+    # Hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -125,8 +123,9 @@ class RunManifest(Callback, OnlyOne):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # What is declared takes effect in this hook of whichever declaration comes first. Ours may come before, and
-        # TensorBoard takes the hyperparameters that reach it first, and no others: Lightning's follow directly.
+        # Declarations take effect in this hook of the first declaration in the list, which may come after this
+        # callback. TensorBoard keeps only the hyperparameters that reach it first, and Lightning logs its own right
+        # after this hook.
         if any(isinstance(callback, Step) for callback in trainer.callbacks) and apply_declared(trainer):  # type: ignore[attr-defined]
             finish_optimizers(trainer)
         if trainer.is_global_zero:
@@ -137,7 +136,7 @@ class RunManifest(Callback, OnlyOne):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._before_batch(trainer, batch)
-        # Not at the end of the batch, where callbacks that follow in the list have yet to report.
+        # Not at the end of the batch: callbacks later in the list have not reported yet.
         if trainer.global_step > 0 and not self._written and trainer.is_global_zero:
             self._written = True
             self._write(trainer)
@@ -184,13 +183,13 @@ class RunManifest(Callback, OnlyOne):
         if not self.manifest or not trainer.is_global_zero:
             return  # failed before it was set up
         self.manifest["run"] |= {"status": status, "error": error}
-        if "model" not in self.manifest and error is None:  # after an error, nothing here may hide it by another
+        if "model" not in self.manifest and error is None:  # an error here must not hide the first one
             self._look(trainer)
         self._write(trainer)
         if self.path is not None:
             give_to_loggers(trainer, self.path)
 
-    # What
+    # Content
 
     def _look(self, trainer: Trainer) -> None:
         context = applied(trainer.strategy)
@@ -218,7 +217,7 @@ class RunManifest(Callback, OnlyOne):
             "epochs": trainer.current_epoch,
         }
         if leaves_no_files(trainer):
-            return  # a trial of the code leaves nothing behind; its folder would be the one that the user is in
+            return  # a trial run writes no files; its folder would be the current directory
         try:
             if "://" in self._folder:
                 raise OSError("it is not a folder of this machine")
@@ -226,7 +225,7 @@ class RunManifest(Callback, OnlyOne):
             write(self.manifest, self.path)
         except OSError as error:
             if self.path is not None and self.path.exists() and not self.path.stat().st_size:
-                self.path.unlink()  # its name was free, and its content did not fit
+                self.path.unlink()  # the name was free, and the content did not fit
                 self.path = None
             rank_zero_warn(
                 f"RunManifest could not write to {self._folder}: {error}."
@@ -237,7 +236,7 @@ class RunManifest(Callback, OnlyOne):
     def _log(self, trainer: Trainer) -> None:
         flat = _hyperparameters(self.manifest, self._report)
         for logger in trainer.loggers:
-            # With the module's own, which Lightning logs next: TensorBoard would leave those out.
+            # Together with the module's own, which Lightning logs next: TensorBoard would drop those.
             own = logged_hyperparameters(trainer) if isinstance(logger, TensorBoardLogger) else {}
             logger.log_hyperparams({**own, **flat})
 
@@ -287,7 +286,7 @@ def _model(module: LightningModule) -> dict[str, Any]:
 
 def _precision(trainer: Trainer) -> dict[str, Any]:
     plugin = trainer.precision_plugin
-    # FSDP1 and what derives from it cast by a configuration of the whole model.
+    # FSDP1 and its subclasses cast by a configuration of the whole model.
     cast = getattr(getattr(plugin, "mixed_precision_config", None), "param_dtype", None)
     return {
         "plugin": _name(plugin),
@@ -317,7 +316,7 @@ def _strategy(trainer: Trainer) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    # What the groups have: `defaults` are what a group would have that says nothing. Rates before any schedule.
+    # Values of the groups: `defaults` apply only to groups without a value. Learning rates before any schedule.
     groups = [
         {**group, **({"lr": group["initial_lr"]} if "initial_lr" in group else {})} for group in optimizer.param_groups
     ]
@@ -350,7 +349,7 @@ def _training(trainer: Trainer) -> dict[str, Any]:
 
 
 def _config(trainer: Trainer) -> Any:
-    """Return what LightningCLI was given, which its own callback holds, or None."""
+    """Return the configuration of LightningCLI, which its own callback holds, or None."""
     cli = sys.modules.get("lightning.pytorch.cli")
     for callback in trainer.callbacks if cli else ():  # type: ignore[attr-defined]
         if isinstance(callback, cli.SaveConfigCallback):  # type: ignore[union-attr]
@@ -366,11 +365,11 @@ def _shape_of(batch: Any) -> dict[str, Any]:
 
 
 def _sizes(tensor: Tensor) -> str:
-    ragged = tensor.is_nested and tensor.layout == torch.strided  # which has no shape
+    ragged = tensor.is_nested and tensor.layout == torch.strided  # has no shape
     return ", ".join(map(str, [tensor.size(0), *["*"] * (tensor.dim() - 1)] if ragged else tensor.shape))
 
 
-_FORBIDDEN, _LONGEST_NAME = re.compile(r"[^0-9A-Za-z_\-. :/]"), 250  # in names, by MLflow
+_FORBIDDEN, _LONGEST_NAME = re.compile(r"[^0-9A-Za-z_\-. :/]"), 250  # in names, required by MLflow
 _TO_LOGGERS = ("versions", "device", "model", "precision", "strategy", "optimizers", "training", "flags")
 
 

@@ -1,4 +1,4 @@
-"""A sample of what a language model writes, at the end of fit."""
+"""Prints a text that a language model generates, at the end of fit."""
 
 import sys
 from collections.abc import Iterator
@@ -16,22 +16,21 @@ __all__ = ["TextSample"]
 
 
 class TextSample(Callback):
-    """Print a text that the model writes, once fit is done.
+    """Print a generated text at the end of fit.
 
     The LightningModule must have ``generate(tokens, *, num_tokens, temperature, top_k, seed)``, which takes and returns
-    tokens [batch, seq]; the datamodule must have ``encode(text)`` and ``decode(tokens)``. Training is not touched: the
-    draws have a generator of their own. The compiled model is not used, since the text grows with every token and each
-    length would be compiled anew.
+    tokens [batch, seq]; the datamodule must have ``encode(text)`` and ``decode(tokens)``. Training is not affected:
+    sampling uses its own generator. The compiled model is not used, since each new length would be compiled again.
 
     Args:
-        prompt: What the text begins with.
-        num_tokens: How many tokens the model adds.
-        temperature: Divides the logits; below one it writes what is likelier.
-        top_k: Draw from so many of the likeliest tokens. None: from all.
-        seed: Of the draws.
+        prompt: The beginning of the text.
+        num_tokens: The number of tokens to generate.
+        temperature: Divides the logits; below 1, likelier tokens are sampled more often.
+        top_k: Sample from this many of the likeliest tokens. None: from all.
+        seed: The seed for sampling.
 
     Raises:
-        TypeError: If an argument is of another kind; when fitting starts, if module or datamodule cannot do their part.
+        TypeError: If an argument has the wrong type; when fitting starts, if module or datamodule lack a method.
         ValueError: If a number is out of range; when fitting starts, if the prompt has no tokens.
     """
 
@@ -67,7 +66,7 @@ class TextSample(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data, precision = trainer.datamodule, trainer.precision_plugin  # type: ignore[attr-defined]
         prompt = _encoded(self.prompt, data).to(pl_module.device)[None]
-        # Every rank takes part: where the model is sharded, none can run it alone.
+        # Every rank takes part: none can run a sharded model alone.
         with (
             _evaluating(pl_module),
             precision.forward_context(),
@@ -95,7 +94,7 @@ def _encoded(prompt: str, data: Any) -> Tensor:
     tokens = data.encode(prompt)
     try:
         made = torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError):  # as torch calls what it makes no tensor of
+    except (TypeError, ValueError, RuntimeError):  # torch raises these for values that make no tensor
         made = torch.empty(())
     if made.dim() != 1 or (made.numel() and made.is_floating_point()):
         raise TypeError(
@@ -114,7 +113,7 @@ def _encoded(prompt: str, data: Any) -> Tensor:
 
 
 def _printable(text: str) -> str:
-    """Return ``text`` so that any terminal shows it: a young model writes control characters too."""
+    """Return ``text`` with control characters replaced, so that any terminal can show it."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, errors="backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""A page about the run at its end: curves, where the time went, memory, what took effect."""
+"""Writes a page about the run at its end: curves, time, memory, what took effect."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -39,19 +39,19 @@ __all__ = ["TrainingReport"]
 class TrainingReport(Callback):
     """Write one HTML page at the end of fit, which needs no network, and PNGs of its charts.
 
-    It has the curves of all that was logged, the last of each image that TensorBoard or W&B has, and the best metric
-    and the checkpoints of each ``ModelCheckpoint``. With `TokenThroughput` it also says where a step's time goes, which
-    thresholds are reached and what to change first, and how memory went; with `RunManifest`, what took effect. Both
-    need no setting for that. A run that fails has its report too.
+    The page has the curves of all logged metrics, the last version of each image in TensorBoard or W&B, and the best
+    metric and the checkpoints of each ``ModelCheckpoint``. With `TokenThroughput` it also shows the step-time breakdown,
+    thresholds that were reached, what to change first, and memory; with `RunManifest`, what took effect. Neither needs
+    a setting. A run that fails gets a report, too.
 
-    The page is ``report.html`` beside the logs, or the first of ``report-2.html`` and so on that is free; the pictures
-    are in a folder of the same name. MLflow, W&B and Comet get a copy of both.
+    The page is ``report.html`` next to the logs, or ``report-2.html`` and so on, so that no file is overwritten; the
+    pictures are in a folder of the same name. MLflow, W&B and Comet get a copy of both.
 
     Args:
-        pictures: Write PNGs, for which matplotlib is needed. None: where it is installed.
+        pictures: Write PNGs, which needs matplotlib. None: if it is installed.
 
     Attributes:
-        path: Where the last page is, on rank zero; None before.
+        path: The last page, on rank 0; None before it is written.
 
     Raises:
         ModuleNotFoundError: If pictures are asked for and matplotlib is not installed.
@@ -74,7 +74,7 @@ class TrainingReport(Callback):
         self._open = False
         self._of_another_fit: tuple[Any, Any] = (None, None)
 
-    # When
+    # Hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -85,7 +85,7 @@ class TrainingReport(Callback):
         self._folder = run_folder(trainer)  # asks the other ranks: every rank has to
         self._history, self._began, self.path = History(), datetime.now(), None
         self._of_another_fit = _kept(trainer)
-        if self._tells:  # in a run that writes a page, and not in one that only looks
+        if self._tells:  # only in a run that writes a page
             rank_zero_info("TrainingReport writes no PNGs: pip install 'lightning-ups[report]' for them.")
         if trainer.is_global_zero and trainer.loggers:
             self._listen(trainer)
@@ -94,7 +94,7 @@ class TrainingReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # With a logger the history is what it gets. Without one nothing is read but at the steps that one would log.
+        # With a logger, the history is what it receives. Without one, only steps that a logger would log are read.
         if self._open and not trainer.loggers and trainer.is_global_zero and is_logging_step(trainer):
             self._history.add(_values(trainer.callback_metrics), logged_step(trainer))
 
@@ -111,19 +111,19 @@ class TrainingReport(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         interrupted = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
         if (throughput := _found(trainer, TokenThroughput)) is not None:
-            throughput.on_exception(trainer, pl_module, exception)  # whichever of us stands first in the list
+            throughput.on_exception(trainer, pl_module, exception)  # whichever callback comes first in the list
         if (flags := _found(trainer, AccelerationFlags)) is not None:
-            flags.end_logs()  # the last rows are to be in the history
+            flags.end_logs()  # the last rows must be in the history
         self._write(
             trainer,
             status="interrupted" if interrupted else "failed",
             error="" if interrupted else quoted(exception),
         )
 
-    # What
+    # Content
 
     def _listen(self, trainer: Trainer) -> None:
-        logger: Any = trainer.loggers[0]  # all of them get the same
+        logger: Any = trainer.loggers[0]  # all loggers get the same
         stock: Callable[..., None] = logger.log_metrics
 
         def log_metrics(metrics: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ class TrainingReport(Callback):
         manifest = _found(trainer, RunManifest)
         throughput = _found(trainer, TokenThroughput)
         summary = throughput.summary if throughput is not None else None
-        # Where a fit fails in setup, others may not have heard of it, and have what they had.
+        # If a fit fails in setup, other callbacks may still hold values of an earlier run.
         if summary is self._of_another_fit[0]:
             summary = None
         known = manifest.manifest if manifest is not None else {}
@@ -245,7 +245,7 @@ def _found(trainer: Trainer, kind: type) -> Any:
 
 
 def _kept(trainer: Trainer) -> tuple[Any, Any]:
-    """Return what is there, before a fit, of another one: figures and a manifest."""
+    """Return the throughput summary and the manifest that an earlier fit left."""
     throughput, manifest = _found(trainer, TokenThroughput), _found(trainer, RunManifest)
     known = manifest.manifest if manifest is not None else {}
     ended = bool(known) and known["run"]["status"] != "running"
@@ -265,7 +265,7 @@ def _written(text: str, folder: Path) -> Path:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError:
-        path.unlink(missing_ok=True)  # half a page is none
+        path.unlink(missing_ok=True)  # no partial pages
         raise
     return path
 

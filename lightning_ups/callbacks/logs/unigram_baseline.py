@@ -1,4 +1,4 @@
-"""The validation loss beside what a model would reach that knows no context."""
+"""Compares the validation loss with the entropy of single tokens."""
 
 import math
 
@@ -9,13 +9,13 @@ __all__ = ["UnigramBaseline"]
 
 
 class UnigramBaseline(Callback):
-    """Print, once fit is done, the validation loss, the unigram entropy of the training tokens, and their ratio.
+    """Print the validation loss, the unigram entropy of the training tokens, and their ratio at the end of fit.
 
-    The unigram entropy is the loss of guessing each token by its frequency alone: a ratio of one means that nothing
-    else was learned. The datamodule must have it as ``unigram_entropy``, in nats a token.
+    The unigram entropy is the loss of a model that knows only how frequent each token is. A ratio of one means that the
+    model learned nothing more. The datamodule must provide it as ``unigram_entropy``, in nats per token.
 
     Args:
-        metric: The name under which the validation loss is logged, in nats a token.
+        metric: The name under which the validation loss is logged, in nats per token.
 
     Raises:
         TypeError: When fitting starts, if the datamodule has no unigram entropy.

@@ -11,8 +11,8 @@ from lightning_ups.insight.throughput import Inspection, Span, inspect_spans
 
 __all__ = ["CloseLook", "can_look_at"]
 
-# Steps to record waits, to let ranks synchronize after the profiler has started, which takes longer on some and would
-# look like communication, and to record kernels.
+# Number of steps: one to record waits; one to let ranks synchronize after the profiler has started, which takes longer
+# on some and would look like communication; two to record kernels.
 _WATCHED, _SETTLING, _LOOKED_AT = 1, 1, 2
 
 
